@@ -291,6 +291,12 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
     write_whole(run_dir / SUMMARY_NAME, text.encode())
 
 
+def forget_end(run_dir: Path) -> None:
+    """Remove the files that say how an earlier run in this folder ended."""
+    for name in (ACCOUNTS_NAME, SUMMARY_NAME):
+        (run_dir / name).unlink(missing_ok=True)
+
+
 def ended_summary(run_dir: Path) -> dict[str, Any]:
     """Return the summary that the end of a run wrote; empty: there is none.
 

@@ -35,7 +35,7 @@ from services.reward.grading.messages import (
     read_progress,
 )
 from sluice.concurrency.process import ending_text
-from sluice.concurrency.waits import deadline
+from sluice.concurrency.waits import deadline, waiting_for
 from sluice.errors import ConfigError
 from sluice.json_objects import DECODE_ERRORS
 from sluice.types import FailureKind
@@ -48,7 +48,7 @@ PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 _MOST_KILLED = 2
-_PAUSE_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 # The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
@@ -62,26 +62,32 @@ class LoadingEndedError(ConfigError):
 
 
 async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
-    """Start a process that loads the user's code; again if a signal ends it, or if the system has
-    no memory, process or file for it, twice at most.
+    """Start a process that loads the user's code; again if a signal ends it, twice at most, and
+    until the system has memory, a process and a file for it.
 
-    The system kills one when memory is short, and such a kill must not end the run.
+    The system kills one when memory is short. Neither a kill nor a shortage must end the run; waits
+    for what the process does have deadlines of their own.
 
     Raises:
         LoadingEndedError: it ended each time, or by its own will.
-        OSError: the system had nothing for it each time.
+        FileNotFoundError, PermissionError: waiting does not mend them.
     """
-    for _ in range(_MOST_KILLED):
+    num_killed, pause_s = 0, _FIRST_PAUSE_S
+    while True:
         try:
             return await start()
         except LoadingEndedError as error:
-            if error.code >= 0:
+            num_killed += 1
+            if error.code >= 0 or num_killed > _MOST_KILLED:
                 raise
             logger.warning("%s; another one is started", error)
+        except (FileNotFoundError, PermissionError):
+            raise
         except OSError as error:
             logger.warning("a process for the user's code does not start: %s; tried again", error)
-            await asyncio.sleep(_PAUSE_S)
-    return await start()
+            with waiting_for("this machine", "starting a process for the user's code"):
+                await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class ScorerFault(Exception):

@@ -38,8 +38,7 @@ from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launch_service, launched_processes
-from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary import SUMMARY_NAME
+from sluice.report.summary import forget_end
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME
@@ -270,9 +269,7 @@ async def start_processes(
         ConfigError: see `start_run`.
     """
     await refuse_beside_another(config_file.parent)
-    # A run with these files has reached its end.
-    for name in (ACCOUNTS_NAME, SUMMARY_NAME):
-        (config_file.parent / name).unlink(missing_ok=True)
+    forget_end(config_file.parent)
     config = with_absolute_paths(config)
     if ray is None:
         config = with_ports(config)

@@ -20,6 +20,7 @@ from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.report.summary import SUMMARY_NAME
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 pytestmark = pytest.mark.usefixtures("tried_scorers")
@@ -87,13 +88,14 @@ def test_preparing_again_leaves_an_active_run_alone_and_begins_one_after_it_ende
 def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> None:
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
     prepare("--run-dir", run_dir, *job)
-    accounts = run_dir / ACCOUNTS_NAME
-    accounts.write_text("{}", encoding="utf-8")
+    ends = [run_dir / ACCOUNTS_NAME, run_dir / SUMMARY_NAME]
+    for file in ends:
+        file.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)
-    assert accounts.is_file(), "the run is active, and its files stay"
+    assert all(file.is_file() for file in ends), "the run is active, and its files stay"
     SharedRun(run_dir).end(Ending("trainer", ()))
     prepare("--run-dir", run_dir, *job)
-    assert not accounts.exists()
+    assert not any(file.exists() for file in ends)
 
 
 def test_an_active_run_keeps_its_configuration_and_restart_begins_another(

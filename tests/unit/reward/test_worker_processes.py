@@ -61,8 +61,8 @@ async def test_an_environment_worker_starts_once_the_system_has_a_process_for_it
 async def test_a_scorer_starts_once_the_system_has_a_process_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scorer_worker, "_PAUSE_S", 0.0)
-    failures = [no_process(), no_process()]
+    monkeypatch.setattr(scorer_worker, "_FIRST_PAUSE_S", 0.0)
+    failures = [no_process() for _ in range(20)]
 
     async def start() -> str:
         if failures:
