@@ -69,8 +69,7 @@ class RewardClient:
     Args:
         instance_id: of this trainer process; a new one resets leases.
         batch_timeout_s: a wait for a batch or an evaluation fails after so many seconds without
-            progress.
-        absence_s: seconds that the service may be out of reach for the other calls.
+            progress; the other calls, after so many with the service out of reach.
     """
 
     def __init__(
@@ -78,12 +77,10 @@ class RewardClient:
         stub: reward_pb2_grpc.RewardServiceAsyncStub,
         instance_id: str,
         batch_timeout_s: float,
-        absence_s: float = 30.0,
     ) -> None:
         self._stub = stub
         self._instance_id = instance_id
         self._batch_timeout_s = batch_timeout_s
-        self._absence_s = absence_s
         self._announcement: Callable[[], reward.AnnouncePolicyRequest] | None = None
         self._announcing = asyncio.Lock()
 
@@ -123,7 +120,7 @@ class RewardClient:
                 in between is dropped; ``None``: it was trained.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `absence_s`.
+            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
         """
         reported = [announced_to_proto(replica) for replica in replicas]
 
@@ -199,7 +196,7 @@ class RewardClient:
         """Report a batch as trained. A service that restarted since has lost its lease.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `absence_s`.
+            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
         """
         request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
@@ -219,14 +216,14 @@ class RewardClient:
             generated_tokens: returns the tokens that the fleet has generated so far.
 
         Raises:
-            DeadlineError: nothing moved for `batch_timeout_s`, or the service went away for
-                `absence_s`.
+            DeadlineError: nothing moved for `batch_timeout_s`, or the service went away for as
+                long.
             SluiceError: the error that the service answered.
         """
         request = reward.EvaluateRequest(policy_version=version, examples=examples)
         phase = f"evaluating version {version}"
         retries = Retries(
-            _patience(self._absence_s),
+            _patience(self._batch_timeout_s),
             _PEER,
             phase,
             retries_on=_is_restart,
@@ -263,7 +260,7 @@ class RewardClient:
         and ``prompts_lost``, prompts that the service itself lost.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `absence_s`.
+            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
         """
         status = await self._over_an_absence(self._status)
         return {
@@ -285,7 +282,7 @@ class RewardClient:
         return dict(answer.statistics)
 
     async def _over_an_absence(self, call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
-        policy = _patience(self._absence_s)
+        policy = _patience(self._batch_timeout_s)
         return await Retries(policy, _PEER, retries_on=is_absence, warns_after_s=0.0).call(call)
 
     async def _announce(self) -> object:
