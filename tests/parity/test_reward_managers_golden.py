@@ -22,7 +22,7 @@ LIMIT = 20480
 class Returns:
     """A pool whose scorer returned `returned`."""
 
-    busy_seconds = 0.0
+    busy_seconds, num_asked = 0.0, 0
 
     def __init__(self, returned: object) -> None:
         answer = answer_of(returned)

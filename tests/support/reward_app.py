@@ -81,7 +81,7 @@ def _read(request: GroupRequest) -> TokenIds:
 class InlineScorer:
     """math_dapo without processes."""
 
-    busy_seconds = 0.0
+    busy_seconds, num_asked = 0.0, 0
 
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         """Grade."""

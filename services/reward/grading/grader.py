@@ -34,6 +34,8 @@ MAX_CALLS = 32
 MAX_CLIENT_CALLS = 16
 DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
 ITEMS_PER_REQUEST = 32
+SLOW_S = 0.05
+"""Seconds for a response from which on scorers are slow. Far above the cost of a request."""
 
 _NOTHING: Mapping[int, Outcome] = MappingProxyType({})
 _NO_RULES = OutcomePolicy()
@@ -44,6 +46,8 @@ class SampleScorer(Protocol):
 
     busy_seconds: float
     """Seconds that scorers have worked since the start."""
+    num_asked: int
+    """Responses that they were asked to grade in that time."""
 
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         """Return one outcome per item."""
@@ -81,6 +85,11 @@ class Grader:
     ) -> None:
         self._scorer, self._shaping, self._policy = scorer, shaping, policy
         self.num_scored_again = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether scorers take more than `SLOW_S` for a response, in the mean so far."""
+        return self._scorer.busy_seconds > SLOW_S * self._scorer.num_asked
 
     async def grade(
         self,

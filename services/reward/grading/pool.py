@@ -106,6 +106,7 @@ class ScorerPool:
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
         self.busy_seconds = 0.0
         """Seconds that processes have worked since the start, in sum."""
+        self.num_asked = 0
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
         self.num_ended_idle = 0
@@ -185,6 +186,7 @@ class ScorerPool:
                     return await worker.score(items)
             finally:
                 self.busy_seconds += time.monotonic() - started_at
+                self.num_asked += len(items)
 
     @asynccontextmanager
     async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:

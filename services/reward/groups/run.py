@@ -164,15 +164,15 @@ class GroupRun:
 
     async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
         """Return the first samples and, if two of them differed before all had come, the rest."""
-        watch = ProbeWatch(self._grader, group.prompt, self._metric)
+        early = EarlyGrades(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
         settings = self._sources[group.prompt.source].settings
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = tasks.create_task(
-                    self._probes(group, indexes, watch), name=f"{name}, probes"
+                    self._graded_early(group, indexes, early), name=f"{name}, probes"
                 )
-                differ = tasks.create_task(watch.differs.wait(), name=f"{name}, differ")
+                differ = tasks.create_task(early.differs.wait(), name=f"{name}, differ")
                 await asyncio.wait((probes, differ), return_when=asyncio.FIRST_COMPLETED)
                 if probes.done():
                     differ.cancel()
@@ -185,14 +185,21 @@ class GroupRun:
             raise decisive_error(errors) from errors
         return probes.result(), rest.result() if rest else None
 
-    async def _probes(self, group: Group, indexes: range, watch: ProbeWatch) -> GradedGroup:
-        async with asyncio.TaskGroup() as tasks:
-            grading = f"prompt {group.prompt.prompt_id}, grades of probes"
-            tasks.create_task(watch.run(), name=grading)
-            samples, _ = await self._generated(group, indexes, on_sample=watch.arrived.put_nowait)
-            watch.arrived.put_nowait(None)
-        # `watch` has graded every sample that finished; the others were aborted.
-        return await self._graded(group, samples, known=watch.outcomes)
+    async def _graded_early(
+        self, group: Group, indexes: Sequence[int], early: EarlyGrades, regeneration: int = 0
+    ) -> GradedGroup:
+        """Return samples of a group, each graded as it comes."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(early.run(), name=f"prompt {group.prompt.prompt_id}, grades")
+                samples, _ = await self._generated(
+                    group, indexes, None, regeneration, early.arrived.put_nowait
+                )
+                early.arrived.put_nowait(None)
+        except ExceptionGroup as errors:
+            raise decisive_error(errors) from errors
+        # Every sample that finished has a grade; the others were aborted.
+        return await self._graded(group, samples, known=early.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None``: the others are generated.
@@ -228,7 +235,13 @@ class GroupRun:
         greedy: SamplingParams | None = None,
         regeneration: int = 0,
     ) -> GradedGroup:
-        """Return samples of a group and its greedy response, if there is one, graded."""
+        """Return samples of a group and its greedy response, if there is one, graded.
+
+        Slow scorers work while other samples are still generated, as verl's do.
+        """
+        if greedy is None and self._grader.is_slow:
+            early = EarlyGrades(self._grader, group.prompt, self._metric)
+            return await self._graded_early(group, indexes, early, regeneration)
         samples, response = await self._generated(group, indexes, greedy, regeneration)
         return await self._graded(group, samples, response)
 
@@ -399,13 +412,13 @@ def _num_right(graded: GradedGroup) -> int:
     return sum(is_right(scored) is True for scored in graded.scored)
 
 
-class ProbeWatch:
-    """The first samples of one group, graded as they come: two that differ decide before the others
-    end.
+class EarlyGrades:
+    """Samples of one group, graded as they come.
 
-    The group is then certain to be mixed, so its rest need not wait for the longest of the first
-    samples. Grading ends when all samples are graded. It is never cancelled while a scorer works
-    for it, which would cost the scorer's process.
+    Two probes that differ decide before the others end: the group is then certain to be mixed, so
+    its rest need not wait for the longest probe. Grading ends when all samples are graded. It is
+    never cancelled while a scorer works for it, which would cost the scorer's process, but with its
+    group.
 
     Attributes:
         arrived: samples that have finished, then ``None``.

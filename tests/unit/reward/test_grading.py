@@ -41,7 +41,7 @@ SHAPING = OverlongShaping(max_response_tokens=20, buffer_tokens=4, penalty_facto
 class Scripted:
     """Gives outcomes in turn and remembers what it was asked."""
 
-    busy_seconds = 0.0
+    busy_seconds, num_asked = 0.0, 0
 
     def __init__(self, *outcomes: Scored | Failed) -> None:
         self.outcomes, self.items = outcomes, list[ScorerInput]()

@@ -272,6 +272,29 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
     assert grades.num_graded == 5  # each sample once
 
 
+async def test_slow_scorers_grade_a_sample_while_others_are_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graded: list[str] = []
+
+    async def hold(_name: str, _request: GroupRequest, index: int) -> None:
+        if index == 3:
+            await settled(lambda: len(graded) == 3)
+
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
+        graded.extend(item.response for item in items)
+        return tuple(scorer._score(item) for item in items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    monkeypatch.setattr(InlineScorer, "busy_seconds", 1.0)
+    async with running_app(config("stream"), ScriptedClient(before_sample=hold)) as app:
+        submit(app, [MIXED])
+        (group,) = (await first_batch(app)).groups
+        assert app.groups.counts["grading"] == 0
+    assert [score.score for score in group.scores] == [1.0, -1.0, -1.0, -1.0]
+    assert len(graded) == 4  # each sample once
+
+
 async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_failure() -> None:
     async def fail(_name: str, _request: GroupRequest, index: int) -> None:
         if index == 2:

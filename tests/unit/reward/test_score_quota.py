@@ -29,7 +29,7 @@ ITEM = ScorerInput("math_dapo", "4", "4", {})
 class SlowScorer:
     """Answers when it is told to."""
 
-    busy_seconds = 0.0
+    busy_seconds, num_asked = 0.0, 0
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
