@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from errno import ENOSPC
+from functools import partial
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -40,6 +43,7 @@ from sluice.cli.watch.report import report
 from sluice.cli.watch.runs import runs
 from sluice.cli.watch.status import status
 from sluice.concurrency.process import exit_status
+from sluice.errors import DataError
 from sluice.report.versions import software_versions
 
 commands = typer.Typer(
@@ -120,8 +124,27 @@ commands.add_typer(agent_commands, name="agents", rich_help_panel="Use the polic
 
 
 def app() -> None:
-    """Run the command; a SluiceError becomes one message and exit code 1."""
-    sys.exit(exit_status("sluice", commands))
+    """Run the command; a SluiceError, and a file that cannot be used, is one message and exit
+    code 1.
+    """
+    try:
+        code = exit_status("sluice", commands)
+    except OSError as error:
+        if error.filename is None and error.errno != ENOSPC:
+            raise
+        code = exit_status("sluice", partial(_refuse, error))
+    sys.exit(code)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """Raise DataError that names the file of an OSError and the remedy."""
+    if error.filename is None:  # what waits for a full disk must not fail again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise DataError(f"the output cannot be written: {error.strerror}; free some space")
+    raise DataError(
+        f"{os.fsdecode(error.filename)}: {error.strerror}; correct the path, its permissions or "
+        "the space on its disk"
+    )
 
 
 if __name__ == "__main__":

@@ -163,3 +163,28 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     code, text = invoke("status", "--jason")
     assert code == 2
     assert "--jason" in text
+
+
+def test_a_file_that_cannot_be_written_is_one_line_with_its_path_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nowhere" / "run.yaml"
+    monkeypatch.setattr(sys, "argv", ["sluice", "init", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"sluice: ERROR {file}: No such file or directory; correct the path, its permissions or "
+        "the space on its disk\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk without Linux")
+def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    command = [sys.executable, "-m", "sluice", "config", "explain", "data.truncation"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "sluice: ERROR the output cannot be written: No space left on device; free some space\n"
+    )
