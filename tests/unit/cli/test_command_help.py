@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from sluice.cli import entry, main
 from sluice.cli.main import app, commands
 
 
@@ -188,3 +189,16 @@ def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
     assert done.stderr == (
         "sluice: ERROR the output cannot be written: No space left on device; free some space\n"
     )
+
+
+def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", ["sluice", "status"])
+    with pytest.raises(SystemExit) as ended:
+        entry.app()
+    assert ended.value.code == 130
