@@ -83,6 +83,7 @@ def _sluice(
         raise typer.BadParameter("name a command; sluice --help lists them")
 
 
+_CHECK = "Check before the start"
 _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
     "Start": {
         "quickstart": quickstart,
@@ -90,7 +91,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "up": up,
         "train": train,
     },
-    "Check before the start": {"doctor": doctor, "plan": plan, "simulate": simulate},
+    _CHECK: {"doctor": doctor, "plan": plan, "simulate": simulate},
     "Watch": {
         "runs": runs,
         "status": status,
@@ -115,12 +116,16 @@ for _purpose, _commands in _PURPOSES.items():
     for _name, _command in _commands.items():
         _register = commands.command(_name, cls=_CLASSES.get(_name), rich_help_panel=_purpose)
         _register(_command)
-commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
-commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
-commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
-commands.add_typer(environment_commands, name="env", rich_help_panel="Check before the start")
-commands.add_typer(recipe_commands, name="recipe", rich_help_panel="Start")
-commands.add_typer(agent_commands, name="agents", rich_help_panel="Use the policy")
+_GROUPS = {
+    "config": (config_commands, _CHECK),
+    "data": (data_commands, _CHECK),
+    "reward": (reward_commands, _CHECK),
+    "env": (environment_commands, _CHECK),
+    "recipe": (recipe_commands, "Start"),
+    "agents": (agent_commands, "Use the policy"),
+}
+for _name, (_group, _purpose) in _GROUPS.items():
+    commands.add_typer(_group, name=_name, cls=GroupedCommands, rich_help_panel=_purpose)
 
 
 def app() -> None:

@@ -74,6 +74,7 @@ def test_the_help_of_a_group_lists_its_commands_and_an_example(group: str) -> No
     assert below
     assert all(f"\n  {name} " in text for name in below)
     assert f"\n    sluice {group} " in text
+    assert "..." not in text.partition("\nCommands:")[2]
 
 
 def test_the_version_is_the_packages() -> None:
