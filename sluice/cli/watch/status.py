@@ -21,7 +21,7 @@ from sluice.client.run_address import locate_run
 from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, explain_run
 from sluice.concurrency.waits import Waiting
 from sluice.errors import ConfigError, NotReadyError
-from sluice.launch.servicer import launched_processes
+from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
 
@@ -89,7 +89,8 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 
 def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
-    found = asyncio.run(explain_run(locate_run(run)))
+    location = locate_run(run)
+    found = None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
     if found is None:
         return False
     if as_json:
