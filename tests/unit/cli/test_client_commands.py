@@ -184,3 +184,13 @@ def test_a_run_whose_processes_have_left_is_not_confused_with_one_at_its_address
 def test_a_run_with_a_process_in_its_folder_is_asked(run: Path) -> None:
     with marked_process(run, "reward"):
         assert sluice("generate", "hi", "--run", str(run)).exit_code == 0
+
+
+def test_a_pipe_gets_each_account_of_the_status_on_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = sluice("status", "--run", str(run)).stdout.splitlines()
+    for account in ("trainer", "rollout"):
+        (line,) = (line for line in lines if line.startswith(f"{account}  "))
+        assert "unaccounted" in line
