@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 _STARTING = ("up", "train", "quickstart")
+_INTERRUPTED = 130
 _SILENT = {"-q", "--quiet", "--help"}
 
 
@@ -14,7 +15,10 @@ def app() -> None:
         stream = sys.stderr if "--json" in sys.argv else sys.stdout
         stream.write("checking configuration, files, packages and devices\n")
         stream.flush()
-    # The commands import for a second, and longer on a busy machine.
-    from sluice.cli.main import app as run
+    try:
+        # The commands import for a second, and longer on a busy machine.
+        from sluice.cli.main import app as run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)

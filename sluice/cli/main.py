@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from errno import ENOSPC
+from functools import partial
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -40,6 +43,7 @@ from sluice.cli.watch.report import report
 from sluice.cli.watch.runs import runs
 from sluice.cli.watch.status import status
 from sluice.concurrency.process import exit_status
+from sluice.errors import DataError
 from sluice.report.versions import software_versions
 
 commands = typer.Typer(
@@ -79,6 +83,7 @@ def _sluice(
         raise typer.BadParameter("name a command; sluice --help lists them")
 
 
+_CHECK = "Check before the start"
 _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
     "Start": {
         "quickstart": quickstart,
@@ -86,7 +91,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "up": up,
         "train": train,
     },
-    "Check before the start": {"doctor": doctor, "plan": plan, "simulate": simulate},
+    _CHECK: {"doctor": doctor, "plan": plan, "simulate": simulate},
     "Watch": {
         "runs": runs,
         "status": status,
@@ -111,17 +116,40 @@ for _purpose, _commands in _PURPOSES.items():
     for _name, _command in _commands.items():
         _register = commands.command(_name, cls=_CLASSES.get(_name), rich_help_panel=_purpose)
         _register(_command)
-commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
-commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
-commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
-commands.add_typer(environment_commands, name="env", rich_help_panel="Check before the start")
-commands.add_typer(recipe_commands, name="recipe", rich_help_panel="Start")
-commands.add_typer(agent_commands, name="agents", rich_help_panel="Use the policy")
+_GROUPS = {
+    "config": (config_commands, _CHECK),
+    "data": (data_commands, _CHECK),
+    "reward": (reward_commands, _CHECK),
+    "env": (environment_commands, _CHECK),
+    "recipe": (recipe_commands, "Start"),
+    "agents": (agent_commands, "Use the policy"),
+}
+for _name, (_group, _purpose) in _GROUPS.items():
+    commands.add_typer(_group, name=_name, cls=GroupedCommands, rich_help_panel=_purpose)
 
 
 def app() -> None:
-    """Run the command; a SluiceError becomes one message and exit code 1."""
-    sys.exit(exit_status("sluice", commands))
+    """Run the command; a SluiceError, and a file that cannot be used, is one message and exit
+    code 1.
+    """
+    try:
+        code = exit_status("sluice", commands)
+    except OSError as error:
+        if error.filename is None and error.errno != ENOSPC:
+            raise
+        code = exit_status("sluice", partial(_refuse, error))
+    sys.exit(code)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """Raise DataError that names the file of an OSError and the remedy."""
+    if error.filename is None:  # what waits for a full disk must not fail again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise DataError(f"the output cannot be written: {error.strerror}; free some space")
+    raise DataError(
+        f"{os.fsdecode(error.filename)}: {error.strerror}; correct the path, its permissions or "
+        "the space on its disk"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sluice.concurrency.process import process_marks
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
-from sluice.launch.servicer import launched_processes
+from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.run_record import read_progress
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
@@ -126,16 +126,19 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
         HandshakeError, AccessDeniedError: the run's services do not accept our credentials.
     """
     location = locate_run(run)
-    monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
-    async with monitor:
-        try:
-            return location, await monitor.snapshot()
-        except HandshakeError:
-            raise
-        except (PeerError, DeadlineError) as error:
-            past = await past_run(location.run_dir)
-            state = "does not answer yet" if past.phase == "starting" else "is not active"
-            raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from error
+    failure: PeerError | DeadlineError | None = None
+    if not await all_left(location.run_dir):
+        monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
+        async with monitor:
+            try:
+                return location, await monitor.snapshot()
+            except HandshakeError:
+                raise
+            except (PeerError, DeadlineError) as error:
+                failure = error
+    past = await past_run(location.run_dir)
+    state = "does not answer yet" if past.phase == "starting" else "is not active"
+    raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from failure
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain_run
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.servicer import launched_processes
+from sluice.launch.servicer import all_left, launched_processes
 from sluice.service_contract import CONFIG_NAME
 
 ASK_EVERY_S = 1.0
@@ -99,6 +99,8 @@ class LiveStatus:
         try:
             monitor, location = await self._connected()
         except (SluiceError, OSError):
+            return None
+        if await all_left(self._run_dir):
             return None
         try:
             async with deadline(

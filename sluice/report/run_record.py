@@ -71,29 +71,36 @@ def read_progress(run_dir: Path) -> RunRecord:
     """Read the record of a run that may not have ended; of a repeated step the last line counts.
 
     Raises:
-        DataError: a line cannot be read.
+        DataError: a line or a file cannot be read.
     """
     metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
     rows = _rows(metrics) if metrics.is_file() else []
     return RunRecord(
         steps=_by_step(row for row in rows if STEP in row),
         validations=_by_step(row for row in rows if STEP not in row),
-        accounts=json.loads(accounts.read_text(encoding="utf-8")) if accounts.is_file() else {},
+        accounts=_accounts(accounts) if accounts.is_file() else {},
     )
 
 
 def _rows(file: Path) -> list[Row]:
     # The trainer is still writing the text after the last newline.
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            _step(rows[-1])
+        except (ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{file}, line {number}: not a JSON object ({error}); remove the line"
+                f"{file}, line {number}: not a JSON object with a step ({error}); remove the line"
             ) from error
     return rows
+
+
+def _accounts(file: Path) -> dict[str, float]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file}: not a JSON object ({error}); remove the file") from error
 
 
 def _by_step(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -15,8 +15,8 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJson, complete_setting
+from sluice.cli.run.checked import refuse_beside_another
 from sluice.cli.run.evaluation_origin import regraded_origin, write_origin
-from sluice.cli.run.up import refuse_beside_another
 from sluice.cli.terminal import counted, print_json
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, ending_text
 from sluice.errors import ConfigError, DataError

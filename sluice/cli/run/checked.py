@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
+from sluice.errors import ConfigError
+from sluice.launch.servicer import launched_processes
 from sluice.service_contract import CONFIG_NAME
 
 
@@ -31,9 +34,11 @@ def checked_run(
         is_local: whether the run's processes start on this host.
 
     Raises:
-        ConfigError: lists all problems of keys, values, rules, files, packages and devices.
+        ConfigError: lists all problems of keys, values, rules, files, packages and devices; or
+            another run is active in the folder.
     """
     run = read_run(file, overrides)
+    asyncio.run(refuse_beside_another(Path(run.config.sluice.run_dir).absolute()))
     notes = launch_notes(run.config, run.settings)
     if (
         file is not None
@@ -67,3 +72,12 @@ def examined_to_start(
     if examined.devices.line:
         print_line(console, examined.devices.line)
     return examined
+
+
+async def refuse_beside_another(run_dir: Path) -> None:
+    """Raise ConfigError if a launcher on this machine already runs in the folder."""
+    if await launched_processes(run_dir) is not None:
+        raise ConfigError(
+            f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
+            "give another folder"
+        )

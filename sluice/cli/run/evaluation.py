@@ -11,15 +11,10 @@ from pathlib import Path
 import msgspec
 import typer
 
-from sluice.cli.run.checked import examined_to_start
+from sluice.cli.run.checked import examined_to_start, refuse_beside_another
 from sluice.cli.run.ending import print_failures
 from sluice.cli.run.evaluation_origin import claim
-from sluice.cli.run.up import (
-    Display,
-    refuse_beside_another,
-    show_launcher_messages,
-    start_processes,
-)
+from sluice.cli.run.up import Display, show_launcher_messages, start_processes
 from sluice.cli.terminal import print_line
 from sluice.cli.watch.evaluation_view import EvaluationView
 from sluice.cli.watch.progress import duration_text

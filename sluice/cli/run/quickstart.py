@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
@@ -170,8 +171,10 @@ def mark_run_folder(folder: Path) -> None:
     """Mark a missing, empty or marked folder as one whose results may be replaced.
 
     Raises:
-        ConfigError: it holds files that sluice did not put there, or is not a folder.
+        ConfigError: it holds files that sluice did not put there, is not a folder, or a run is
+            active in it.
     """
+    asyncio.run(refuse_beside_another(folder.absolute()))
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run folder {folder}: is a file; give another folder")
     if not (folder / MARKER).is_file():

@@ -8,10 +8,9 @@ from pathlib import Path
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_json
-from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
-from sluice.errors import DeadlineError, NotReadyError, PeerError
 
 
 def resume(
@@ -34,15 +33,8 @@ def resume(
 
 
 async def _resume(run: Path) -> tuple[Path, str, int]:
-    location = locate_run(run)
+    location, snapshot = await ask_run(run)
     async with RunMonitor(
         location.trainer, location.reward, credentials=location.credentials
     ) as monitor:
-        try:
-            reason = (await monitor.snapshot()).hold_reason
-            return location.run_dir, reason, await monitor.resume()
-        except (PeerError, DeadlineError) as error:
-            raise NotReadyError(
-                f"run: the trainer of {location.run_dir} does not answer; start the run with "
-                "sluice up on its config.yaml"
-            ) from error
+        return location.run_dir, snapshot.hold_reason, await monitor.resume()

@@ -19,7 +19,7 @@ from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
-from sluice.launch.servicer import launched_processes, launcher_of
+from sluice.launch.servicer import all_left, launched_processes, launcher_of
 
 _POLL_S = 0.2
 
@@ -70,6 +70,8 @@ async def _refuse_several(run_dir: Path) -> None:
 
 
 async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
+    if await all_left(location.run_dir):
+        raise NotReadyError(await _not_answering(location.run_dir))
     async with RunMonitor(
         location.trainer, location.reward, credentials=location.credentials
     ) as monitor:

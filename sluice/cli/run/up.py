@@ -20,7 +20,7 @@ from sluice.cli.arguments import (
     script_settings,
     split_arguments,
 )
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.ending import end_run
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
@@ -37,7 +37,7 @@ from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
-from sluice.launch.servicer import launch_service, launched_processes
+from sluice.launch.servicer import launch_service
 from sluice.report.summary import forget_end
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
@@ -278,15 +278,6 @@ async def start_processes(
     print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
         return await _supervise(plan, display, view)
-
-
-async def refuse_beside_another(run_dir: Path) -> None:
-    """Raise ConfigError if a launcher on this machine already runs in the folder."""
-    if await launched_processes(run_dir) is not None:
-        raise ConfigError(
-            f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
-            "give another folder"
-        )
 
 
 async def _save_and_end(monitor: RunMonitor) -> bool:

@@ -80,7 +80,7 @@ async def _described(folder: Path) -> ListedRun:
     try:
         past = await past_run(folder)
         state: str = "running" if await is_active(folder) else past.phase
-    except SluiceError:
+    except (SluiceError, OSError):  # such as a run of another user
         return ListedRun(
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import PastRun, ask_run, past_run
-from sluice.cli.terminal import print_json, print_line
+from sluice.cli.terminal import output_console, print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
 from sluice.client.run_address import locate_run
 from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, explain_run
 from sluice.concurrency.waits import Waiting
 from sluice.errors import ConfigError, NotReadyError
-from sluice.launch.servicer import launched_processes
+from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
 
@@ -72,7 +72,7 @@ def status(
         print_json(asdict(snapshot))
         return
     accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
-    console = Console()
+    console = output_console()
     console.print(run_table(snapshot, accuracy))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
     restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
@@ -89,13 +89,14 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 
 def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
-    found = asyncio.run(explain_run(locate_run(run)))
+    location = locate_run(run)
+    found = None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
     if found is None:
         return False
     if as_json:
         print_json(asdict(found))
     else:
-        Console().print(wait_table(found))
+        output_console().print(wait_table(found))
     return True
 
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
+from sluice.concurrency.process import marked_process
 from sluice.errors import DataError, DeadlineError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
@@ -162,4 +163,34 @@ def test_resume_ends_the_hold_of_a_guard_and_says_why_it_was(tmp_path: Path) -> 
         again = sluice("resume", run)
         assert again.stdout.endswith("continues after step 2; no guard held it\n")
     gone = sluice("resume", run)
-    assert "does not answer" in str(gone.exception)
+    assert str(gone.exception).startswith("the run is not active.")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "hi"), ("resume",), ("stop",), ("eval",), ("status",), ("status", "--why")],
+)
+def test_a_run_whose_processes_have_left_is_not_confused_with_one_at_its_addresses(
+    run: Path, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "processes").mkdir()
+    done = sluice(*command, "--run", str(run))
+    if command[0] == "status":
+        assert done.stdout.startswith(f"{run}: not running; 0 steps finished")
+    else:
+        assert "is not active" in str(done.exception)
+
+
+def test_a_run_with_a_process_in_its_folder_is_asked(run: Path) -> None:
+    with marked_process(run, "reward"):
+        assert sluice("generate", "hi", "--run", str(run)).exit_code == 0
+
+
+def test_a_pipe_gets_each_account_of_the_status_on_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = sluice("status", "--run", str(run)).stdout.splitlines()
+    for account in ("trainer", "rollout"):
+        (line,) = (line for line in lines if line.startswith(f"{account}  "))
+        assert "unaccounted" in line

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from sluice.cli import entry, main
 from sluice.cli.main import app, commands
 
 
@@ -73,6 +74,7 @@ def test_the_help_of_a_group_lists_its_commands_and_an_example(group: str) -> No
     assert below
     assert all(f"\n  {name} " in text for name in below)
     assert f"\n    sluice {group} " in text
+    assert "..." not in text.partition("\nCommands:")[2]
 
 
 def test_the_version_is_the_packages() -> None:
@@ -163,3 +165,41 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     code, text = invoke("status", "--jason")
     assert code == 2
     assert "--jason" in text
+
+
+def test_a_file_that_cannot_be_written_is_one_line_with_its_path_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nowhere" / "run.yaml"
+    monkeypatch.setattr(sys, "argv", ["sluice", "init", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"sluice: ERROR {file}: No such file or directory; correct the path, its permissions or "
+        "the space on its disk\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk without Linux")
+def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    command = [sys.executable, "-m", "sluice", "config", "explain", "data.truncation"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "sluice: ERROR the output cannot be written: No space left on device; free some space\n"
+    )
+
+
+def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", ["sluice", "status"])
+    with pytest.raises(SystemExit) as ended:
+        entry.app()
+    assert ended.value.code == 130

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
+from sluice.cli.running_run import PastRun, past_run
+from sluice.cli.watch import runs as runs_module
 from sluice.concurrency.process import marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -97,6 +99,20 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
     found = listed()
     assert [one["run"] for one in found] == ["runs/killed", "runs/early", "runs/done"]
     assert found[2]["total_steps"] == 2
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    past("mine", 60.0)
+    (past("damaged", 30.0) / "metrics.jsonl").write_bytes(b"\xff\n")
+    others = past("others")
+
+    async def read(folder: Path) -> PastRun:
+        if folder == others:
+            raise PermissionError(13, "Permission denied", "metrics.jsonl")
+        return await past_run(folder)
+
+    monkeypatch.setattr(runs_module, "past_run", read)
+    assert [one["state"] for one in listed()] == ["unreadable", "unreadable", "finished"]
 
 
 def test_a_run_that_failed_is_listed_as_failed() -> None:

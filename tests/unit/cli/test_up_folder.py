@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from sluice.cli.main import commands
 from sluice.cli.run import up
+from sluice.cli.run.quickstart import MARKER
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -20,7 +24,7 @@ from sluice.launch.processes.supervisor import RunEnd, ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
-from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME
 from sluice.report.summary import ended_summary, write_summary
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics import FOLDER
@@ -69,6 +73,29 @@ async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
     assert not (tmp_path / CONFIG_NAME).exists()
+
+
+async def test_a_quickstart_replaces_no_result_of_an_active_run(tmp_path: Path) -> None:
+    files = {tmp_path / name for name in (MARKER, METRICS_NAME)}
+    for file in files:
+        file.touch()
+    async with launch_service(tmp_path, ReplicaScale(Processes(), replica)):
+        arguments = ["quickstart", "--run", str(tmp_path)]
+        done = await asyncio.to_thread(CliRunner().invoke, commands, arguments)
+    assert "another run is active in this folder" in str(done.exception)
+    assert files == {file for file in tmp_path.iterdir() if file.is_file()}
+
+
+async def test_a_second_start_says_that_the_run_is_active_before_it_looks_at_ports(
+    tmp_path: Path,
+) -> None:
+    async with launch_service(tmp_path, ReplicaScale(Processes(), replica)):
+        arguments = ["up", f"sluice.run_dir={tmp_path}", "sluice.trainer.endpoint.port=1"]
+        done = await asyncio.to_thread(CliRunner().invoke, commands, arguments)
+    assert str(done.exception) == (
+        f"sluice.run_dir = {tmp_path}: another run is active in this folder; end it first, or "
+        "give another folder"
+    )
 
 
 async def test_a_start_removes_what_only_the_end_of_the_run_before_it_knew(

@@ -75,6 +75,14 @@ async def test_nothing_is_shown_of_a_run_without_services(tmp_path: Path) -> Non
         assert await live.ask() is None
 
 
+async def test_a_run_at_the_addresses_of_one_that_has_ended_is_not_shown(tmp_path: Path) -> None:
+    async with serving(trainer=ScriptedTrainer()) as server:
+        run = make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")
+        (run / "processes").mkdir()
+        async with live_status(run, Clock()) as live:
+            assert await live.ask() is None
+
+
 async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_reason(
     tmp_path: Path,
 ) -> None:

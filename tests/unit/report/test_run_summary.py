@@ -119,10 +119,18 @@ def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:
     assert found.as_text().startswith("held-out accuracy - in 2 steps")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"step": 3, ', b"\xff\x00", b"5", b'{"step": "x"}', b"{}"])
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"step": 3, \n')
+    file.write_bytes(file.read_bytes() + line + b"\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not a JSON object"):
+        read_progress(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff", b"5"])
+def test_a_broken_file_of_accounts_is_named(tmp_path: Path, content: bytes) -> None:
+    (run_folder(tmp_path) / "accounts.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"accounts\.json: not a JSON object .*; remove the file"):
         read_progress(tmp_path)
 
 
