@@ -59,9 +59,10 @@ def printed_reward(output: str) -> float | None:
     Raises:
         AgentFailedError: the line has a failure, or its reward is no finite number.
     """
-    lines = output.strip().splitlines()
+    # Not `splitlines`: a text of JSON may hold some of the characters at which that splits.
+    last = output.strip().replace("\r", "\n").rpartition("\n")[2]
     try:
-        found = json.loads(lines[-1]) if lines else None
+        found = json.loads(last)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):

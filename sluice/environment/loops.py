@@ -85,12 +85,17 @@ class PolicyAnswer:
         return message
 
 
+_Question = tuple[Observation, asyncio.Future[PolicyAnswer]]
+"""What the policy shall read, and where the answer goes."""
+
+
 class Policy:
     """The model in training. Its answers are sampled by the run."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Observation] = asyncio.Queue()
-        self._answer: asyncio.Future[PolicyAnswer] | None = None
+        self._asked: asyncio.Queue[_Question] = asyncio.Queue()
+        self._answer: asyncio.Future[PolicyAnswer] | None = None  # of the call that waits
+        self._taken: asyncio.Future[PolicyAnswer] | None = None  # of the last question taken
         self._is_over = False
 
     async def chat(
@@ -120,20 +125,23 @@ class Policy:
         self._answer = asyncio.get_running_loop().create_future()
         is_dropped = tools is not None and not offered
         asked = Observation(turns, is_whole=True, tools=offered, drops_tools=is_dropped)
-        self._asked.put_nowait(asked)
+        self._asked.put_nowait((asked, self._answer))
         try:
             return await self._answer
         finally:
             self._answer = None
 
     async def next_question(self) -> Observation:
-        """Return what the policy shall read next."""
-        return await self._asked.get()
+        """Return what the policy shall read next, of a call that still waits."""
+        while True:
+            asked, self._taken = await self._asked.get()
+            if not self._taken.done():
+                return asked
 
     def give(self, answer: PolicyAnswer) -> None:
-        """Answer the call that waits."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(answer)
+        """Answer the last question taken, unless its call was cancelled, as by a timeout."""
+        if self._taken is not None and not self._taken.done():
+            self._taken.set_result(answer)
 
     def end(self) -> None:
         """Let the call that waits, and further ones, raise EpisodeOver."""

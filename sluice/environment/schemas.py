@@ -17,7 +17,7 @@ from sluice.types import Tool
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-_REFERENCE = "$ref"
+_REFERENCE, _TITLE = "$ref", "title"
 
 
 class ArgumentsError(Exception):
@@ -170,7 +170,11 @@ def _inlined(value: object, parts: Mapping[str, object]) -> object:
     if isinstance(value, dict):
         if isinstance(reference := value.get(_REFERENCE), str):
             return _inlined(parts[reference.rpartition("/")[2]], parts)
-        return {key: _inlined(one, parts) for key, one in value.items() if key != "title"}
+        return {
+            key: _inlined(one, parts)
+            for key, one in value.items()
+            if key != _TITLE or isinstance(one, dict)  # a field of this name
+        }
     return [_inlined(one, parts) for one in value] if isinstance(value, list) else value
 
 

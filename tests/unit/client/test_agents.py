@@ -331,6 +331,8 @@ async def test_a_program_that_ends_before_its_task_is_read_has_ended() -> None:
         ('log\n{"reward": 0.5}\n\n', 0.5),
         ("[1]", None),
         ('{"reward": null}', None),
+        ('5 %\r100 %\r{"reward": 0.5}\r\n', 0.5),
+        ('{"reward": 0.5, "answer": "one\u2028two"}\n', 0.5),  # as JSON.stringify writes it
     ],
 )
 def test_only_the_last_line_holds_the_reward(output: str, reward: float | None) -> None:

@@ -222,6 +222,26 @@ async def run(task, policy):
         assert scored.score == 0.25
 
 
+async def test_an_answer_goes_to_the_question_that_asked_for_it_or_to_none(tmp_path: Path) -> None:
+    text = """
+import asyncio
+async def run(task, policy):
+    try:
+        await asyncio.wait_for(policy.chat(task.prompt), 0.01)
+    except TimeoutError:
+        again = [*task.prompt, {"role": "user", "content": "Be quick."}]
+        return float((await policy.chat(again)).content == "of the second")
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        await asyncio.sleep(0.1)  # the timeout has passed
+        seen = await played.step(0, Answer("of the first"), STOP)
+        assert [one.content for one in seen.messages][1:] == ["Be quick."]
+        assert (await played.step(1, Answer("of the second"), STOP)).done
+        assert await played.close() == Scored(1.0, 1.0, {"acc": 1.0})
+
+
 async def test_an_error_of_a_loop_fails_its_episode_alone(tmp_path: Path) -> None:
     text = """
 async def run(task, policy):

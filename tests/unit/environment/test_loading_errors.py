@@ -53,6 +53,17 @@ def test_a_name_chooses_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
         file_environment(str(path), "C")
 
 
+def test_a_field_named_title_is_in_the_schema(tmp_path: Path) -> None:
+    path = tmp_path / "world.py"
+    path.write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Book:\n    title: str\n"
+        "class World:\n    def add(self, book: Book) -> str:\n        'Add.'\n"
+    )
+    (tool,) = file_environment(str(path)).tools
+    book = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+    assert json.loads(tool.parameters)["properties"] == {"book": book}
+
+
 def test_hints_and_docstring_make_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "world.py"
     path.write_text(
