@@ -15,6 +15,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.memory.shape import shape_of
 from sluice.plan import launch_plan
 from sluice.plan.dry_run import DryRunAsked, PassBytes
+from tests.support.layer_parity import random_adapter
 from tests.support.plan_parity import (
     DENSE,
     EXPERTS,
@@ -22,6 +23,8 @@ from tests.support.plan_parity import (
     trained_and_planned,
 )
 from tests.support.preloaded import PreloadedProcess
+from tests.support.saved_adapter import write_adapter
+from tests.support.tiny_policy import make_model, save_model
 
 ENDS = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4}
 """Of twelve layers in four stages, 2, 3, 3 and 4."""
@@ -147,3 +150,28 @@ def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
         peaks.append(launch_plan.written_trainer(config, model).phases["backward"])
     # 384 tokens of 10 bytes a logit, and 1 GiB.
     assert 0.3 * 2**30 < peaks[1] - peaks[0] < 0.5 * 2**30
+
+
+def test_adapters_to_continue_and_layers_named_by_number_count_like_new_ones_of_each_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
+    many: dict[str, Any] = {"num_hidden_layers": 6}
+    adapter = random_adapter(make_model(**many))
+    write_adapter(tmp_path / "adapter", adapter)
+    model = launch_plan.local_model(str(save_model(tmp_path / "model", **many)))
+    assert model is not None
+    actor, policy = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    ends = sorted({name.rpartition(".")[2] for name in adapter.layers})
+    asked = (
+        [f"lora_rank={adapter.rank}", f"target_modules=[{','.join(ends)}]"],
+        [f"lora_adapter_path={tmp_path / 'adapter'}"],
+        [f"lora_rank={adapter.rank}", f"target_modules=[{','.join(sorted(adapter.layers))}]"],
+    )
+    found = []
+    for adapters in asked:
+        keys = [f"{policy}.path={model.name}", *(f"{policy}.{one}" for one in adapters)]
+        config = load_config(None, [*keys, f"{actor}.ppo_micro_batch_size_per_gpu=1"])
+        found.append(launch_plan.written_trainer(config, model))
+    assert found[0].parts["gradients"] > 0
+    assert found[1].phases == found[2].phases == found[0].phases

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import structs
 
 from services.trainer.dry_run.measure import FakeRanks, counted, fake_tensors
 from sluice.algorithm import token_statistics
+from sluice.checkpoint.adapter_files import read_adapter
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.parallel_layout import trainer_layout
@@ -24,12 +28,13 @@ from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 _BYTES_OF_A_LOGIT = 10
 """In a block that is not compiled: itself in halves, in float32, and its exponential."""
+_IN_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
 def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     """Return the bytes of each run."""
     torch.set_num_threads(1)
-    config = msgspec.convert(asked.config, RunConfig)
+    config = with_adapters(msgspec.convert(asked.config, RunConfig))
     # The head computes as large blocks as on a device, and multiplies as a GPU does.
     token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
     if config.actor_rollout_ref.actor.fsdp_config.use_torch_compile:
@@ -61,6 +66,36 @@ def with_layers(model: Mapping[str, object], layers: int) -> dict[str, object]:
     if isinstance(kinds, list):
         changed["layer_types"] = (kinds * layers)[:layers]
     return changed
+
+
+def with_adapters(config: RunConfig) -> RunConfig:
+    """Return the run with adapters that a model of any number of layers can get.
+
+    Those of `lora_adapter_path` become new ones of their rank. A layer that is named with its
+    number stands for that of each decoder layer.
+
+    Raises:
+        CheckpointError: the folder holds no adapter.
+    """
+    model = config.actor_rollout_ref.model
+    if model.lora_adapter_path is not None:
+        saved = read_adapter(Path(model.lora_adapter_path))
+        inside = [name for name in saved.layers if _IN_LAYER.match(name)]
+        model = structs.replace(
+            model,
+            lora_adapter_path=None,
+            lora_rank=saved.rank,
+            exclude_modules=None,
+            target_modules=_of_each_layer(inside),
+        )
+    elif isinstance(model.target_modules, list):
+        model = structs.replace(model, target_modules=_of_each_layer(model.target_modules))
+    policy = structs.replace(config.actor_rollout_ref, model=model)
+    return structs.replace(config, actor_rollout_ref=policy)
+
+
+def _of_each_layer(names: Collection[str]) -> list[str]:
+    return sorted({_IN_LAYER.sub("", name) for name in names})
 
 
 def main() -> None:

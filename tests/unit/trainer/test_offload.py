@@ -322,6 +322,20 @@ def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute
             assert ours[name] == theirs[name]
 
 
+def test_adapters_reference_computes_before_the_policys_weights_leave_for_the_critic(
+    folder: Path,
+) -> None:
+    found: list[list[dict[str, float]]] = []
+    for offloads in (False, True):
+        precision = {"dtype": "bfloat16", "param_offload": offloads}
+        config = make_config(folder, use_kl_loss=True, fsdp_config=precision)
+        learner = Learner(with_critic(adapting(config, lora_rank=4)), DataParallel(), 10)
+        found.append([learner.train_step(make_batch(seed=step), step) for step in (1, 2)])
+    for ours, theirs in zip(*found, strict=True):
+        for name in ("actor/grad_norm", "actor/kl_loss", "critic/vf_loss"):
+            assert ours[name] == theirs[name]
+
+
 def with_offloading_critic(folder: Path, *, offloads: bool) -> Learner:
     config = with_critic(make_config(folder, use_kl_loss=True))
     keys = {"dtype": "bfloat16", "param_offload": offloads, "optimizer_offload": offloads}

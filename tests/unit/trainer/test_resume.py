@@ -103,6 +103,21 @@ def test_saving_before_any_step_can_be_resumed(tmp_path: Path, model_folder: Pat
     assert resumed.train_step(make_batch(), 2)["actor/grad_norm"] == expected["actor/grad_norm"]
 
 
+@pytest.mark.parametrize("model_dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_run_resumes_with_another_dtype_of_weights_and_moments(
+    tmp_path: Path, model_folder: Path, model_dtypes: tuple[str, str]
+) -> None:
+    saving, resumed = (
+        make_learner(model_folder, {"model_dtype": one, "dtype": "bfloat16"})
+        for one in model_dtypes
+    )
+    saving.train_step(make_batch(), 2)
+    saving.save(tmp_path / "actor")
+    resumed.load(tmp_path / "actor")
+    after = [one.train_step(make_batch(seed=1), 3)["actor/grad_norm"] for one in (saving, resumed)]
+    assert after[0] == pytest.approx(after[1], rel=0.05)
+
+
 def test_tied_weights_are_listed_once(model_folder: Path) -> None:
     names = [name for name, _ in make_learner(model_folder).named_weights()]
     assert "model.embed_tokens.weight" in names

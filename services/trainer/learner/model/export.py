@@ -141,8 +141,9 @@ def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
     """Return all tensors of a model, maybe without memory, in the form of transformers' files."""
     whole = model
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    if not tensors.keys() <= own:
-        # transformers looks for modules and shapes that may be on other stages.
+    if not tensors.keys() <= own or not hasattr(model, "_weight_conversions"):
+        # transformers looks for modules and shapes that may be on other stages, and, of a model
+        # that it has not read itself, for the name of the class, which sharding replaces.
         with torch.device("meta"):
             whole = plain_class(model)(model.config)
     published: dict[str, Tensor] = revert_weight_conversion(whole, tensors)

@@ -322,7 +322,8 @@ class ModelOptimizer:
         if moment == "step":
             own = torch.zeros((), dtype=dtype, device=parameter.device)
         elif shape == parameter.shape and dtype.is_floating_point:
-            own = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            # The run that wrote it may have had another model_dtype.
+            own = torch.zeros_like(parameter, requires_grad=False)
         else:
             raise CheckpointError(
                 f"optimizer state {key} has shape {tuple(shape)} and {dtype}, the model "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -187,9 +187,12 @@ class PolicyUpdate:
         sums = UpdateSums(self._mean_names, self._no_corrections, self._source_means)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
-        with self._policy_away():
+        with ExitStack() as away:
+            if isinstance(self._reference, ReferencePolicy):
+                away.enter_context(self._policy_away())
             self._reference_logprobs(mini_batches)
             timer.end_phase("ref", shown=self._reference is not None)
+            away.enter_context(self._policy_away())
             values = self._critic.values(batch, table, step) if self._critic else None
             timer.end_phase("values", shown=self._critic is not None)
         passed = self._pass_tables(mini_batches, table, values, sum_pi_squared)
