@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, SupportsFloat, TypeGuard
+from typing import Any, NoReturn, Protocol
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.schemas import ArgumentsError
@@ -261,14 +261,14 @@ def with_reward(what: str, value: object) -> tuple[object, float | None]:
     Raises:
         EnvironmentDefectError: the reward is not finite.
     """
-    if isinstance(value, tuple) and len(value) == 2 and _is_said(value[0]) and is_number(value[1]):
-        reward = float(value[1])
-        if not math.isfinite(reward):
-            raise EnvironmentDefectError(
-                f"{what} returned the reward {reward}; return a finite one"
-            )
-        return value[0], reward
-    return value, None
+    if not (isinstance(value, tuple) and len(value) == 2 and _is_said(value[0])):
+        return value, None
+    reward = number_of(value[1])
+    if reward is None:
+        return value, None
+    if not math.isfinite(reward):
+        raise EnvironmentDefectError(f"{what} returned the reward {reward}; return a finite one")
+    return value[0], reward
 
 
 def _is_said(value: object) -> bool:
@@ -277,9 +277,19 @@ def _is_said(value: object) -> bool:
     return value is None or isinstance(value, str | Mapping) or hasattr(value, "text")
 
 
-def is_number(value: object) -> TypeGuard[SupportsFloat]:
-    """Return whether a value counts as a number; text and lists never do."""
-    return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
+def number_of(value: object) -> float | None:
+    """Return a value as a float, infinite if it is too large; ``None``: it is no number.
+
+    Texts, lists and arrays of several numbers never are.
+    """
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]  # has __float__, of any library's scalars
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
 
 
 def grade_of(what: str, returned: object) -> Scored | None:
@@ -293,7 +303,8 @@ def grade_of(what: str, returned: object) -> Scored | None:
     if returned is None:
         return None
     values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
-    numbers = {str(key): float(one) for key, one in values.items() if is_number(one)}
+    found = {str(key): number_of(one) for key, one in values.items()}
+    numbers = {key: one for key, one in found.items() if one is not None}
     if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
         raise EnvironmentDefectError(
             f"{what} returned {str(returned)[:200]}; return a finite number, or a dict with 'score'"

@@ -145,6 +145,7 @@ class Jar:
         ("raise ValueError('no data')", "ValueError: no data (world.py:"),
         ("raise sluice.EnvironmentUnavailable('the index is down')", "the index is down"),
         ("return 'x', float('nan')", "the reward nan"),
+        ("return 'x', 10**400", "the reward inf"),
     ],
 )
 async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, said: str) -> None:
@@ -155,6 +156,32 @@ async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, 
         with pytest.raises(EpisodeFailedError) as failed:
             await played.step(0, Answer("x"), STOP)
         assert said in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("score", "metrics"),
+    [("{'score': 1, 'parts': numpy.ones(2), 'n': numpy.float32(1)}", {"n": 1.0}), ("10**400", None)],
+)
+async def test_a_score_is_read_as_a_reward_functions_result(
+    tmp_path: Path, score: str, metrics: dict[str, float] | None
+) -> None:
+    text = f"""
+import numpy
+class World:
+    def turn(self, text):
+        return "Go on."
+    def score(self, answer):
+        return {score}
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        await played.step(0, Answer("x"), STOP)
+        if metrics is None:
+            with pytest.raises(EpisodeFailedError, match="return a finite number"):
+                await played.close()
+        else:
+            assert await played.close() == Scored(1.0, 1.0, metrics)
 
 
 async def test_a_long_result_is_cut_before_it_is_sent(tmp_path: Path) -> None:
