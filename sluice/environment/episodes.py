@@ -143,6 +143,10 @@ class AuthorCalls:
                 return await returned if inspect.isawaitable(returned) else returned
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code})") from error
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RuntimeError(f"it raised {raised(error)}") from error
 
     async def required(
         self, what: str, function: Callable[..., object], *values: object, **named: object
@@ -185,8 +189,19 @@ def _in_thread(call: Callable[[], object]) -> object:
         # Here, since the task that made a call may be cancelled and never see the MemoryError.
         with _without_memory_ended():
             return call()
-    except SystemExit as error:  # before a future's waiter, which it would end
+    except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
+    except Exception:
+        raise
+    except BaseException as error:  # it would end the process of all episodes
+        raise RuntimeError(f"it raised {raised(error)}") from error
+
+
+def is_cancelled() -> bool:
+    """Return whether somebody has cancelled this task: an author's code may raise the error, too,
+    such as of a task of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @contextmanager

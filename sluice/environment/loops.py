@@ -20,6 +20,7 @@ from sluice.environment.episodes import (
     PlayedRow,
     defect,
     grade_of,
+    is_cancelled,
     text_of,
 )
 from sluice.environment.schemas import method_tool, openai_tool
@@ -242,8 +243,10 @@ class LoopEpisode:
             return _UNSCORED
         except EnvironmentUnavailable as error:
             return error
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the author's; it fails this episode
-            return defect(self._function.__name__, error)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            return defect(self._function.__name__, error)  # the author's; it fails this episode
 
     async def _next(self) -> Observation:
         assert self._running is not None
