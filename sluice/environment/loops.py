@@ -283,17 +283,25 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
             f"a message with role {role!r} and content of type {type(content).__name__}; write a "
             f"role of {', '.join(_ROLES)} and a text"
         )
-    calls = tuple(
-        ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id") or "")
-        for one in value.get("tool_calls") or ()
-    )
-    return ChatMessage(
-        role,
-        text_of("a message of policy.chat", content),
-        calls,
-        value.get("tool_call_id") or "",
-        value.get("reasoning") or "",
-    )
+    calls = tuple(map(_call, value.get("tool_calls") or ()))
+    call_id, reasoning = value.get("tool_call_id") or "", value.get("reasoning") or ""
+    if not isinstance(call_id, str) or not isinstance(reasoning, str):
+        raise ValueError("a message whose tool_call_id or reasoning is no text")
+    return ChatMessage(role, text_of("a message of policy.chat", content), calls, call_id, reasoning)
+
+
+def _call(value: Any) -> ToolCall:  # noqa: ANN401  what an author gives
+    try:
+        function, call_id = value["function"], value.get("id") or ""
+        parts = function["name"], function["arguments"], call_id
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"a call of {str(value)[:200]}; write OpenAI's form") from error
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"a call of {str(value)[:200]}; its name, arguments and id are texts: write the "
+            "arguments with json.dumps"
+        )
+    return ToolCall(*parts)
 
 
 def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function

@@ -230,6 +230,26 @@ async def test_a_loop_drops_its_tools_with_an_empty_list_alone(
         assert (seen.tools, seen.drops_tools) == ((), is_dropped)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("'tool_calls': [{'function': {'name': 'a', 'arguments': {'b': 1}}}]", "with json.dumps"),
+        ("'tool_calls': [{'name': 'a', 'arguments': '{}'}]", "write OpenAI's form"),
+        ("'tool_call_id': 5", "tool_call_id or reasoning"),
+    ],
+)
+async def test_a_malformed_message_of_a_loop_is_named(
+    tmp_path: Path, fields: str, said: str
+) -> None:
+    text = f"""
+async def run(task, policy):
+    await policy.chat([*task.prompt, {{"role": "assistant", "content": "", {fields}}}])
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        with pytest.raises(EpisodeFailedError, match=f"ValueError: .*{said}"):
+            await episode(servers).open()
+
+
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
     text = """
 from sluice.environment.loops import EpisodeOver
