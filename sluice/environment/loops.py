@@ -23,7 +23,7 @@ from sluice.environment.episodes import (
     is_cancelled,
     text_of,
 )
-from sluice.environment.schemas import method_tool, openai_tool
+from sluice.environment.schemas import method_tool, openai_call, openai_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
@@ -204,14 +204,7 @@ class LoopEpisode:
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Give the answer to the function; return its next question."""
-        calls = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.tool_calls
-        ]
+        calls = list(map(openai_call, answer.tool_calls))
         is_cut = finish is FinishReason.LENGTH
         self._policy.give(
             PolicyAnswer(answer.content, calls, answer.reasoning, answer.tool_error, is_cut)
@@ -285,9 +278,11 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
         )
     calls = tuple(map(_call, value.get("tool_calls") or ()))
     call_id, reasoning = value.get("tool_call_id") or "", value.get("reasoning") or ""
-    if not isinstance(call_id, str) or not isinstance(reasoning, str):
+    if not all(isinstance(one, str) for one in (call_id, reasoning)):
         raise ValueError("a message whose tool_call_id or reasoning is no text")
-    return ChatMessage(role, text_of("a message of policy.chat", content), calls, call_id, reasoning)
+    return ChatMessage(
+        role, text_of("a message of policy.chat", content), calls, call_id, reasoning
+    )
 
 
 def _call(value: Any) -> ToolCall:  # noqa: ANN401  what an author gives

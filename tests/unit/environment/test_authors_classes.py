@@ -160,7 +160,10 @@ async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, 
 
 @pytest.mark.parametrize(
     ("score", "metrics"),
-    [("{'score': 1, 'parts': numpy.ones(2), 'n': numpy.float32(1)}", {"n": 1.0}), ("10**400", None)],
+    [
+        ("{'score': 1, 'parts': numpy.ones(2), 'n': numpy.float32(1)}", {"n": 1.0}),
+        ("10**400", None),
+    ],
 )
 async def test_a_score_is_read_as_a_reward_functions_result(
     tmp_path: Path, score: str, metrics: dict[str, float] | None
@@ -347,6 +350,69 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert await played.close() is None
         seen = await other.step(0, calls(("note", {"text": "d"})), STOP)
         assert seen.messages[0].content == "['a', 'd'] 1"
+
+
+VALUES = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def value(which: str):
+    '''Return a value.'''
+    return {
+        "bool": True,
+        "list": ["a"],
+        "none": None,
+        "map": {"a": True},
+        "rewarded": (5, 0.25),
+        "without": ("b", None, None),
+        "four": (1, 2, 3, 4),
+    }[which]
+"""
+
+
+async def test_the_policy_reads_what_verls_functions_return_as_in_verl(tmp_path: Path) -> None:
+    FUNCTION_TOOL_REGISTRY.clear()
+    path = author_file(tmp_path, VALUES).path
+    async with served(EnvironmentSource(function_tool_path=path), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        wanted = ("bool", "list", "none", "map", "rewarded", "without", "four")
+        seen = await played.step(0, calls(*(("value", {"which": one}) for one in wanted)), STOP)
+        *texts, refused = [one.content for one in seen.messages]
+        assert texts == ["True", "['a']", "None", '{"a": true}', "5", "b"]
+        assert "value returned 4 values" in refused
+        assert seen.reward == 0.25
+
+
+async def test_a_tool_of_verls_reads_the_conversation_and_keeps_what_it_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "verl_history.py").write_text("""
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+
+class History(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        data = kwargs["agent_data"]
+        data.extra_fields["n"] = data.extra_fields.get("n", 0) + 1
+        said = [one["content"] for one in data.messages[1:]]
+        return ToolResponse(text=f"{data.extra_fields['n']} {said}"), 0.0, {}
+""")
+    config = tmp_path / "tools.yaml"
+    config.write_text(
+        "tools: [{class_name: verl_history.History, config: {type: native}, tool_schema: "
+        "{type: function, function: {name: history, description: Tell., parameters: "
+        "{type: object, properties: {}, required: []}}}}]"
+    )
+    async with served(EnvironmentSource(tool_config_path=str(config)), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        called = calls(("history", {}), content="Hm.")
+        first = await played.step(0, called, STOP)
+        second = await played.step(1, called, STOP)
+        texts = [one.content for seen in (first, second) for one in seen.messages]
+        assert texts == ["1 ['Hm.']", """2 ['Hm.', "1 ['Hm.']", 'Hm.']"""]
 
 
 def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSource) -> None:
