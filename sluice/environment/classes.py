@@ -37,8 +37,8 @@ def class_environment(kind: type, file: str) -> Environment:
     """Check a class.
 
     Raises:
-        ConfigError: it needs arguments, `reset` asks for what is no column, or a tool cannot be
-            described; names file, method and remedy.
+        ConfigError: it needs arguments, `reset` asks for what is no column, `done` is a method, or
+            a tool cannot be described; names file, method and remedy.
     """
     where = f"{file}: {kind.__name__}"
     try:
@@ -48,6 +48,11 @@ def class_environment(kind: type, file: str) -> Environment:
             f"{where}: it is constructed without arguments, for each episode; give its parameters "
             f"default values, or read the row in reset: {error}"
         ) from error
+    if callable(getattr(kind, DONE, None)):
+        raise ConfigError(
+            f"{where}.{DONE} is a method, and so always true; set self.{DONE} = True where the "
+            "episode is over, or make it a property"
+        )
     columns = _columns(kind, where)
     tools = {
         name: method_tool(function, f"{where}.{name}", is_method=is_method)

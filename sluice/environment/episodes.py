@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, SupportsFloat, TypeGuard
+from typing import Any, NoReturn, Protocol
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.schemas import ArgumentsError
@@ -143,6 +143,10 @@ class AuthorCalls:
                 return await returned if inspect.isawaitable(returned) else returned
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code})") from error
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RuntimeError(f"it raised {raised(error)}") from error
 
     async def required(
         self, what: str, function: Callable[..., object], *values: object, **named: object
@@ -185,8 +189,19 @@ def _in_thread(call: Callable[[], object]) -> object:
         # Here, since the task that made a call may be cancelled and never see the MemoryError.
         with _without_memory_ended():
             return call()
-    except SystemExit as error:  # before a future's waiter, which it would end
+    except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
+    except Exception:
+        raise
+    except BaseException as error:  # it would end the process of all episodes
+        raise RuntimeError(f"it raised {raised(error)}") from error
+
+
+def is_cancelled() -> bool:
+    """Return whether somebody has cancelled this task: an author's code may raise the error, too,
+    such as of a task of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @contextmanager
@@ -261,14 +276,14 @@ def with_reward(what: str, value: object) -> tuple[object, float | None]:
     Raises:
         EnvironmentDefectError: the reward is not finite.
     """
-    if isinstance(value, tuple) and len(value) == 2 and _is_said(value[0]) and is_number(value[1]):
-        reward = float(value[1])
-        if not math.isfinite(reward):
-            raise EnvironmentDefectError(
-                f"{what} returned the reward {reward}; return a finite one"
-            )
-        return value[0], reward
-    return value, None
+    if not (isinstance(value, tuple) and len(value) == 2 and _is_said(value[0])):
+        return value, None
+    reward = number_of(value[1])
+    if reward is None:
+        return value, None
+    if not math.isfinite(reward):
+        raise EnvironmentDefectError(f"{what} returned the reward {reward}; return a finite one")
+    return value[0], reward
 
 
 def _is_said(value: object) -> bool:
@@ -277,9 +292,19 @@ def _is_said(value: object) -> bool:
     return value is None or isinstance(value, str | Mapping) or hasattr(value, "text")
 
 
-def is_number(value: object) -> TypeGuard[SupportsFloat]:
-    """Return whether a value counts as a number; text and lists never do."""
-    return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
+def number_of(value: object) -> float | None:
+    """Return a value as a float, infinite if it is too large; ``None``: it is no number.
+
+    Texts, lists and arrays of several numbers never are.
+    """
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]  # has __float__, of any library's scalars
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
 
 
 def grade_of(what: str, returned: object) -> Scored | None:
@@ -293,7 +318,8 @@ def grade_of(what: str, returned: object) -> Scored | None:
     if returned is None:
         return None
     values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
-    numbers = {str(key): float(one) for key, one in values.items() if is_number(one)}
+    found = {str(key): number_of(one) for key, one in values.items()}
+    numbers = {key: one for key, one in found.items() if one is not None}
     if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
         raise EnvironmentDefectError(
             f"{what} returned {str(returned)[:200]}; return a finite number, or a dict with 'score'"

@@ -20,9 +20,10 @@ from sluice.environment.episodes import (
     PlayedRow,
     defect,
     grade_of,
+    is_cancelled,
     text_of,
 )
-from sluice.environment.schemas import method_tool, openai_tool
+from sluice.environment.schemas import method_tool, openai_call, openai_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
@@ -203,14 +204,7 @@ class LoopEpisode:
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Give the answer to the function; return its next question."""
-        calls = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.tool_calls
-        ]
+        calls = list(map(openai_call, answer.tool_calls))
         is_cut = finish is FinishReason.LENGTH
         self._policy.give(
             PolicyAnswer(answer.content, calls, answer.reasoning, answer.tool_error, is_cut)
@@ -242,8 +236,10 @@ class LoopEpisode:
             return _UNSCORED
         except EnvironmentUnavailable as error:
             return error
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the author's; it fails this episode
-            return defect(self._function.__name__, error)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            return defect(self._function.__name__, error)  # the author's; it fails this episode
 
     async def _next(self) -> Observation:
         assert self._running is not None
@@ -280,17 +276,27 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
             f"a message with role {role!r} and content of type {type(content).__name__}; write a "
             f"role of {', '.join(_ROLES)} and a text"
         )
-    calls = tuple(
-        ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id") or "")
-        for one in value.get("tool_calls") or ()
-    )
+    calls = tuple(map(_call, value.get("tool_calls") or ()))
+    call_id, reasoning = value.get("tool_call_id") or "", value.get("reasoning") or ""
+    if not all(isinstance(one, str) for one in (call_id, reasoning)):
+        raise ValueError("a message whose tool_call_id or reasoning is no text")
     return ChatMessage(
-        role,
-        text_of("a message of policy.chat", content),
-        calls,
-        value.get("tool_call_id") or "",
-        value.get("reasoning") or "",
+        role, text_of("a message of policy.chat", content), calls, call_id, reasoning
     )
+
+
+def _call(value: Any) -> ToolCall:  # noqa: ANN401  what an author gives
+    try:
+        function, call_id = value["function"], value.get("id") or ""
+        parts = function["name"], function["arguments"], call_id
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"a call of {str(value)[:200]}; write OpenAI's form") from error
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"a call of {str(value)[:200]}; its name, arguments and id are texts: write the "
+            "arguments with json.dumps"
+        )
+    return ToolCall(*parts)
 
 
 def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function

@@ -13,7 +13,7 @@ import msgspec
 
 from sluice.errors import ConfigError
 from sluice.json_objects import TOOL_NAME
-from sluice.types import Tool
+from sluice.types import Tool, ToolCall
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
@@ -88,6 +88,12 @@ def openai_tool(function: Mapping[str, Any]) -> Tool:
         function.get("description") or "",
         json.dumps(parameters, ensure_ascii=False) if parameters else "",
     )
+
+
+def openai_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def method_tool(

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from sluice.algorithm.episode_rules import TOOL, Observation
+from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
 from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
     AuthorCalls,
@@ -32,7 +32,7 @@ from sluice.environment.episodes import (
     with_reward,
 )
 from sluice.environment.loading import file_module
-from sluice.environment.schemas import json_object, method_tool, openai_tool
+from sluice.environment.schemas import json_object, method_tool, openai_call, openai_tool
 from sluice.errors import ConfigError
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
@@ -40,6 +40,7 @@ FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 CLASSES_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 NAME = "tool_agent"
 _NATIVE = "native"
+_DATA = "agent_data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,12 @@ class VerlEpisode:
         }
         kwargs = task.extra_info.get("tools_kwargs")
         self._kwargs: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
-        self._task, self._calls = task, calls
+        self._calls = calls
         self._ids: dict[str, str] = {}
+        # Tools read the conversation in it, and keep in extra_fields what they like.
+        self._data = SimpleNamespace(
+            messages=task.prompt, tools_kwargs=self._kwargs, extra_fields={}
+        )
 
     async def open(self) -> Observation:
         """Create an instance of each tool with state."""
@@ -177,7 +182,11 @@ class VerlEpisode:
         if not answer.tool_calls and not answer.tool_error:
             return Observation(done=finish is not FinishReason.LENGTH)
         readers = {name: one.arguments for name, one in self._tools.items()}
+        made = list(map(openai_call, answer.tool_calls))
+        said = {"role": ASSISTANT, "content": answer.content, "tool_calls": made}
+        self._data.messages.append(said)
         messages, reward = await results_of_calls(answer, readers, self._result)
+        self._data.messages += [{"role": one.role, "content": one.content} for one in messages]
         return Observation(messages, reward=reward)
 
     async def score(self) -> Scored | None:
@@ -200,10 +209,9 @@ class VerlEpisode:
 
     async def _executed(self, name: str, one: VerlTool, arguments: Mapping[str, Any]) -> object:
         given = self._given(name, "execute_kwargs")
-        if "agent_data" in inspect.signature(one.state.execute).parameters:
-            given["agent_data"] = SimpleNamespace(
-                messages=self._task.prompt, tools_kwargs=self._kwargs, extra_fields={}
-            )
+        taken = inspect.signature(one.state.execute).parameters.values()
+        if any(each.name == _DATA or each.kind is each.VAR_KEYWORD for each in taken):
+            given[_DATA] = self._data
         return await self._calls.run(one.state.execute, self._ids[name], arguments, **given)
 
     def _given(self, name: str, kind: str) -> dict[str, Any]:
@@ -212,13 +220,22 @@ class VerlEpisode:
 
 
 def _response(call: ToolCall, returned: object) -> CallResult:
-    """Return message and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
-    if isinstance(returned, tuple) and len(returned) == 3:
-        returned = returned[:2]
-    response, reward = with_reward(call.name, returned)
-    if isinstance(response, tuple) and response[1:] in ((), (None,)):  # without a reward
-        response = response[0]
+    """Return message and reward of verl's ``(response, reward, metrics)``, or of its first parts.
+
+    As in verl, mappings are JSON and other values their Python text.
+    """
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(
+            f"{call.name} returned {len(parts)} values; return response, reward, metrics"
+        )
+    response, reward = parts[0], 0.0
+    if len(parts) > 1 and parts[1] is not None:
+        _, found = with_reward(call.name, ("", float(parts[1])))
+        reward = found or 0.0
     if getattr(response, "image", None) or getattr(response, "video", None):
         return error_of(call, f"{call.name} returned an image, which cannot be read here"), None
     text = response.text if hasattr(response, "text") else response
+    if not isinstance(text, str | Mapping | None) or response is None:
+        text = str(text)
     return ChatMessage(TOOL, text_of(call.name, text), tool_call_id=call.call_id), reward or None

@@ -145,6 +145,7 @@ class Jar:
         ("raise ValueError('no data')", "ValueError: no data (world.py:"),
         ("raise sluice.EnvironmentUnavailable('the index is down')", "the index is down"),
         ("return 'x', float('nan')", "the reward nan"),
+        ("return 'x', 10**400", "the reward inf"),
     ],
 )
 async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, said: str) -> None:
@@ -155,6 +156,35 @@ async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, 
         with pytest.raises(EpisodeFailedError) as failed:
             await played.step(0, Answer("x"), STOP)
         assert said in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("score", "metrics"),
+    [
+        ("{'score': 1, 'parts': numpy.ones(2), 'n': numpy.float32(1)}", {"n": 1.0}),
+        ("10**400", None),
+    ],
+)
+async def test_a_score_is_read_as_a_reward_functions_result(
+    tmp_path: Path, score: str, metrics: dict[str, float] | None
+) -> None:
+    text = f"""
+import numpy
+class World:
+    def turn(self, text):
+        return "Go on."
+    def score(self, answer):
+        return {score}
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        await played.step(0, Answer("x"), STOP)
+        if metrics is None:
+            with pytest.raises(EpisodeFailedError, match="return a finite number"):
+                await played.close()
+        else:
+            assert await played.close() == Scored(1.0, 1.0, metrics)
 
 
 async def test_a_long_result_is_cut_before_it_is_sent(tmp_path: Path) -> None:
@@ -201,6 +231,26 @@ async def test_a_loop_drops_its_tools_with_an_empty_list_alone(
         assert not (await played.open()).drops_tools
         seen = await played.step(0, calls(("look", {"jar": "C"})), STOP)
         assert (seen.tools, seen.drops_tools) == ((), is_dropped)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("'tool_calls': [{'function': {'name': 'a', 'arguments': {'b': 1}}}]", "with json.dumps"),
+        ("'tool_calls': [{'name': 'a', 'arguments': '{}'}]", "write OpenAI's form"),
+        ("'tool_call_id': 5", "tool_call_id or reasoning"),
+    ],
+)
+async def test_a_malformed_message_of_a_loop_is_named(
+    tmp_path: Path, fields: str, said: str
+) -> None:
+    text = f"""
+async def run(task, policy):
+    await policy.chat([*task.prompt, {{"role": "assistant", "content": "", {fields}}}])
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        with pytest.raises(EpisodeFailedError, match=f"ValueError: .*{said}"):
+            await episode(servers).open()
 
 
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
@@ -300,6 +350,69 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert await played.close() is None
         seen = await other.step(0, calls(("note", {"text": "d"})), STOP)
         assert seen.messages[0].content == "['a', 'd'] 1"
+
+
+VALUES = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def value(which: str):
+    '''Return a value.'''
+    return {
+        "bool": True,
+        "list": ["a"],
+        "none": None,
+        "map": {"a": True},
+        "rewarded": (5, 0.25),
+        "without": ("b", None, None),
+        "four": (1, 2, 3, 4),
+    }[which]
+"""
+
+
+async def test_the_policy_reads_what_verls_functions_return_as_in_verl(tmp_path: Path) -> None:
+    FUNCTION_TOOL_REGISTRY.clear()
+    path = author_file(tmp_path, VALUES).path
+    async with served(EnvironmentSource(function_tool_path=path), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        wanted = ("bool", "list", "none", "map", "rewarded", "without", "four")
+        seen = await played.step(0, calls(*(("value", {"which": one}) for one in wanted)), STOP)
+        *texts, refused = [one.content for one in seen.messages]
+        assert texts == ["True", "['a']", "None", '{"a": true}', "5", "b"]
+        assert "value returned 4 values" in refused
+        assert seen.reward == 0.25
+
+
+async def test_a_tool_of_verls_reads_the_conversation_and_keeps_what_it_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "verl_history.py").write_text("""
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+
+class History(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        data = kwargs["agent_data"]
+        data.extra_fields["n"] = data.extra_fields.get("n", 0) + 1
+        said = [one["content"] for one in data.messages[1:]]
+        return ToolResponse(text=f"{data.extra_fields['n']} {said}"), 0.0, {}
+""")
+    config = tmp_path / "tools.yaml"
+    config.write_text(
+        "tools: [{class_name: verl_history.History, config: {type: native}, tool_schema: "
+        "{type: function, function: {name: history, description: Tell., parameters: "
+        "{type: object, properties: {}, required: []}}}}]"
+    )
+    async with served(EnvironmentSource(tool_config_path=str(config)), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        called = calls(("history", {}), content="Hm.")
+        first = await played.step(0, called, STOP)
+        second = await played.step(1, called, STOP)
+        texts = [one.content for seen in (first, second) for one in seen.messages]
+        assert texts == ["1 ['Hm.']", """2 ['Hm.', "1 ['Hm.']", 'Hm.']"""]
 
 
 def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSource) -> None:

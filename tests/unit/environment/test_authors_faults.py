@@ -20,6 +20,7 @@ from tests.support.scripted_environment import eventually
 
 STOP = FinishReason.STOP
 TOOLS = """
+import asyncio
 import sys
 from typing import Literal
 
@@ -47,6 +48,16 @@ class Tools:
     async def leave(self) -> str:
         '''Leave.'''
         sys.exit(3)
+
+    def interrupt(self) -> str:
+        '''Interrupt.'''
+        raise KeyboardInterrupt("now")
+
+    async def cancel(self) -> str:
+        '''Wait for a task that was cancelled.'''
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        task.cancel()
+        await task
 """
 
 
@@ -59,6 +70,8 @@ class Tools:
         ("divide", {"number": 17, "by": 5}, "[3, 2]"),
         ("repeat", {"text": "a", "times": 10**17}, "Error: MemoryError"),
         ("leave", {}, "Error: RuntimeError: it called sys.exit(3)"),
+        ("interrupt", {}, "Error: RuntimeError: it raised KeyboardInterrupt: now"),
+        ("cancel", {}, "Error: RuntimeError: it raised CancelledError"),
     ],
 )
 async def test_what_a_call_of_the_policy_causes_is_read_by_the_policy(
@@ -172,3 +185,20 @@ async def test_a_loop_that_exits_fails_its_episode_alone(tmp_path: Path) -> None
             await played.step(0, Answer("Hm."), STOP)
         await played.abandon()
         assert (await other.step(0, Answer("Hm."), STOP)).done
+
+
+async def test_a_loop_that_waits_for_a_cancelled_task_fails_with_that(tmp_path: Path) -> None:
+    text = """
+import asyncio
+async def run(task, policy):
+    await policy.chat(task.prompt)
+    waited = asyncio.ensure_future(asyncio.sleep(9))
+    waited.cancel()
+    await waited
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        with pytest.raises(EpisodeFailedError, match="run raised CancelledError"):
+            await played.step(0, Answer("Hm."), STOP)
+        await played.abandon()

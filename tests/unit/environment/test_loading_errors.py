@@ -28,6 +28,10 @@ TOOL = "class World:\n    def look(self, jar{hint}):\n        {docstring}\n     
             "size",
         ),
         ("class World:\n    def reset(self, prompt): ...\n", "neither a tool nor turn"),
+        (
+            "class World:\n    def turn(self, text): ...\n    def done(self): ...\n",
+            "World.done is a method",
+        ),
         ("class A:\n    def turn(self, t): ...\nclass B(A): ...\n", "defines A, B"),
         ("x = 1\n", "defines no environment"),
         ("import nothing_of_this_name\n", "fails to import"),
