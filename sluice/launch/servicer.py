@@ -104,9 +104,7 @@ async def all_left(run_dir: Path) -> bool:
     """
     has_been_used = (run_dir / FOLDER).is_dir()
     return (
-        has_been_used
-        and not process_marks(run_dir)
-        and await launched_processes(run_dir) is None
+        has_been_used and not process_marks(run_dir) and await launched_processes(run_dir) is None
     )
 
 
