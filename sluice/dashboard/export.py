@@ -16,6 +16,7 @@ from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS, policy_source
 from sluice.dashboard.run_data import RunData
 from sluice.dashboard.sample_browser import SampleFilter
+from sluice.whole_file import write_whole
 
 _MAIN = "main.js"
 _METRIC_POINTS = 120  # of each of some hundred metrics
@@ -33,7 +34,7 @@ def export_page(
     Args:
         run_dir: the run's folder.
         trainer: of its configuration.
-        file: the file to write.
+        file: the file to write; others see the former one or the new one.
         others: folders of runs to show beside it.
 
     Raises:
@@ -60,7 +61,7 @@ def export_page(
         "/api/samples?": {**samples, "next": None},  # the file holds no further groups
         **{f"/api/samples/{one['id']}": data.group(one["id"]) for one in samples["groups"]},
     }
-    file.write_text(_page(run_dir.absolute().name, answers), encoding="utf-8")
+    write_whole(file, _page(run_dir.absolute().name, answers).encode())
 
 
 def _page(name: str, answers: dict[str, Any]) -> str:

@@ -145,7 +145,8 @@ def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     yield "checkpoint", outcome.checkpoint or "none"
     if (run_dir / REPORT_NAME).is_file():
         yield "report", str(run_dir / REPORT_NAME)
-    yield "metrics", str(run_dir / METRICS_NAME)
+    if (run_dir / METRICS_NAME).is_file():
+        yield "metrics", str(run_dir / METRICS_NAME)
     yield "logs", str(run_dir / "logs")
     again = resume_command(run_dir)
     start = "from the beginning"

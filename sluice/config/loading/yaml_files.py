@@ -52,7 +52,10 @@ def _mapping_in(path: Path) -> tuple[dict[str, object], str]:
             f"configuration file {path} does not exist; give the path of a YAML file"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {error}; give a YAML file as UTF-8 text "
+            "(in a run's folder: config.yaml)"
+        ) from error
     document = parse_document(text, str(path))
     if document is None:
         return {}, text

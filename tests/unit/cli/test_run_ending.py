@@ -78,6 +78,16 @@ def test_an_interrupted_run_names_the_command_that_resumes_it_and_from_where(
     assert (summary["outcome"], summary["checkpoint_step"]) == ("interrupted", saved)
 
 
+def test_a_run_that_ended_before_its_first_step_names_no_file_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    folder = run_at(tmp_path, saved=None)
+    (tmp_path / "metrics.jsonl").unlink()
+    text, _ = ended(folder, RunEnd(130, ()), total_steps=9)
+    named = [Path(line.split()[1]) for line in text.splitlines() if line.startswith(("rep", "met"))]
+    assert named == []
+
+
 def test_the_command_that_resumes_a_run_is_quoted_for_the_shell(tmp_path: Path) -> None:
     folder = tmp_path / "my run; $(x)"
     folder.mkdir()

@@ -310,6 +310,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere.yaml", [])
 
 
+def test_a_folder_and_a_file_of_bytes_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\xff")
+    for path in (tmp_path, tmp_path / "model.bin"):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*; give a YAML file as UTF-8"):
+            load_config(path, [])
+
+
 @pytest.mark.parametrize(
     "text", ["data", "=3", "a b=1", "data.seed", "+++data.seed=1", "data..x=1"]
 )

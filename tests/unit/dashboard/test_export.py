@@ -223,3 +223,15 @@ def test_the_vendored_library_names_its_version_and_comes_with_its_licence() -> 
     (version,) = re.findall(r"uPlot \(v([\d.]+)\)", library)
     assert licence.startswith(f"uPlot {version} ")
     assert "The MIT License" in licence
+
+
+def test_somebody_who_reads_a_page_while_it_is_replaced_reads_the_former_one(
+    tmp_path: Path,
+) -> None:
+    run_folder(tmp_path)
+    file, former = tmp_path / "report.html", tmp_path / "former.html"
+    file.write_text("former")
+    former.hardlink_to(file)
+    export_page(tmp_path, TrainerConfig(total_training_steps=2), file)
+    assert former.read_text() == "former"
+    assert Page(file).title == tmp_path.name
