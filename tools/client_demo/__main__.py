@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ _COMMANDS = {
     ),
 }
 _PERCENTILES, _SHOWN_ERRORS = (50, 90, 99), 5
+# So many clients start at a time: all at once, each would wait for the others to load its packages,
+# and its first call would reach its deadline.
+_STARTING = 4
 _POLL_S, _WAIT_S, _HOLD_S, _DEADLINE_S = 0.2, 180.0, 60.0, 600.0
 Prompts = Sequence[tuple[int, list[dict[str, str]]]]
 
@@ -72,27 +76,34 @@ class Client:
     under_way: set[int] = field(default_factory=set)
     has_vanished: bool = False
 
-    async def run(self, task: Mapping[str, object], ready: asyncio.Barrier | None = None) -> None:
+    async def run(
+        self,
+        task: Mapping[str, object],
+        starting: asyncio.Semaphore,
+        ready: asyncio.Barrier | None = None,
+    ) -> None:
         """Start the process, let it begin when all are ready, and read it to its end.
 
         Raises:
             RuntimeError: it ended otherwise than it should.
         """
-        process = await asyncio.create_subprocess_exec(
-            *_COMMANDS[self.language],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            own = {**task, "name": self.name, "prompts": self.prompts}
-            process.stdin.write(json.dumps(own).encode() + b"\n")
-            if "ready" not in json.loads(await process.stdout.readline() or b"{}"):
-                raise RuntimeError(f"client {self.name} did not start; its error is above")
+        async with AsyncExitStack() as ends:
+            async with starting:
+                process = await asyncio.create_subprocess_exec(
+                    *_COMMANDS[self.language],
+                    cwd=ROOT,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=1 << 20,
+                )
+                ends.push_async_callback(_end, process)
+                assert process.stdin is not None
+                assert process.stdout is not None
+                own = {**task, "name": self.name, "prompts": self.prompts}
+                process.stdin.write(json.dumps(own).encode() + b"\n")
+                if "ready" not in json.loads(await process.stdout.readline() or b"{}"):
+                    raise RuntimeError(f"client {self.name} did not start; its error is above")
             if ready is not None:
                 await ready.wait()
             process.stdin.write(b"go\n")
@@ -102,10 +113,6 @@ class Client:
                     self.has_vanished = True
                     process.kill()
             code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
         self.has_vanished = self.has_vanished and code != 0  # or it ended before the signal came
         if code != (-signal.SIGKILL if self.has_vanished else 0):
             raise RuntimeError(f"client {self.name} ended with code {code}; its error is above")
@@ -128,6 +135,12 @@ class Client:
         else:
             self.under_way.discard(line["failed"])
             self.failed[line["failed"]] = str(line["error"])
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -214,15 +227,15 @@ def _plan(rows: Sequence[list[dict[str, str]]], options: argparse.Namespace) -> 
 
 async def _run_clients(clients: list[Client], task: Mapping[str, object]) -> None:
     """Run all to their end, and successors of those that vanished, which are added to them."""
-    ready = asyncio.Barrier(len(clients))
+    ready, starting = asyncio.Barrier(len(clients)), asyncio.Semaphore(_STARTING)
 
     async def run(client: Client) -> None:
-        await client.run(task, ready)
+        await client.run(task, starting, ready)
         left = client.left()
         if client.has_vanished and left:
             say(f"{client.name} has vanished with {len(client.under_way)} answers under way")
             heir = Client(f"{client.name}-heir", client.language, left)
-            await heir.run(task)
+            await heir.run(task, starting)
             clients.append(heir)
 
     async with asyncio.TaskGroup() as tasks:

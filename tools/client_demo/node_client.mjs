@@ -22,7 +22,7 @@ const { rollout, trainer } = grpc.loadPackageDefinition(definition).sluice.api;
 const open = grpc.credentials.createInsecure();
 const FRESH_MS = 2000;
 const [FIRST_WAIT_MS, MOST_WAIT_MS] = [100, 5000];
-const { RESOURCE_EXHAUSTED, UNAVAILABLE, CANCELLED } = grpc.status;
+const { RESOURCE_EXHAUSTED, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED } = grpc.status;
 const TRANSIENT = new Set([RESOURCE_EXHAUSTED, UNAVAILABLE, CANCELLED]);
 const tell = (what) => process.stdout.write(`${JSON.stringify(what)}\n`);
 const pause = (ms) => new Promise((resume) => setTimeout(resume, ms));
@@ -51,9 +51,12 @@ class Fleet {
   async ask() {
     const status = await new Promise((settle, refuse) => {
       const deadline = { deadline: Date.now() + 10_000 };
-      this.trainer.GetStatus({}, deadline, (error, found) =>
-        error ? refuse(error) : settle(found),
-      );
+      this.trainer.GetStatus({}, deadline, (error, found) => {
+        if (!error) return settle(found);
+        // This deadline is ours, not the prompt's: ask again.
+        if (error.code === DEADLINE_EXCEEDED) error.code = UNAVAILABLE;
+        refuse(error);
+      });
     });
     this.replicas = status.replicas
       .filter(({ state }) => state === "serving")
