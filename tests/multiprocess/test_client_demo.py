@@ -58,7 +58,7 @@ class SilentOnce(trainer_pb2_grpc.TrainerServiceServicer):
         self.questions = 0
         self.asked_again = asyncio.Event()
 
-    async def GetStatus(  # noqa: N802 - gRPC's name
+    async def GetStatus(
         self, request: trainer_pb2.GetStatusRequest, context: object
     ) -> trainer_pb2.GetStatusResponse:
         self.questions += 1
