@@ -91,12 +91,12 @@ async def test_a_client_in_node_asks_again_when_its_question_for_replicas_gets_n
     try:
         client.stdin.write(json.dumps(task).encode() + b"\ngo\n")
         assert json.loads(await client.stdout.readline()) == {"ready": True}
-        failure = asyncio.create_task(client.stdout.readline())
-        asked_again = asyncio.create_task(trainer.asked_again.wait())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            failure = tasks.create_task(client.stdout.readline())
+            asked_again = tasks.create_task(trainer.asked_again.wait())
             await asyncio.wait((failure, asked_again), return_when=asyncio.FIRST_COMPLETED)
-        assert asked_again.done(), await failure
-        failure.cancel()
+            assert asked_again.done(), await failure
+            failure.cancel()
     finally:
         client.kill()
         await client.wait()
