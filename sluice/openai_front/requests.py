@@ -33,6 +33,8 @@ MAX_PROMPTS, MAX_CHOICES = 256, MAX_SAMPLES
 _COMPLETION_TOKENS = 16  # the dialect's default for a completion without max_tokens
 _SEED_BITS = 63
 _TEXT, _IMAGE = "text", "image_url"
+# Most templates leave turns of other roles out, and say nothing.
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 _SEND_TOOLS = "send tools"
 _SEND_MAX_TOKENS = "send max_tokens"
@@ -512,12 +514,16 @@ def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
 
 
 def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
+    if turn.role not in _ROLES:
+        raise _refused(
+            f"messages[{index}].role", f"{shortened(turn.role)}; send {', '.join(sorted(_ROLES))}"
+        )
     calls = tuple(
         ToolCall(call.function.name, call.function.arguments or "{}", call.id)
         for call in turn.tool_calls or ()
     )
     return ChatMessage(
-        turn.role,
+        _ROLES[turn.role],
         _text(turn, index, images),
         calls,
         turn.tool_call_id or "",

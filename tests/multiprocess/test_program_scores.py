@@ -28,6 +28,49 @@ THREADED = """
 import threading
 threading.Thread(target=lambda: print(2 * int(input()))).start()
 """
+LATE = """
+import sys, threading, time
+
+def late():
+    time.sleep(0.2)
+    print(2 * int(input()))
+
+threading.Thread(target=late).start()
+sys.exit()
+"""
+COLLECTING = """
+import atexit, io, sys
+collected = sys.stdout = io.StringIO()
+
+@atexit.register
+def write():
+    sys.__stdout__.write(collected.getvalue())
+
+print(2 * int(input()))
+"""
+FAST = """
+import io, os, sys
+
+class FastIO(io.IOBase):
+    def __init__(self, file):
+        self.descriptor, self.written = file.fileno(), io.BytesIO()
+        self.writable = "r" not in file.mode
+    def readline(self):
+        return os.read(self.descriptor, 8192).decode()
+    def write(self, text):
+        self.written.write(text.encode())
+    def flush(self):
+        if self.writable:
+            os.write(self.descriptor, self.written.getvalue())
+
+sys.stdin, sys.stdout = FastIO(sys.stdin), FastIO(sys.stdout)
+print(2 * int(sys.stdin.readline()))
+"""
+KEPT = """
+import os, sys
+standard, sys.stdout = sys.stdout, open(os.devnull, "w")
+standard.write(str(2 * int(input())))
+"""
 EQUAL_TO_ALL = """
 class Any(int):
     def __eq__(self, other): return True
@@ -68,6 +111,11 @@ def grade() -> ProgramTests:
         ("print(2 * int(open('input.txt').read()))", 1.0),
         ("print(sum(deque([int(input())] * 2)))", 1.0),
         (THREADED, 1.0),
+        (COLLECTING, 1.0),
+        (FAST, 1.0),
+        (KEPT, 1.0),
+        ("import sys\nprint(2 * int(input()))\nsys.stdout.close()", 1.0),
+        (LATE, 1.0),
         ("x = 2 * int(input())\nprint(x)\nraise ValueError", 0.0),
         ("n = int(input())\nwhile n == 2: pass\nprint(2 * n)", 2 / 3),
         ("print(2 * int(input())", 0.0),

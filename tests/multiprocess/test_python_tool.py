@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,14 @@ def test_variables_files_and_imports_stay_for_the_episode(tool: Python) -> None:
     tool.reset(prompt="another")
     assert "NameError" in tool.python("x")
     assert "FileNotFoundError" in tool.python("open('notes.txt')")
+
+
+def test_a_process_that_the_code_forks_answers_no_call(tool: Python) -> None:
+    tool.python("import os, time\nif os.fork() == 0: time.sleep(0.1)")
+    tool.python("number = 0")
+    time.sleep(0.2)  # the fork comes back
+    answers = [tool.python("number += 1; number") for _ in range(20)]
+    assert answers == [str(number) for number in range(1, 21)]
 
 
 def test_an_exception_is_what_the_code_printed(tool: Python) -> None:

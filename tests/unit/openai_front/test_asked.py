@@ -96,6 +96,11 @@ def test_content_in_parts_is_their_text() -> None:
     )
 
 
+def test_a_developers_turn_is_the_systems_which_templates_write() -> None:
+    turns = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    assert chat(messages=turns).prompts == ((ChatMessage("system", "a"), ChatMessage("user", "b")),)
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
@@ -131,6 +136,7 @@ def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None
         ({"token_budget": -1}, "token_budget"),
         ({"token_budget": 1 << 32}, "token_budget"),
         ({"deadline_s": 0}, "deadline_s"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
         *(
             ({"messages": [{"role": "user", "content": content}]}, param)
             for content, param in (

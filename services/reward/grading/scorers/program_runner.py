@@ -7,8 +7,8 @@ answers. Input is a `Job` as JSON; output is `STARTED` and a line of JSON for ea
 
 from __future__ import annotations
 
+import atexit
 import builtins
-import io
 import json
 import os
 import select
@@ -150,7 +150,7 @@ def _be_program(job: Job, given: object, file: int, writer: int) -> None:
         os.dup2(null if is_call else file, 0)
         os.dup2(null if is_call else writer, 1)
         os.dup2(null, 2)
-        sys.stdin, sys.stdout = io.TextIOWrapper(open(0, "rb")), io.TextIOWrapper(open(1, "wb"))  # noqa: SIM115
+        sys.stdin, sys.stdout = own = open(0), open(1, "w")  # noqa: SIM115 - as a script's, with modes
         namespace = _module("solution" if is_call else "__main__")
         if is_call:
             result = _called(job, given, namespace)
@@ -158,7 +158,9 @@ def _be_program(job: Job, given: object, file: int, writer: int) -> None:
                 json.dump(result, answer)
         else:
             _scripted(job["program"], namespace)
-        sys.stdout.flush()
+        for stream in filter(None, (sys.stdout, own[1], sys.__stdout__)):
+            with suppress(ValueError):  # the program has closed it, or put another in its place
+                stream.flush()
         code = 0
     finally:
         os._exit(code)
@@ -174,13 +176,12 @@ def _module(name: str) -> dict[str, Any]:
 
 def _scripted(program: str, namespace: dict[str, Any]) -> None:
     builtins.open = namespace["open"] = _open_or_input
-    try:
+    with suppress(SystemExit):
         exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
-    except SystemExit:
-        return
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
+    atexit._run_exitfuncs()  # programs print there what they have collected
 
 
 _OPEN: Any = builtins.open
