@@ -152,7 +152,7 @@ def test_responses_of_an_active_evaluation_are_not_graded_again(
     async def answers(_: Path) -> tuple[()]:
         return ()
 
-    monkeypatch.setattr("sluice.cli.run.up.launched_processes", answers)
+    monkeypatch.setattr("sluice.cli.run.checked.launched_processes", answers)
     code, text = invoke("regrade", str(order.output))
     assert code == 1
     assert "active in this folder" in text

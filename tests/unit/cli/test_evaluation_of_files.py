@@ -130,7 +130,7 @@ def test_a_second_command_leaves_the_results_of_an_active_one(
     async def answers(_: Path) -> tuple[()]:
         return ()
 
-    monkeypatch.setattr("sluice.cli.run.up.launched_processes", answers)
+    monkeypatch.setattr("sluice.cli.run.checked.launched_processes", answers)
     monkeypatch.setattr("sluice.cli.run.evaluation.examined_to_start", lambda run, _: run)
     results = evaluation(order.output, [graded(0, 1.0)]) / RESULTS_NAME
     with pytest.raises(ConfigError, match="another run is active in this folder"):
