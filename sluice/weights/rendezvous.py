@@ -53,6 +53,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A connection of its own: a shared one would also share the pause after a failed attempt.
     ("grpc.use_local_subchannel_pool", 1),
+    # gRPC closes an idle channel after one to two times this. The server does it later, and its
+    # client would print a line about that to standard error.
+    ("grpc.client_idle_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +20,7 @@ from sluice.config.addresses import join_host_port
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.weights import rendezvous
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
@@ -145,3 +147,21 @@ def test_torchs_tcp_store_is_not_used() -> None:
     files = list(Path(sluice.weights.__path__[0]).glob("*.py"))
     assert files
     assert not [file.name for file in files if "TCPStore" in file.read_text()]
+
+
+def test_a_member_that_waits_long_prints_nothing_about_its_idle_connection(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS"):  # ten times as fast
+        hurried = [
+            (key, value // 10 if key.endswith(("idle_ms", "idle_timeout_ms")) else value)
+            for key, value in getattr(rendezvous, name)
+        ]
+        monkeypatch.setattr(rendezvous, name, tuple(hurried))
+    with closing(RendezvousStore("127.0.0.1")) as store:
+        store.begin(1, KEY)
+        link = link_to(store)
+        link.present(["key"])
+        time.sleep(7.0)  # the server closes after 3 to 6 s
+        link.present(["key"])  # a new connection
+    assert "goaway" not in capfd.readouterr().err.lower()
