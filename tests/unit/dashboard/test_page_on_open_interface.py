@@ -18,7 +18,7 @@ from sluice.errors import ConfigError
 from tests.support.certified import CLIENT_TOKEN, write_security
 from tests.support.dashboard_run import fill_run, make_run
 
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 def get(url: str, ca_file: str, token: str = "") -> bytes:
