@@ -22,6 +22,7 @@ from tests.support.environments import (
     row,
     served,
 )
+from tests.support.scripted_environment import eventually
 from tests.support.verl_tools import verl_tools
 
 STOP = FinishReason.STOP
@@ -275,17 +276,19 @@ async def run(task, policy):
 async def test_an_answer_goes_to_the_question_that_asked_for_it_or_to_none(tmp_path: Path) -> None:
     text = """
 import asyncio
+from pathlib import Path
 async def run(task, policy):
     try:
         await asyncio.wait_for(policy.chat(task.prompt), 0.01)
     except TimeoutError:
+        Path(__file__).with_name("passed").touch()
         again = [*task.prompt, {"role": "user", "content": "Be quick."}]
         return float((await policy.chat(again)).content == "of the second")
 """
     async with served(author_file(tmp_path, text), tmp_path) as servers:
         played = episode(servers)
         await played.open()
-        await asyncio.sleep(0.1)  # the timeout has passed
+        await eventually((tmp_path / "passed").exists)
         seen = await played.step(0, Answer("of the first"), STOP)
         assert [one.content for one in seen.messages][1:] == ["Be quick."]
         assert (await played.step(1, Answer("of the second"), STOP)).done
