@@ -118,12 +118,13 @@ def _is_for_scorers(sample: StoredSample) -> bool:
 
 def _prompt(stored: StoredPrompt) -> Prompt:
     truth = stored.ground_truth
+    text = truth_text(truth)
     return Prompt(
         prompt_id=f"position {stored.position}",
         sequence=stored.position,
         messages=tuple(ChatMessage(one.role, one.content) for one in stored.prompt),
         data_source=stored.data_source,
-        ground_truth=truth_text(truth) or "null",
+        ground_truth="null" if text is None else text,
         origin=PromptOrigin.DATASET,
         position=stored.position,
         extra_info=stored.extra_info if isinstance(stored.extra_info, dict) else {},

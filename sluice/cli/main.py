@@ -145,9 +145,9 @@ def _refuse(error: OSError) -> NoReturn:
     """Raise DataError that names the file of an OSError and the remedy."""
     if error.filename is None:  # what waits for a full disk must not fail again at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise DataError(f"the output cannot be written: {error.strerror}; free some space")
+        raise DataError(f"a file or the output: {error.strerror}; free some space")
     raise DataError(
-        f"{os.fsdecode(error.filename)}: {error.strerror}; correct the path, its permissions or "
+        f"{error.filename}: {error.strerror}; correct the path, its permissions or "
         "the space on its disk"
     )
 

@@ -36,7 +36,7 @@ EXIT_MISSING_PACKAGE = 78
 SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 
-FOLDER = "processes"
+MARKS_FOLDER = "processes"
 START_FIELD = 19
 """Ticks from the machine's start to the process's, in `stat_fields`."""
 _STATE_FIELD = 0
@@ -157,14 +157,14 @@ def marked_process(run_dir: Path, name: str, address: str = "") -> AbstractConte
     fields = stat_fields(os.getpid())
     started = int(fields[START_FIELD]) if fields else 0
     mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
-    file = run_dir / FOLDER / f"{name.replace('/', '_')}.json"
+    file = run_dir / MARKS_FOLDER / f"{name.replace('/', '_')}.json"
     return noted_file(file, json.dumps(asdict(mark)))
 
 
 def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
     """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
     found = []
-    for file in sorted((run_dir / FOLDER).glob("*.json")):
+    for file in sorted((run_dir / MARKS_FOLDER).glob("*.json")):
         with suppress(OSError, ValueError, TypeError):  # such as half a file
             if file.stat().st_mtime >= since_s:
                 found.append(ProcessMark(**json.loads(file.read_text(encoding="utf-8"))))

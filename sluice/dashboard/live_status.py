@@ -100,12 +100,12 @@ class LiveStatus:
             monitor, location = await self._connected()
         except (SluiceError, OSError):
             return None
-        if await all_left(self._run_dir):
-            return None
         try:
             async with deadline(
                 self._answer_within_s, peer="trainer", phase="asking for its status"
             ):
+                if await all_left(self._run_dir):
+                    return None
                 run = await monitor.snapshot()
         except SluiceError:
             run = None

@@ -198,8 +198,8 @@ def _in_thread(call: Callable[[], object]) -> object:
 
 
 def is_cancelled() -> bool:
-    """Return whether somebody has cancelled this task: an author's code may raise the error, too,
-    such as of a task of its own."""
+    """Return whether this task was cancelled. An author's code may raise the same error, such as by
+    awaiting a cancelled task of its own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -229,10 +229,9 @@ def _response(call: ToolCall, returned: object) -> CallResult:
         raise TypeError(
             f"{call.name} returned {len(parts)} values; return response, reward, metrics"
         )
-    response, reward = parts[0], 0.0
+    response, reward = parts[0], None
     if len(parts) > 1 and parts[1] is not None:
-        _, found = with_reward(call.name, ("", float(parts[1])))
-        reward = found or 0.0
+        _, reward = with_reward(call.name, ("", float(parts[1])))
     if getattr(response, "image", None) or getattr(response, "video", None):
         return error_of(call, f"{call.name} returned an image, which cannot be read here"), None
     text = response.text if hasattr(response, "text") else response

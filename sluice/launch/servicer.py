@@ -16,7 +16,7 @@ import grpc
 from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.concurrency.process import FOLDER, process_marks
+from sluice.concurrency.process import MARKS_FOLDER, process_marks
 from sluice.errors import DeadlineError, NotReadyError, SluiceError
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import replica_name
@@ -100,9 +100,9 @@ async def all_left(run_dir: Path) -> bool:
     """Return whether all processes of a run have left its folder.
 
     What answers at its addresses is then of another run, such as one that began with its
-    `config.yaml`. Processes that cannot note themselves in the folder never left it.
+    `config.yaml`. It is false of a run whose processes could not note themselves in the folder.
     """
-    has_been_used = (run_dir / FOLDER).is_dir()
+    has_been_used = (run_dir / MARKS_FOLDER).is_dir()
     return (
         has_been_used and not process_marks(run_dir) and await launched_processes(run_dir) is None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -375,7 +376,14 @@ def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:
 def layer_counts(config: RunConfig, layers: int) -> Sequence[int]:
     """Return the numbers of layers to count: from three on, each adds the same bytes.
 
-    Not if only the first ones are recomputed: then all are counted.
+    Not if only the first ones are recomputed, or if adapters may be of layers by their numbers:
+    then all are counted.
     """
+    model = config.actor_rollout_ref.model
+    targets, left_out = model.target_modules, model.exclude_modules or ()
+    patterns = [left_out] if isinstance(left_out, str) else [*left_out]
+    patterns += [targets] if isinstance(targets, str) else []  # the dry run reads a list
+    if model.lora_rank and any(re.search(r"[0-9]", pattern) for pattern in patterns):
+        return (layers,)
     recomputed = training_layout(config).recomputed_of(layers)
     return (3, 4) if layers > 4 and recomputed in (0, layers) else (layers,)

@@ -71,7 +71,7 @@ def read_progress(run_dir: Path) -> RunRecord:
     """Read the record of a run that may not have ended; of a repeated step the last line counts.
 
     Raises:
-        DataError: a line or a file cannot be read.
+        DataError: a line or a file is malformed.
     """
     metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
     rows = _rows(metrics) if metrics.is_file() else []

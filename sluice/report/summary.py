@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from sluice.concurrency.process import MARKS_FOLDER
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, RunRecord, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
@@ -295,6 +297,8 @@ def forget_end(run_dir: Path) -> None:
     """Remove the files that say how an earlier run in this folder ended."""
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
         (run_dir / name).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty, or none
+        (run_dir / MARKS_FOLDER).rmdir()
 
 
 def ended_summary(run_dir: Path) -> dict[str, Any]:

@@ -104,9 +104,7 @@ class Grader:
         """
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
         beside = greedy.rollouts if greedy else ()
-        with TRACER.span(SpanName.GRADE) as span:
-            graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
-            span.set({Key.NUM_SAMPLES: len(ungraded) + len(beside)})
+        graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
         outcomes = tuple(
             known[r.sample_index] if r.sample_index in known else next(graded)
             for r in group.rollouts
@@ -131,7 +129,8 @@ class Grader:
             for rollout, outcome in zip(rollouts, decided, strict=True)
             if outcome is None
         ]
-        scored = iter(await self._scored(items))
+        with TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: len(items)}):
+            scored = iter(await self._scored(items))
         return tuple(
             self._shaped(next(scored) if outcome is None else outcome, rollout)
             for rollout, outcome in zip(rollouts, decided, strict=True)

@@ -162,6 +162,7 @@ class ScorerPool:
             try:
                 answers = await self._ask([sent[i] for i in remaining])
             except ScorerFault as fault:
+                self.num_replaced += 1
                 logger.warning(
                     "scorer replaced (item %s; %d replaced so far): %s",
                     *(fault.item, self.num_replaced, fault.detail),
@@ -252,7 +253,6 @@ class ScorerPool:
     async def _discard(self, slot: _WorkerSlot) -> None:
         worker, slot.worker = slot.worker, None
         if worker is not None:
-            self.num_replaced += 1
             worker.kill()
             with _log_if_stuck():  # the fault, or the cancellation, is what its caller gets
                 await worker.wait_ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -48,6 +49,7 @@ PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0  # reading all of /proc takes seconds on a busy machine
 _MOST_KILLED = 2
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 # The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
@@ -65,12 +67,12 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
     """Start a process that loads the user's code; again if a signal ends it, twice at most, and
     until the system has memory, a process and a file for it.
 
-    The system kills one when memory is short. Neither a kill nor a shortage must end the run; waits
-    for what the process does have deadlines of their own.
+    The system kills one when memory is short. Neither a kill nor a shortage must end the run. The
+    waits for a grade have their own deadlines.
 
     Raises:
         LoadingEndedError: it ended each time, or by its own will.
-        FileNotFoundError, PermissionError: waiting does not mend them.
+        OSError: another error than a shortage; waiting does not mend it.
     """
     num_killed, pause_s = 0, _FIRST_PAUSE_S
     while True:
@@ -81,9 +83,9 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
             if error.code >= 0 or num_killed > _MOST_KILLED:
                 raise
             logger.warning("%s; another one is started", error)
-        except (FileNotFoundError, PermissionError):
-            raise
         except OSError as error:
+            if error.errno not in _SHORTAGES:
+                raise
             logger.warning("a process for the user's code does not start: %s; tried again", error)
             with waiting_for("this machine", "starting a process for the user's code"):
                 await asyncio.sleep(pause_s)

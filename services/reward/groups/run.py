@@ -416,9 +416,8 @@ class EarlyGrades:
     """Samples of one group, graded as they come.
 
     Two probes that differ decide before the others end: the group is then certain to be mixed, so
-    its rest need not wait for the longest probe. Grading ends when all samples are graded. It is
-    never cancelled while a scorer works for it, which would cost the scorer's process, but with its
-    group.
+    its rest need not wait for the longest probe. Grading ends when all samples are graded.
+    Only the end of its group cancels it while a scorer works, which costs the scorer's process.
 
     Attributes:
         arrived: samples that have finished, then ``None``.

@@ -50,6 +50,7 @@ _PEER = "reward service"
 # Each call for a batch ends after this long, so that progress can be checked.
 _POLL_S = 15.0
 _PAUSE_S = 0.5
+_ACCOUNTS_WITHIN_S = 30.0  # a run that has ended must not hold its devices for them
 _COUNTERS_WITHIN_S = 2.0
 # If the service fails this many times during one validation, or while it sends the samples of one
 # batch, that work is the cause.
@@ -135,7 +136,7 @@ class RewardClient:
             )
 
         self._announcement = request
-        await self._over_an_absence(self._announce)
+        await self._over_an_absence(self._announce, self._batch_timeout_s)
 
     async def take_batch(
         self,
@@ -201,7 +202,7 @@ class RewardClient:
         request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
         try:
-            await self._over_an_absence(call)
+            await self._over_an_absence(call, self._batch_timeout_s)
         except NotFoundError as error:
             logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
 
@@ -260,9 +261,9 @@ class RewardClient:
         and ``prompts_lost``, prompts that the service itself lost.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
+            DeadlineError, PeerError: the service was out of reach for 30 s.
         """
-        status = await self._over_an_absence(self._status)
+        status = await self._over_an_absence(self._status, _ACCOUNTS_WITHIN_S)
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
@@ -281,9 +282,14 @@ class RewardClient:
         answer = await self._call(self._stub.GetStatus, request, phase, _COUNTERS_WITHIN_S)
         return dict(answer.statistics)
 
-    async def _over_an_absence(self, call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
-        policy = _patience(self._batch_timeout_s)
-        return await Retries(policy, _PEER, retries_on=is_absence, warns_after_s=0.0).call(call)
+    async def _over_an_absence(
+        self, call: Callable[[], Awaitable[ResponseT]], patience_s: float
+    ) -> ResponseT:
+        policy = _patience(patience_s)
+        retries = Retries(
+            policy, _PEER, retries_on=is_absence, most_defects=_MOST_DEFECTS, warns_after_s=0.0
+        )
+        return await retries.call(call)
 
     async def _announce(self) -> object:
         """Announce the newest policy; an older one must not come after it."""

@@ -24,7 +24,8 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
 _ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
 _DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
-# Braces of a value that is written into a text: they begin no reference. No file has these signs.
+# Braces of a value that is written into a text begin no reference: private characters stand for
+# them.
 _ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001", "{}")
 
 

@@ -366,8 +366,9 @@ def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
         if call[:1] == _EXPORT:
             exported = dict(word.split("=", 1) for word in call[1:])
         elif _trains(call):
-            before = call[: _start_of(call)]
-            exported |= dict(word.split("=", 1) for word in before if _VARIABLE.match(word))
+            before = list(call[: _start_of(call)])
+            after_env = before[before.index("env") :] if "env" in before else ()
+            exported |= dict(word.split("=", 1) for word in after_env if _VARIABLE.match(word))
             break
     return exported
 

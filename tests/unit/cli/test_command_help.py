@@ -188,7 +188,7 @@ def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        "sluice: ERROR the output cannot be written: No space left on device; free some space\n"
+        "sluice: ERROR a file or the output: No space left on device; free some space\n"
     )
 
 

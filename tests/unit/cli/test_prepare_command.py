@@ -89,6 +89,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
     prepare("--run-dir", run_dir, *job)
     ends = [run_dir / ACCOUNTS_NAME, run_dir / SUMMARY_NAME]
+    (run_dir / "processes").mkdir()
     for file in ends:
         file.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)
@@ -96,6 +97,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     SharedRun(run_dir).end(Ending("trainer", ()))
     prepare("--run-dir", run_dir, *job)
     assert not any(file.exists() for file in ends)
+    assert not (run_dir / "processes").exists(), "its processes may note themselves elsewhere"
 
 
 def test_an_active_run_keeps_its_configuration_and_restart_begins_another(

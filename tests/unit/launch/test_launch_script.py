@@ -146,6 +146,8 @@ def test_the_environment_is_that_of_the_launch() -> None:
     assert (found["HERE"], found["TEXT"]) == ("3", "a\nb=c")
     assert found.keys() == {"HERE", "TEXT"}
     assert launch(f"A=1\nnohup env B=2 C= {VERL} a.b=1 &\nwait").exported == {"B": "2", "C": ""}
+    options = "torchrun --rdzv_conf timeout=900 -m verl.trainer.main_ppo"
+    assert launch(f"{options} a.b=1").exported == {}
 
 
 def test_a_variable_that_is_no_text_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,13 @@ def test_all_layers_are_counted_if_only_the_first_are_recomputed() -> None:
     assert list(layer_counts(some, 6)) == [3, 4]
 
 
+def test_all_layers_are_counted_if_adapters_are_of_layers_by_their_numbers() -> None:
+    model = "actor_rollout_ref.model"
+    one = [f"{model}.lora_rank=8", f"{model}.target_modules='.*layers\\.27\\..*q_proj'"]
+    assert list(layer_counts(load_config(None, one), 64)) == [64]
+    assert list(layer_counts(load_config(None, one[:1]), 64)) == [3, 4]
+
+
 def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -> None:
     phases = pool(f"{ACTOR}.fsdp_config.optimizer_offload=true").phases
     assert phases["backward"] == COUNTED.backward

@@ -295,6 +295,32 @@ async def test_slow_scorers_grade_a_sample_while_others_are_generated(
     assert len(graded) == 4  # each sample once
 
 
+async def test_with_slow_scorers_a_failure_of_generation_ends_the_group_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graded: list[str] = []
+
+    async def fail(_name: str, _request: GroupRequest, index: int) -> None:
+        if index == 2:
+            await settled(lambda: len(graded) == 2)
+            raise InvalidRequestError("refused")
+
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
+        graded.extend(item.response for item in items)
+        return tuple(scorer._score(item) for item in items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    monkeypatch.setattr(InlineScorer, "busy_seconds", 1.0)
+    async with running_app(config("stream"), ScriptedClient(before_sample=fail)) as app:
+        session = submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        await settled(lambda: session.num_open == 0)
+        await session.next_event()
+        outcome: Any = await session.next_event()
+    assert outcome.end is PromptEnd.DROPPED_FAILED
+    assert "refused" in outcome.detail
+
+
 async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_failure() -> None:
     async def fail(_name: str, _request: GroupRequest, index: int) -> None:
         if index == 2:

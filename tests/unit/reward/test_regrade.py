@@ -132,3 +132,15 @@ async def test_built_in_scorers_get_the_text_of_a_ground_truth_that_a_run_gives_
     folder = evaluation(tmp_path / "a", [large])
     await regrade_all(folder, load_config(None, ["reward.num_workers=1"]))
     assert stored(folder)[0].samples[0].reward == 1.0
+
+
+async def test_an_empty_ground_truth_stays_empty(tmp_path: Path) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(ground_truth == '')\n"
+    )
+    folder = evaluation(tmp_path / "a", [prompt(0, [sample("x")], ground_truth="")])
+    function = f"reward.custom_reward_function.path={file}"
+    await regrade_all(folder, load_config(None, ["reward.num_workers=1", function]))
+    assert stored(folder)[0].samples[0].reward == 1.0

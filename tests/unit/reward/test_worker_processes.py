@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,14 @@ async def test_a_scorer_starts_once_the_system_has_a_process_for_it(
         return "a scorer"
 
     assert await loaded(start) == "a scorer"
+
+
+async def test_an_error_that_no_waiting_mends_is_raised_at_once() -> None:
+    async def start() -> str:
+        raise OSError(errno.ENOEXEC, "Exec format error")
+
+    with pytest.raises(OSError, match="Exec format error"):
+        await loaded(start)
 
 
 class Stuck:

@@ -136,6 +136,15 @@ async def test_a_long_absence_is_an_error_that_names_the_call(
     assert 60.0 <= clock.now_s - began_s <= 65.0
 
 
+async def test_a_broken_service_is_asked_a_few_times_to_take_an_announcement(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["AnnouncePolicy"] = [INTERNAL]
+    with pytest.raises(PeerDefectError, match="announcing a policy: INTERNAL: scripted"):
+        await client.announce(3, [])
+    assert len(stub.requests["AnnouncePolicy"]) == 3
+
+
 async def test_a_lease_that_is_gone_is_logged_and_not_an_error(
     client: RewardClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:

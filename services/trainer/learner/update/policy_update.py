@@ -188,6 +188,7 @@ class PolicyUpdate:
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
         with ExitStack() as away:
+            # The reference of adapters is the policy itself, without them.
             if isinstance(self._reference, ReferencePolicy):
                 away.enter_context(self._policy_away())
             self._reference_logprobs(mini_batches)
