@@ -202,7 +202,7 @@ def _run_all_tests(pool: ThreadPoolExecutor) -> list[Result]:
     (name, selected), (longer, longer_selected) = pytest_runs()
     beside = pool.submit(run_tests, name, selected, 0, shows=False)
     _print_line(f"\n{longer}, and beside them {name}")
-    shown = run_tests(longer, longer_selected, 2, shows=True)
+    shown = run_tests(longer, longer_selected, 1, shows=True)
     _show(beside.result())
     return [beside.result(), shown]
 

@@ -44,7 +44,15 @@ from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import connected_reward
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
-from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
+from services.trainer.metrics.sinks import (
+    CONSOLE,
+    JSONL,
+    ProgressSink,
+    Reporter,
+    SinkTarget,
+    check_sinks,
+    open_sinks,
+)
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer, trainer_server
 from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
@@ -126,7 +134,7 @@ async def _lead(config: RunConfig) -> bool:
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
         observed = _observed(config, trained, instance_id)
-        reporter = await _open_reporter(config, trained.checkpoint, observed.history)
+        reporter = await _open_reporter(config, trained, observed.history)
         stack.push_async_callback(reporter.close)
         replicas = ChannelPool(message_mb(config) << 20, credentials)
         stack.push_async_callback(replicas.close)
@@ -219,9 +227,7 @@ async def _refresh_accounting(
         await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
-async def _open_reporter(
-    config: RunConfig, checkpoint: Checkpoint | None, history: RunHistory
-) -> Reporter:
+async def _open_reporter(config: RunConfig, trained: _Trained, history: RunHistory) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
     replaces_after = 0 if restarts() else None
     target = SinkTarget(
@@ -229,13 +235,15 @@ async def _open_reporter(
         trainer.project_name,
         trainer.experiment_name,
         flat_settings(config),
-        checkpoint.step if checkpoint else replaces_after,
+        trained.checkpoint.step if trained.checkpoint else replaces_after,
     )
     # `sluice status` and the report read the JSONL file, so it is always written.
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
     close_timeout_s = config.sluice.shutdown_grace_s * _LOGGERS_SHARE_OF_GRACE
     sinks = await open_sinks(names, target, close_timeout_s=close_timeout_s)
-    return Reporter((*sinks, history), run_dir, trainer.log_val_generations)
+    # The console's lines show each step already.
+    progress = [] if CONSOLE in names else [ProgressSink(trained.total_steps)]
+    return Reporter((*sinks, *progress, history), run_dir, trainer.log_val_generations)
 
 
 def _load(

@@ -200,10 +200,10 @@ def process_age_s() -> float:
 def stop_on_signals(
     stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None, farewell: str = ""
 ) -> Iterator[None]:
-    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop.
+    """Set `stop` on SIGTERM, SIGINT or SIGHUP while the block runs. Needs a running event loop.
 
     Args:
-        interrupt: called on SIGINT instead.
+        interrupt: called on SIGINT and SIGHUP instead.
         farewell: logged on the signal.
     """
 
@@ -212,8 +212,19 @@ def stop_on_signals(
             logger.info("%s", farewell)
         stop.set()
 
+    has_hung_up = False
+
+    def hang_up() -> None:
+        # The kernel and the shell may both send SIGHUP: a second one is no second request.
+        nonlocal has_hung_up
+        if not has_hung_up:
+            has_hung_up = True
+            (interrupt or end)()
+
     loop = asyncio.get_running_loop()
     handlers = {signal.SIGTERM: end, signal.SIGINT: interrupt or end}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        handlers[signal.SIGHUP] = hang_up
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import save_model
 from tests.support.trainer_ranks import end, trainer
 
@@ -70,7 +71,7 @@ def test_a_rank_that_fails_to_send_is_named_and_ends_the_trainer(
         for earlier in range(1, version):
             assert ranks[0].command(f"publish {earlier}")["sent"]
         said = ranks[0].command(f"publish {version}")
-        assert ranks[0].process.wait(90.0) == 3
+        assert ranks[0].process.wait(ANSWER_S) == 3
     assert re.match(r"(WeightSyncError: weight sync with|DeadlineError:) trainer rank 1\b", said), (
         said
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.support.preloaded import PreloadedProcess
 from tests.support.stream_peer import SHAPES
 
-ANSWER_S = 90.0
+ANSWER_S = 180.0
 BUCKET_BYTES = 512
 
 # Letters are placements over the mesh's dimensions.

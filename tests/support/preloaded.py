@@ -30,7 +30,7 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _SERVICES = ("services.trainer", "services.rollout", "services.reward", "services.evaluation")
-_END_S = 90.0
+_END_S = 180.0
 
 
 class PreloadedProcess:

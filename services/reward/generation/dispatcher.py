@@ -62,7 +62,7 @@ from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.5
-"""Broken streams of a replica within these seconds count as one failure."""
+"""Streams of a replica that end within these seconds have one line in the log."""
 _TIMER_SLACK_S = 0.001
 
 
@@ -346,7 +346,7 @@ class GroupDispatcher:
             self.queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
-            logger.info("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
+            logger.debug("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
             self._broken.note(name, len(collected.missing), str(error))
             self.queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
@@ -461,9 +461,8 @@ class GroupDispatcher:
             collected.request.progress.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
-        if end is StreamEnd.STALLED:
-            self._broken.note(name, len(collected.missing), f"{end}: {state}")
-        logger.info(
+        self._broken.note(name, len(collected.missing), f"{end}: {state}", end)
+        logger.debug(
             "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
             *(prompt_id, name, end, state, collected.state()),
         )
@@ -520,30 +519,32 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
 
 
 class BrokenStreams:
-    """Streams that broke lately, by replica; for use inside an event loop.
+    """Streams that lately ended before their samples, by replica; for use inside an event loop.
 
-    A replica that dies or hangs breaks the streams of all its groups at once: the log has one
-    warning for all of them.
+    A replica that dies, hangs or swaps its weights ends the streams of all its groups at once: the
+    log has one line for all of them, a warning unless the replica did as it should.
     """
 
     def __init__(self) -> None:
-        self._samples: dict[str, list[int]] = {}
+        self._samples: dict[tuple[str, bool], list[int]] = {}
 
-    def note(self, replica: str, num_samples: int, why: str) -> None:
-        """Count a stream that ended without `num_samples`; the warning has the first `why`.
+    def note(self, replica: str, num_samples: int, why: str, end: StreamEnd | None = None) -> None:
+        """Count a stream that ended without `num_samples`; the line has the first `why`.
 
         A stream that broke after its last sample does not count.
         """
         if not num_samples:
             return
-        counts = self._samples.setdefault(replica, [])
+        broke = end in (None, StreamEnd.STALLED)
+        counts = self._samples.setdefault((replica, broke), [])
         counts.append(num_samples)
         if len(counts) == 1:
-            asyncio.get_running_loop().call_later(GATHER_S, self._notify, replica, why)
+            asyncio.get_running_loop().call_later(GATHER_S, self._notify, replica, broke, why)
 
-    def _notify(self, replica: str, why: str) -> None:
-        counts = self._samples.pop(replica)
-        logger.warning(
-            "replica %s: streams of %d groups broke, %d samples continue elsewhere; the first: %s",
-            *(replica, len(counts), sum(counts), why),
+    def _notify(self, replica: str, broke: bool, why: str) -> None:
+        counts = self._samples.pop((replica, broke))
+        logger.log(
+            logging.WARNING if broke else logging.INFO,
+            "replica %s: streams of %d groups %s, %d samples continue elsewhere; the first: %s",
+            *(replica, len(counts), "broke" if broke else "moved", sum(counts), why),
         )

@@ -26,11 +26,14 @@ import numpy as np
 from sluice.concurrency.threads import BoundedWriter
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
+from sluice.report.progress import TimeLeft, step_line
+from sluice.report.run_record import accuracy_of
+from sluice.telemetry import metric_names
 from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
-JSONL = "jsonl"
+CONSOLE, JSONL = "console", "jsonl"
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
 VALIDATION_FAILED = "val/failed"
@@ -184,7 +187,7 @@ class _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "console": _Kind("sinks:ConsoleSink"),
+    CONSOLE: _Kind("sinks:ConsoleSink"),
     JSONL: _Kind("sinks:JsonlSink"),
     "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
     "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb"),
@@ -457,6 +460,30 @@ class ConsoleSink:
                 one.response,
                 one.score,
             )
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+
+class ProgressSink:
+    """Log a short line for each step and each validation, for a reader of the trainer's log.
+
+    Args:
+        total_steps: of the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps, self._time_left = total_steps, TimeLeft()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metric_names.STEP_S in metrics:
+            left = self._time_left.after(step, self._total_steps, metrics)
+            logger.info("%s", step_line(step, self._total_steps, metrics, left))
+        elif (accuracy := accuracy_of(metrics)) is not None:
+            logger.info("validation after step %d: accuracy %.3f", step, accuracy)
+
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log nothing: responses are in the run's files."""
 
     def close(self) -> None:
         """Do nothing: no file is open."""

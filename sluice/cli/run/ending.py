@@ -13,12 +13,12 @@ from rich.text import Text
 from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.cli.running_run import newest_step, resume_command
 from sluice.cli.terminal import print_json, print_line
-from sluice.cli.watch.progress import duration_text
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
+from sluice.report.progress import duration_text
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
 from sluice.report.summary import summarize, write_summary
 from sluice.report.versions import software_versions

@@ -17,7 +17,6 @@ from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display, show_launcher_messages, start_processes
 from sluice.cli.terminal import print_line
 from sluice.cli.watch.evaluation_view import EvaluationView
-from sluice.cli.watch.progress import duration_text
 from sluice.config.loading.loader import ReadRun, load_config, settings_of
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -37,6 +36,7 @@ from sluice.evaluation.page import PAGE_NAME, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results
 from sluice.launch.plan import with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
+from sluice.report.progress import duration_text
 from sluice.service_contract import CONFIG_NAME
 
 _SAMPLED = 1.0

@@ -94,8 +94,9 @@ def up(  # noqa: PLR0913 - options of the command
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
-    Ctrl-C ends the run after its step, with a checkpoint if trainer.save_freq > 0; a second one
-    ends it at once. Exit codes: 0 the run reached its end, 1 something failed, 130 interrupted.
+    Ctrl-C, or the end of the terminal, ends the run after its step, with a checkpoint if
+    trainer.save_freq > 0; a second Ctrl-C ends it at once. Exit codes: 0 the run
+    reached its end, 1 something failed, 130 interrupted.
 
     \b
     Examples:

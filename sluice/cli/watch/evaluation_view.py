@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.text import Text
 
 from sluice.cli.watch.live_view import LINE_EVERY_S, REFRESH_S, LiveView
-from sluice.cli.watch.progress import duration_text
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.errors import SluiceError
+from sluice.report.progress import duration_text
 
 # It ends first, or a kill is over in seconds.
 _NOT_ANSWERING = "the process evaluation is ending, or starts again"

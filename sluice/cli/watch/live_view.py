@@ -18,17 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli.terminal import lost_if_unwritable, print_line
-from sluice.cli.watch.progress import (
-    TimeLeft,
-    starting_line,
-    state_line,
-    step_line,
-)
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
 from sluice.errors import SluiceError
 from sluice.report.notices import groups_since, low_yield
+from sluice.report.progress import (
+    TimeLeft,
+    starting_line,
+    state_line,
+    step_line,
+)
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer

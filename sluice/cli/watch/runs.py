@@ -13,8 +13,8 @@ import typer
 from sluice.cli.arguments import RUNS, AsJson, started_runs
 from sluice.cli.running_run import is_active, past_run
 from sluice.cli.terminal import output_console, print_json, print_table
-from sluice.cli.watch.progress import duration_text
 from sluice.errors import SluiceError
+from sluice.report.progress import duration_text
 from sluice.report.run_record import METRICS_NAME
 from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME

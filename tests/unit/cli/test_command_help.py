@@ -203,3 +203,15 @@ def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
     with pytest.raises(SystemExit) as ended:
         entry.app()
     assert ended.value.code == 130
+
+
+def test_an_output_without_a_sign_escapes_it() -> None:
+    code = "import sys; from sluice.cli import main, entry; main.app = lambda: print('a \\xf7 b')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; entry.app()"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "a \\xf7 b\n"

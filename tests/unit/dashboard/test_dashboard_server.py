@@ -20,7 +20,7 @@ from sluice.errors import ConfigError
 from tests.support.dashboard_run import HOSTILE, add_lines, fill_run, make_run, step_row
 
 TOKEN = "service a-token-of-32-characters-or-more"
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 class Server:

@@ -1,4 +1,4 @@
-"""A replica that dies is told of once, whatever number of groups it had."""
+"""The log has one line for a replica that dies, or is slow, whatever number of groups it had."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from services.reward.generation import dispatcher
 from services.reward.generation.dispatcher import BrokenStreams
+from services.reward.generation.stream import StreamEnd
 from tests.support.reward_app import settled
 
 
@@ -58,3 +59,19 @@ async def test_a_stream_that_breaks_after_its_last_sample_is_not_counted(
     streams.note("one", 3, "one: reset")
     await settled(lambda: bool(warnings(caplog)))
     assert "streams of 1 groups broke, 3 samples" in warnings(caplog)[0]
+
+
+async def test_streams_that_leave_a_slow_replica_are_one_line_and_no_warning(
+    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for group in range(3):
+            streams.note("one", 4, f"slow: p{group}", StreamEnd.SLOW)
+        await settled(lambda: bool(caplog.records))
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.INFO,
+            "replica one: streams of 3 groups moved, 12 samples continue elsewhere; the first: "
+            "slow: p0",
+        )
+    ]

@@ -379,13 +379,12 @@ async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_
 ) -> None:
     async with service(tmp_path, 0) as run, dying(run, 2):
         runner = run.client.leases()
-        lives, left = await runner.take(2, 5.0, keep_alive_s=60.0)
+        lives, left = await runner.take(2, 5.0, keep_alive_s=5.0)
     assert {lives.sample_index, left.sample_index} == {0, 1}
     async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 2))
         await play(run, lives.lease_id, 1.0)
         assert not group.done()
-        run.desk.holder(runner.holder, 0.2)
         found = await group
     assert found.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
     failed = failure_of(found.rollouts[left.sample_index])

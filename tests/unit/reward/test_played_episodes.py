@@ -173,11 +173,11 @@ async def test_an_episode_without_time_left_fails_and_names_what_it_waited_for(
             await asyncio.Event().wait()
 
     world = ScriptedEnvironment(before=hang_one)
-    async with playing(tmp_path, jar_policy("C"), world, timeout_s=1.0) as played:
+    async with playing(tmp_path, jar_policy("C"), world, timeout_s=5.0) as played:
         group = await played.generator.generate(group_request(2))
     failed = failure_of(group.rollouts[0])
     assert failed.kind is FailureKind.ENVIRONMENT
-    assert "sluice.environment.episode_timeout_s=1" in failed.detail
+    assert "sluice.environment.episode_timeout_s=5" in failed.detail
     assert failed.detail.endswith("while answering turn 0")
     assert group.rollouts[1].end is EpisodeEnd.DONE
 

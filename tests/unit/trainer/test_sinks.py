@@ -22,6 +22,7 @@ from services.trainer.metrics.sinks import (
     Example,
     JsonlSink,
     MetricSink,
+    ProgressSink,
     Reporter,
     SinkTarget,
     ValidationReport,
@@ -30,6 +31,7 @@ from services.trainer.metrics.sinks import (
     open_sinks,
 )
 from sluice.errors import ConfigError, DeadlineError
+from sluice.telemetry import metric_names
 
 
 def lines(file: Path) -> list[dict[str, object]]:
@@ -67,6 +69,20 @@ def test_the_console_gets_one_line_a_step_in_verls_form(
     with caplog.at_level(logging.INFO):
         ConsoleSink().write(12, {"b/two": 2.0, "a/one": 1.23456789})
     assert [record.message for record in caplog.records] == ["step:12 - a/one:1.23457 - b/two:2"]
+
+
+def test_a_log_without_verls_lines_has_a_short_one_for_each_step_and_validation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sink = ProgressSink(total_steps=20)
+    with caplog.at_level(logging.INFO):
+        sink.write(1, {metric_names.REWARD: 0.5, metric_names.STEP_S: 2.0})
+        sink.write(1, {"val-core/jars/acc/mean@4": 0.25})
+        sink.write(1, {"timing_s/testing": 1.0})
+    assert [record.message for record in caplog.records] == [
+        "step  1/20  reward 0.500  2.0 s/step  ETA 38 s",
+        "validation after step 1: accuracy 0.250",
+    ]
 
 
 async def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None:

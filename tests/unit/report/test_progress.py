@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from sluice.cli.watch.progress import (
+from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+from sluice.report.progress import (
     LINE_WIDTH,
     TimeLeft,
     duration_text,
@@ -14,7 +15,6 @@ from sluice.cli.watch.progress import (
     state_line,
     step_line,
 )
-from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
 
 METRICS = {
     "critic/rewards/mean": -0.5,
