@@ -102,10 +102,11 @@ async def all_left(run_dir: Path) -> bool:
     What answers at its addresses is then of another run, such as one that began with its
     `config.yaml`. It is false of a run whose processes could not note themselves in the folder.
     """
-    has_been_used = (run_dir / MARKS_FOLDER).is_dir()
-    return (
-        has_been_used and not process_marks(run_dir) and await launched_processes(run_dir) is None
-    )
+    if not (run_dir / MARKS_FOLDER).is_dir():
+        return False
+    # One that was killed leaves its mark behind.
+    has_left = all(mark.state() == "gone" for mark in process_marks(run_dir))
+    return has_left and await launched_processes(run_dir) is None
 
 
 class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):

@@ -27,7 +27,7 @@ class TrainerConfig(Section, frozen=True):
     """Name of the run for the loggers."""
 
     logger: list[LoggerName] = msgspec.field(default_factory=lambda: ["console", "jsonl"])
-    """Destinations of the metrics."""
+    """Destinations of the metrics; without console the log has a short line for each step."""
 
     default_local_dir: str | None = None
     """Folder of the checkpoints; none: <run_dir>/checkpoints."""

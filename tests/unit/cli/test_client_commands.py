@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
-from sluice.concurrency.process import marked_process
+from sluice.concurrency.process import ProcessMark, marked_process
 from sluice.errors import DataError, DeadlineError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
@@ -166,14 +169,19 @@ def test_resume_ends_the_hold_of_a_guard_and_says_why_it_was(tmp_path: Path) -> 
     assert str(gone.exception).startswith("the run is not active.")
 
 
+@pytest.mark.parametrize("was_killed", [False, True])
 @pytest.mark.parametrize(
     "command",
     [("generate", "hi"), ("resume",), ("stop",), ("eval",), ("status",), ("status", "--why")],
 )
 def test_a_run_whose_processes_have_left_is_not_confused_with_one_at_its_addresses(
-    run: Path, command: tuple[str, ...], tmp_path: Path
+    run: Path, command: tuple[str, ...], was_killed: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "processes").mkdir()
+    if was_killed:
+        ended_long_ago = ProcessMark("trainer", os.getpid(), socket.gethostname(), started=1)
+        mark = tmp_path / "processes" / "trainer.json"
+        mark.write_text(json.dumps(asdict(ended_long_ago)), encoding="utf-8")
     done = sluice(*command, "--run", str(run))
     if command[0] == "status":
         assert done.stdout.startswith(f"{run}: not running; 0 steps finished")
