@@ -145,7 +145,8 @@ def _refuse(error: OSError) -> NoReturn:
     """Raise DataError that names the file of an OSError and the remedy."""
     if error.filename is None:  # what waits for a full disk must not fail again at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise DataError(f"a file or the output: {error.strerror}; free some space")
+        what = "a file or the output cannot be written"
+        raise DataError(f"{what}: {error.strerror}; free some space")
     raise DataError(
         f"{error.filename}: {error.strerror}; correct the path, its permissions or "
         "the space on its disk"

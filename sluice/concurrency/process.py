@@ -7,12 +7,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import errno
 import gc
 import json
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -37,6 +39,8 @@ SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 
 MARKS_FOLDER = "processes"
+SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors at a process's start that pass: the system had no memory, process or file for it."""
 START_FIELD = 19
 """Ticks from the machine's start to the process's, in `stat_fields`."""
 _STATE_FIELD = 0
@@ -101,6 +105,8 @@ class ProcessMark:
         started: ticks from the machine's start to the process's; a later process with the same id
             has another. 0 where it is not known.
         address: where it serves, host:port; empty: not at all.
+        pid_namespace: in which the process has this id: a container may have a host's name, and
+            has ids of its own. 0 where it is not known.
     """
 
     name: str
@@ -108,14 +114,17 @@ class ProcessMark:
     host: str
     started: int
     address: str = ""
+    pid_namespace: int = 0
 
     def state(self) -> str:
         """Return alive, stopped by a signal, a zombie, gone, out of sight or unknown, in words."""
-        if self.host != socket.gethostname():
+        if self.host != socket.gethostname() or self.pid_namespace not in (0, _pid_namespace()):
             return f"out of sight on {self.host}"
         fields = stat_fields(self.pid)
-        if not fields or (self.started and int(fields[START_FIELD]) != self.started):
-            return "gone" if Path("/proc/self").exists() else "unknown"
+        if not fields:
+            return "unknown" if _may_run(self.pid) else "gone"
+        if self.started and int(fields[START_FIELD]) != self.started:
+            return "gone"
         letter = fields[_STATE_FIELD]
         if letter in _STOPPED:
             return "stopped by a signal"
@@ -156,9 +165,14 @@ def marked_process(run_dir: Path, name: str, address: str = "") -> AbstractConte
     """Note this process in the run's folder while the block runs."""
     fields = stat_fields(os.getpid())
     started = int(fields[START_FIELD]) if fields else 0
-    mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
-    file = run_dir / MARKS_FOLDER / f"{name.replace('/', '_')}.json"
-    return noted_file(file, json.dumps(asdict(mark)))
+    host = socket.gethostname()
+    mark = ProcessMark(name, os.getpid(), host, started, address, _pid_namespace())
+    return noted_file(mark_file(run_dir, name), json.dumps(asdict(mark)))
+
+
+def mark_file(run_dir: Path, name: str) -> Path:
+    """Return the file that holds the `ProcessMark` of a service."""
+    return run_dir / MARKS_FOLDER / f"{name.replace('/', '_')}.json"
 
 
 def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
@@ -169,6 +183,24 @@ def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...
             if file.stat().st_mtime >= since_s:
                 found.append(ProcessMark(**json.loads(file.read_text(encoding="utf-8"))))
     return tuple(found)
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _may_run(pid: int) -> bool:
+    """Return whether a process has this id, although /proc may hide it, or be missing."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def stat_fields(pid: int) -> list[str]:
@@ -202,8 +234,11 @@ def stop_on_signals(
 ) -> Iterator[None]:
     """Set `stop` on SIGTERM, SIGINT or SIGHUP while the block runs. Needs a running event loop.
 
+    SIGHUP says that the terminal has closed: what is printed then is lost. After SIGINT, or a
+    first SIGHUP, it is no second request; the kernel and the shell may both send it.
+
     Args:
-        interrupt: called on SIGINT and SIGHUP instead.
+        interrupt: called on SIGINT, and on a first SIGHUP, instead.
         farewell: logged on the signal.
     """
 
@@ -212,17 +247,20 @@ def stop_on_signals(
             logger.info("%s", farewell)
         stop.set()
 
-    has_hung_up = False
+    was_asked = False
+
+    def ask() -> None:
+        nonlocal was_asked
+        was_asked = True
+        (interrupt or end)()
 
     def hang_up() -> None:
-        # The kernel and the shell may both send SIGHUP: a second one is no second request.
-        nonlocal has_hung_up
-        if not has_hung_up:
-            has_hung_up = True
-            (interrupt or end)()
+        _leave_terminal()
+        if not was_asked:
+            ask()
 
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: end, signal.SIGINT: interrupt or end}
+    handlers = {signal.SIGTERM: end, signal.SIGINT: ask}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
         handlers[signal.SIGHUP] = hang_up
     for number, handler in handlers.items():
@@ -232,6 +270,15 @@ def stop_on_signals(
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+def _leave_terminal() -> None:
+    """Let the output go nowhere instead of to a terminal that has closed, which is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -> ResultT | None:

@@ -376,13 +376,14 @@ def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:
 def layer_counts(config: RunConfig, layers: int) -> Sequence[int]:
     """Return the numbers of layers to count: from three on, each adds the same bytes.
 
-    Not if only the first ones are recomputed, or if adapters may be of layers by their numbers:
-    then all are counted.
+    All are counted if only the first ones are recomputed, or if the names of the adapted modules
+    may contain layer numbers.
     """
     model = config.actor_rollout_ref.model
     targets, left_out = model.target_modules, model.exclude_modules or ()
     patterns = [left_out] if isinstance(left_out, str) else [*left_out]
-    patterns += [targets] if isinstance(targets, str) else []  # the dry run reads a list
+    # The dry run itself takes the numbers out of a list.
+    patterns += [targets] if isinstance(targets, str) else []
     if model.lora_rank and any(re.search(r"[0-9]", pattern) for pattern in patterns):
         return (layers,)
     recomputed = training_layout(config).recomputed_of(layers)

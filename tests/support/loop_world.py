@@ -210,7 +210,7 @@ class World:
         value, error = self.accuracy_of(version)
         return ValidationReport({ACCURACY: value}, (), 7, {ACCURACY: error})
 
-    async def accounts(self) -> Mapping[str, float]:
+    async def accounts(self, patience_s: float | None = None) -> Mapping[str, float]:
         await self.happens("accounts")
         return {**self.prompts, "groups_acknowledged": self.prompts["trained"], "prompts_lost": 0.0}
 

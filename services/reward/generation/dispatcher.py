@@ -238,7 +238,7 @@ class GroupDispatcher:
         self._client, self.queue, self._max_attempts = client, queue, max_attempts
         self.rules = rules or StragglerRules()
         self._rates = RateTable()
-        self._broken = BrokenStreams()
+        self._ended_streams = EndedStreams()
         self._streams: set[StreamWatch] = set()
         self.num_received: Counter[Purpose] = Counter()
 
@@ -347,7 +347,7 @@ class GroupDispatcher:
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
             logger.debug("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
-            self._broken.note(name, len(collected.missing), str(error))
+            self._ended_streams.note(name, len(collected.missing), str(error))
             self.queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
                 collected.request.progress.engine_answered = True
@@ -461,7 +461,8 @@ class GroupDispatcher:
             collected.request.progress.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
-        self._broken.note(name, len(collected.missing), f"{end}: {state}", end)
+        broke = end is StreamEnd.STALLED
+        self._ended_streams.note(name, len(collected.missing), f"{end}: {state}", broke=broke)
         logger.debug(
             "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
             *(prompt_id, name, end, state, collected.state()),
@@ -518,24 +519,23 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     collected.end_unfinished()
 
 
-class BrokenStreams:
+class EndedStreams:
     """Streams that lately ended before their samples, by replica; for use inside an event loop.
 
     A replica that dies, hangs or swaps its weights ends the streams of all its groups at once: the
-    log has one line for all of them, a warning unless the replica did as it should.
+    log has one line for all of them, a warning if they broke.
     """
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, bool], list[int]] = {}
 
-    def note(self, replica: str, num_samples: int, why: str, end: StreamEnd | None = None) -> None:
+    def note(self, replica: str, num_samples: int, why: str, *, broke: bool = True) -> None:
         """Count a stream that ended without `num_samples`; the line has the first `why`.
 
         A stream that broke after its last sample does not count.
         """
         if not num_samples:
             return
-        broke = end in (None, StreamEnd.STALLED)
         counts = self._samples.setdefault((replica, broke), [])
         counts.append(num_samples)
         if len(counts) == 1:

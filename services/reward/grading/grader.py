@@ -129,8 +129,7 @@ class Grader:
             for rollout, outcome in zip(rollouts, decided, strict=True)
             if outcome is None
         ]
-        with TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: len(items)}):
-            scored = iter(await self._scored(items))
+        scored = iter(await self._scored(items) if items else ())
         return tuple(
             self._shaped(next(scored) if outcome is None else outcome, rollout)
             for rollout, outcome in zip(rollouts, decided, strict=True)
@@ -138,14 +137,15 @@ class Grader:
 
     async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
         """Return one outcome per item, after all the attempts that the policy gives it."""
-        outcomes: list[Outcome] = list(await self._scorer.score(items)) if items else []
-        attempts = 1
-        while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
-            attempts += 1
-            self.num_scored_again += len(again)
-            answers = await self._scorer.score([items[index] for index in again])
-            for index, answer in zip(again, answers, strict=True):
-                outcomes[index] = answer
+        with TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: len(items)}):
+            outcomes: list[Outcome] = list(await self._scorer.score(items))
+            attempts = 1
+            while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
+                attempts += 1
+                self.num_scored_again += len(again)
+                answers = await self._scorer.score([items[index] for index in again])
+                for index, answer in zip(again, answers, strict=True):
+                    outcomes[index] = answer
         return outcomes
 
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:

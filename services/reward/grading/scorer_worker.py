@@ -35,7 +35,7 @@ from services.reward.grading.messages import (
     note_idle,
     read_progress,
 )
-from sluice.concurrency.process import ending_text
+from sluice.concurrency.process import SHORTAGES, ending_text
 from sluice.concurrency.waits import deadline, waiting_for
 from sluice.errors import ConfigError
 from sluice.json_objects import DECODE_ERRORS
@@ -49,7 +49,7 @@ PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0  # reading all of /proc takes seconds on a busy machine
 _MOST_KILLED = 2
-_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+_SHORTAGES = SHORTAGES | {errno.ENOSPC, errno.EDQUOT}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 # The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent

@@ -417,7 +417,7 @@ class EarlyGrades:
 
     Two probes that differ decide before the others end: the group is then certain to be mixed, so
     its rest need not wait for the longest probe. Grading ends when all samples are graded.
-    Only the end of its group cancels it while a scorer works, which costs the scorer's process.
+    Only the end of its group cancels it; a scorer that works then is killed.
 
     Attributes:
         arrived: samples that have finished, then ``None``.

@@ -50,7 +50,6 @@ _PEER = "reward service"
 # Each call for a batch ends after this long, so that progress can be checked.
 _POLL_S = 15.0
 _PAUSE_S = 0.5
-_ACCOUNTS_WITHIN_S = 30.0  # a run that has ended must not hold its devices for them
 _COUNTERS_WITHIN_S = 2.0
 # If the service fails this many times during one validation, or while it sends the samples of one
 # batch, that work is the cause.
@@ -121,7 +120,8 @@ class RewardClient:
                 in between is dropped; ``None``: it was trained.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
+            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`, or
+                answered several times in a row that it is broken.
         """
         reported = [announced_to_proto(replica) for replica in replicas]
 
@@ -197,7 +197,8 @@ class RewardClient:
         """Report a batch as trained. A service that restarted since has lost its lease.
 
         Raises:
-            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`.
+            DeadlineError, PeerError: the service was out of reach for `batch_timeout_s`, or
+                answered several times in a row that it is broken.
         """
         request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
@@ -254,16 +255,21 @@ class RewardClient:
             dict(answer.standard_errors),
         )
 
-    async def accounts(self) -> Mapping[str, float]:
+    async def accounts(self, patience_s: float | None = None) -> Mapping[str, float]:
         """Return prompt counts: submitted, pending, and one for each end.
 
         With them come ``groups_acknowledged``, groups of batches that trainers have acknowledged,
         and ``prompts_lost``, prompts that the service itself lost.
 
+        Args:
+            patience_s: most seconds to wait for an absent service; ``None``: `batch_timeout_s`.
+
         Raises:
-            DeadlineError, PeerError: the service was out of reach for 30 s.
+            DeadlineError, PeerError: the service was out of reach for so long, or answered several
+                times in a row that it is broken.
         """
-        status = await self._over_an_absence(self._status, _ACCOUNTS_WITHIN_S)
+        within_s = self._batch_timeout_s if patience_s is None else patience_s
+        status = await self._over_an_absence(self._status, within_s)
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),

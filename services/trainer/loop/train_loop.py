@@ -70,6 +70,7 @@ from sluice.types import DataProgress, TrainBatch
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+_LAST_ACCOUNTS_WITHIN_S = 30.0  # a run that has ended must not hold its devices for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,7 +548,7 @@ class TrainLoop:
         known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
         known[DATA_EXHAUSTED] = float(self._data_exhausted)
         try:
-            counted = await self._reward.accounts()
+            counted = await self._reward.accounts(_LAST_ACCOUNTS_WITHIN_S)
         except SluiceError as error:
             logger.warning("accounts.json holds only what the trainer knows: %s", error)
             return {"groups_trained": float(self._groups_trained), **known}

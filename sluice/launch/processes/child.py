@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -13,14 +12,13 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Protocol
 
-from sluice.concurrency.process import SUPERVISOR_VARIABLE
+from sluice.concurrency.process import SHORTAGES, SUPERVISOR_VARIABLE
 from sluice.errors import ConfigError
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
-_SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 KILLED_S = 30.0
 """A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
 
@@ -186,7 +184,7 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
         )
     except (OSError, asyncio.CancelledError) as error:
         pipe.close()
-        if isinstance(error, OSError) and error.errno not in _SCARCE:
+        if isinstance(error, OSError) and error.errno not in SHORTAGES:
             raise ConfigError(
                 f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"
             ) from error

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO
 
 from sluice.config.loading.yaml_files import VERLS_OWN
@@ -52,6 +52,7 @@ _RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as recorder.sh says
 _RECORDER = """#!/bin/sh
 printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_CALLS"
 """
+_ENV_OPTIONS = ("-u", "--unset", "-C", "--chdir")  # with a value
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
 # A user who is not root needs a namespace of its own to get the others.
 _OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
@@ -366,11 +367,23 @@ def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
         if call[:1] == _EXPORT:
             exported = dict(word.split("=", 1) for word in call[1:])
         elif _trains(call):
-            before = list(call[: _start_of(call)])
-            after_env = before[before.index("env") :] if "env" in before else ()
-            exported |= dict(word.split("=", 1) for word in after_env if _VARIABLE.match(word))
+            exported |= dict(word.split("=", 1) for word in _set_by_env(call[: _start_of(call)]))
             break
     return exported
+
+
+def _set_by_env(words: Sequence[str]) -> list[str]:
+    """Return the assignments of each ``env`` among the words, which end at its program."""
+    found, is_after_env, before = [], False, ""
+    for word in words:
+        if PurePath(word).name == "env":
+            is_after_env = True
+        elif is_after_env and _VARIABLE.match(word):
+            found.append(word)
+        elif not word.startswith("-") and before not in _ENV_OPTIONS:
+            is_after_env = False
+        before = word
+    return found
 
 
 def _isolation(folder: Path, bash: str) -> list[str]:

@@ -188,7 +188,8 @@ def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        "sluice: ERROR a file or the output: No space left on device; free some space\n"
+        "sluice: ERROR a file or the output cannot be written: No space left on device; "
+        "free some space\n"
     )
 
 
@@ -205,7 +206,7 @@ def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
     assert ended.value.code == 130
 
 
-def test_an_output_without_a_sign_escapes_it() -> None:
+def test_an_output_whose_encoding_lacks_a_character_escapes_it() -> None:
     code = "import sys; from sluice.cli import main, entry; main.app = lambda: print('a \\xf7 b')"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; entry.app()"],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from sluice.cli.main import commands
 from sluice.cli.run import prepare as prepare_module
 from sluice.cli.run.prepare import spent_notice
 from sluice.client.run_address import locate_run
+from sluice.concurrency.process import ProcessMark, mark_file
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -90,6 +95,8 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     prepare("--run-dir", run_dir, *job)
     ends = [run_dir / ACCOUNTS_NAME, run_dir / SUMMARY_NAME]
     (run_dir / "processes").mkdir()
+    killed = ProcessMark("rollout/1", os.getpid(), socket.gethostname(), started=1)
+    mark_file(run_dir, "rollout/1").write_text(json.dumps(asdict(killed)), encoding="utf-8")
     for file in ends:
         file.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)

@@ -49,6 +49,25 @@ def until_state(mark: ProcessMark, state: str) -> None:
         time.sleep(0.02)
 
 
+def test_a_mark_of_a_container_with_this_machines_name_says_nothing_of_a_process_here(
+    sleeper: tuple[subprocess.Popen[bytes], ProcessMark],
+) -> None:
+    _, mark = sleeper
+    elsewhere = replace(mark, pid=2**22 + 1, pid_namespace=mark.pid_namespace + 1)
+    assert elsewhere.state() == f"out of sight on {mark.host}"
+
+
+def test_a_process_that_proc_hides_may_live(
+    sleeper: tuple[subprocess.Popen[bytes], ProcessMark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, mark = sleeper
+    monkeypatch.setattr("sluice.concurrency.process.stat_fields", lambda _: [])
+    assert mark.state() == "unknown"
+    process.kill()
+    process.wait()
+    assert mark.state() == "gone"
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_the_state_of_a_process_is_the_kernels(
     sleeper: tuple[subprocess.Popen[bytes], ProcessMark],

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sluice.concurrency.process import stop_on_signals
 from tests.support.scripted_environment import eventually
+
+
+@pytest.fixture(autouse=True)
+def _terminal() -> Iterator[None]:
+    """Undo what `nohup make test` sets."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -42,12 +54,47 @@ async def test_the_end_of_a_terminal_is_one_ctrl_c_however_often_it_is_signalled
 
 
 async def test_nohup_keeps_a_run_beyond_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_on_signals(stop := asyncio.Event()):
-            os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.sleep(0)
-            assert not stop.is_set()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signals(asyncio.Event()):
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+async def test_a_terminal_that_closes_after_ctrl_c_asks_for_nothing_more() -> None:
+    interrupts: list[None] = []
+    with stop_on_signals(asyncio.Event(), interrupt=lambda: interrupts.append(None)):
+        os.kill(os.getpid(), signal.SIGINT)
+        await eventually(lambda: bool(interrupts))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+    assert len(interrupts) == 1
+
+
+_PRINTS_AFTER_ITS_TERMINAL = """
+import asyncio, os, sys
+from pathlib import Path
+from sluice.concurrency.process import stop_on_signals
+
+async def main():
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        print("ready", flush=True)
+        await stop.wait()
+    print("saved", flush=True)
+    print("saved", file=sys.stderr, flush=True)
+    Path(sys.argv[1]).write_text("ended in order")
+
+os.login_tty(int(sys.argv[2]))
+asyncio.run(main())
+"""
+
+
+def test_a_process_can_end_in_order_after_its_terminal_has_closed(tmp_path: Path) -> None:
+    ours, its = os.openpty()
+    command = [sys.executable, "-c", _PRINTS_AFTER_ITS_TERMINAL, str(tmp_path / "end"), str(its)]
+    with subprocess.Popen(command, pass_fds=[its]) as process:
+        os.close(its)
+        assert os.read(ours, 100).startswith(b"ready")
+        os.close(ours)
+        assert process.wait(60) == 0
+    assert (tmp_path / "end").read_text(encoding="utf-8") == "ended in order"

@@ -148,6 +148,9 @@ def test_the_environment_is_that_of_the_launch() -> None:
     assert launch(f"A=1\nnohup env B=2 C= {VERL} a.b=1 &\nwait").exported == {"B": "2", "C": ""}
     options = "torchrun --rdzv_conf timeout=900 -m verl.trainer.main_ppo"
     assert launch(f"{options} a.b=1").exported == {}
+    assert launch(f"env -u D A=1 {options} a.b=1").exported == {"A": "1"}
+    by_path = f"nohup /usr/bin/env A=1 {VERL} a.b=1"
+    assert launch(by_path).exported == {"A": "1"}
 
 
 def test_a_variable_that_is_no_text_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

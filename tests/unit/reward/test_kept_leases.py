@@ -379,7 +379,7 @@ async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_
 ) -> None:
     async with service(tmp_path, 0) as run, dying(run, 2):
         runner = run.client.leases()
-        lives, left = await runner.take(2, 5.0, keep_alive_s=5.0)
+        lives, left = await runner.take(2, 5.0, keep_alive_s=15.0)
     assert {lives.sample_index, left.sample_index} == {0, 1}
     async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 2))

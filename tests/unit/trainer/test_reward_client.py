@@ -386,6 +386,10 @@ async def test_a_short_absence_is_waited_out_when_the_accounts_are_asked_for(
 ) -> None:
     stub.answers["GetStatus"] = [*[UNAVAILABLE] * 20, status(prompts_submitted=9)]
     assert (await client.accounts())["submitted"] == 9.0
+    stub.answers["GetStatus"], stub.requests["GetStatus"] = [UNAVAILABLE], []
+    with pytest.raises(PeerError):
+        await client.accounts(patience_s=10.0)
+    assert 10 < len(stub.requests["GetStatus"]) < 100  # 10 s, with pauses of half a second
 
 
 async def test_accounts_are_one_number_for_each_way_a_prompt_can_end_and_what_the_service_counts(

@@ -9,15 +9,14 @@ from functools import partial
 import pytest
 
 from services.reward.generation import dispatcher
-from services.reward.generation.dispatcher import BrokenStreams
-from services.reward.generation.stream import StreamEnd
+from services.reward.generation.dispatcher import EndedStreams
 from tests.support.reward_app import settled
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> BrokenStreams:
+def streams(monkeypatch: pytest.MonkeyPatch) -> EndedStreams:
     monkeypatch.setattr(dispatcher, "GATHER_S", 0.05)
-    return BrokenStreams()
+    return EndedStreams()
 
 
 def _has_warned(caplog: pytest.LogCaptureFixture, times: int) -> bool:
@@ -29,7 +28,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_streams_that_break_together_are_one_warning_for_each_replica(
-    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+    streams: EndedStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
     for group in range(3):
         streams.note("one", 4, f"one: reset while generating p{group}")
@@ -45,7 +44,7 @@ async def test_streams_that_break_together_are_one_warning_for_each_replica(
 
 
 async def test_a_replica_that_breaks_again_later_is_told_of_again(
-    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+    streams: EndedStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
     for reported in (1, 2):
         streams.note("one", 1, "one: reset")
@@ -53,7 +52,7 @@ async def test_a_replica_that_breaks_again_later_is_told_of_again(
 
 
 async def test_a_stream_that_breaks_after_its_last_sample_is_not_counted(
-    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+    streams: EndedStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
     streams.note("one", 0, "one: late")
     streams.note("one", 3, "one: reset")
@@ -62,11 +61,11 @@ async def test_a_stream_that_breaks_after_its_last_sample_is_not_counted(
 
 
 async def test_streams_that_leave_a_slow_replica_are_one_line_and_no_warning(
-    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+    streams: EndedStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         for group in range(3):
-            streams.note("one", 4, f"slow: p{group}", StreamEnd.SLOW)
+            streams.note("one", 4, f"slow: p{group}", broke=False)
         await settled(lambda: bool(caplog.records))
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
