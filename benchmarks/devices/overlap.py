@@ -147,8 +147,8 @@ class _Run(World):
     ) -> None:
         await self._client.announce(version, replicas, progress, rolled_back_to)
 
-    async def accounts(self) -> Mapping[str, float]:
-        return await self._client.accounts()
+    async def accounts(self, patience_s: float | None = None) -> Mapping[str, float]:
+        return await self._client.accounts(patience_s)
 
 
 async def _trained(folder: Path, staleness: int, bound: str, *, overlaps: bool) -> _Run:

@@ -225,7 +225,7 @@ async def test_a_removed_replicas_tokens_are_not_sampled_again_and_it_has_not_fa
 async def test_a_stream_of_which_nothing_comes_goes_on_elsewhere_and_the_log_names_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     parts = Parts(a=(delta(0, 0, 3), asyncio.Event()))
     setting = Setting(parts, stall_timeout_s=0.05)
     await setting.dispatcher.announce([replica("a"), replica("b")])
