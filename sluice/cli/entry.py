@@ -12,7 +12,8 @@ _SILENT = {"-q", "--quiet", "--help"}
 
 def app() -> None:
     """Run the command."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    strict = {"strict", "surrogateescape"}
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in strict:
         # Characters that the encoding lacks are escaped, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] and sys.argv[1] in _STARTING and not _SILENT.intersection(sys.argv):

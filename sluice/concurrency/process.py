@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 
 MARKS_FOLDER = "processes"
+ENDED = frozenset({"gone", "a zombie"})
+"""States of a marked process that serves no more."""
 SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 """Errors at a process's start that pass: the system had no memory, process or file for it."""
 START_FIELD = 19
@@ -46,6 +48,7 @@ START_FIELD = 19
 _STATE_FIELD = 0
 _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 _IMPORTED_S = time.monotonic()
+_held: list[BaseException] = []
 
 
 def service_parser(service: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -101,12 +104,11 @@ class ProcessMark:
     Attributes:
         name: the service's.
         pid: its process id on `host`.
-        host: the machine's name.
+        host: the machine's name, and the namespace of its process ids: a container may have the
+            name of its host, and has ids of its own.
         started: ticks from the machine's start to the process's; a later process with the same id
             has another. 0 where it is not known.
         address: where it serves, host:port; empty: not at all.
-        pid_namespace: in which the process has this id: a container may have a host's name, and
-            has ids of its own. 0 where it is not known.
     """
 
     name: str
@@ -114,11 +116,10 @@ class ProcessMark:
     host: str
     started: int
     address: str = ""
-    pid_namespace: int = 0
 
     def state(self) -> str:
         """Return alive, stopped by a signal, a zombie, gone, out of sight or unknown, in words."""
-        if self.host != socket.gethostname() or self.pid_namespace not in (0, _pid_namespace()):
+        if self.host != host_of_pids():
             return f"out of sight on {self.host}"
         fields = stat_fields(self.pid)
         if not fields:
@@ -165,8 +166,7 @@ def marked_process(run_dir: Path, name: str, address: str = "") -> AbstractConte
     """Note this process in the run's folder while the block runs."""
     fields = stat_fields(os.getpid())
     started = int(fields[START_FIELD]) if fields else 0
-    host = socket.gethostname()
-    mark = ProcessMark(name, os.getpid(), host, started, address, _pid_namespace())
+    mark = ProcessMark(name, os.getpid(), host_of_pids(), started, address)
     return noted_file(mark_file(run_dir, name), json.dumps(asdict(mark)))
 
 
@@ -185,11 +185,11 @@ def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...
     return tuple(found)
 
 
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+def host_of_pids() -> str:
+    """Return this machine's name and, where it has them, the namespace of our process ids."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def _may_run(pid: int) -> bool:
@@ -198,7 +198,7 @@ def _may_run(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except (OSError, OverflowError):  # another user's; a damaged mark
         return True
     return True
 
@@ -255,7 +255,8 @@ def stop_on_signals(
         (interrupt or end)()
 
     def hang_up() -> None:
-        _leave_terminal()
+        with suppress(OSError):
+            _leave_terminal()
         if not was_asked:
             ask()
 
@@ -311,7 +312,17 @@ def exit_status(name: str, run: Callable[[], object]) -> int:
     return 0
 
 
+def hold_errors(errors: Sequence[BaseException]) -> None:
+    """Keep the last errors, and what their frames hold, until the process ends.
+
+    To free a process group of torch can take until a peer answers, and one that is stopped never
+    does.
+    """
+    _held[:] = errors
+
+
 def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
+    hold_errors(errors)
     for line in dict.fromkeys(str(error) for error in errors):
         sys.stderr.write(f"{name}: ERROR {printable(line)}\n")
     is_missing = all(isinstance(error, MissingPackageError) for error in errors)

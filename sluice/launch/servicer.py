@@ -16,7 +16,7 @@ import grpc
 from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.concurrency.process import MARKS_FOLDER, process_marks
+from sluice.concurrency.process import ENDED, MARKS_FOLDER, process_marks
 from sluice.errors import DeadlineError, NotReadyError, SluiceError
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import replica_name
@@ -105,7 +105,7 @@ async def all_left(run_dir: Path) -> bool:
     if not (run_dir / MARKS_FOLDER).is_dir():
         return False
     # One that was killed leaves its mark behind.
-    has_left = all(mark.state() == "gone" for mark in process_marks(run_dir))
+    has_left = all(mark.state() in ENDED for mark in process_marks(run_dir))
     return has_left and await launched_processes(run_dir) is None
 
 

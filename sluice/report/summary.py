@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sluice.concurrency.process import MARKS_FOLDER, mark_file, process_marks
+from sluice.concurrency.process import ENDED, MARKS_FOLDER, mark_file, process_marks
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, RunRecord, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
@@ -297,10 +297,10 @@ def forget_end(run_dir: Path) -> None:
     """Remove what says how an earlier run in this folder ended, and the marks of its processes."""
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
         (run_dir / name).unlink(missing_ok=True)
-    for mark in process_marks(run_dir):
-        if mark.state() == "gone":
-            mark_file(run_dir, mark.name).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty, or none
+    with suppress(OSError):  # not ours, not empty, or none
+        for mark in process_marks(run_dir):
+            if mark.state() in ENDED:
+                mark_file(run_dir, mark.name).unlink(missing_ok=True)
         (run_dir / MARKS_FOLDER).rmdir()
 
 

@@ -51,7 +51,7 @@ from services.trainer.learner.places import local_part
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.loop.learner_thread import LearnerThread
-from sluice.concurrency.process import leave
+from sluice.concurrency.process import hold_errors, leave
 from sluice.concurrency.threads import OwnerThread
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
@@ -422,6 +422,7 @@ def obeyed() -> int:
     try:
         run(Path(arguments.pop("model")), **arguments)
     except SluiceError as error:
+        hold_errors([error])
         answer(f"{type(error).__name__}: {error}")
         return 3
     return 0

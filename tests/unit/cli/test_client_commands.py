@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
-from sluice.concurrency.process import ProcessMark, marked_process
+from sluice.concurrency.process import ProcessMark, host_of_pids, marked_process
 from sluice.errors import DataError, DeadlineError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
@@ -179,7 +178,7 @@ def test_a_run_whose_processes_have_left_is_not_confused_with_one_at_its_address
 ) -> None:
     (tmp_path / "processes").mkdir()
     if was_killed:
-        ended_long_ago = ProcessMark("trainer", os.getpid(), socket.gethostname(), started=1)
+        ended_long_ago = ProcessMark("trainer", os.getpid(), host_of_pids(), started=1)
         mark = tmp_path / "processes" / "trainer.json"
         mark.write_text(json.dumps(asdict(ended_long_ago)), encoding="utf-8")
     done = sluice(*command, "--run", str(run))

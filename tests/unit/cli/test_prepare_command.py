@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from sluice.cli.main import commands
 from sluice.cli.run import prepare as prepare_module
 from sluice.cli.run.prepare import spent_notice
 from sluice.client.run_address import locate_run
-from sluice.concurrency.process import ProcessMark, mark_file
+from sluice.concurrency.process import ProcessMark, host_of_pids, mark_file, marked_process
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -25,7 +24,7 @@ from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary import SUMMARY_NAME
+from sluice.report.summary import SUMMARY_NAME, forget_end
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 pytestmark = pytest.mark.usefixtures("tried_scorers")
@@ -95,7 +94,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     prepare("--run-dir", run_dir, *job)
     ends = [run_dir / ACCOUNTS_NAME, run_dir / SUMMARY_NAME]
     (run_dir / "processes").mkdir()
-    killed = ProcessMark("rollout/1", os.getpid(), socket.gethostname(), started=1)
+    killed = ProcessMark("rollout/1", os.getpid(), host_of_pids(), started=1)
     mark_file(run_dir, "rollout/1").write_text(json.dumps(asdict(killed)), encoding="utf-8")
     for file in ends:
         file.write_text("{}", encoding="utf-8")
@@ -105,6 +104,10 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     prepare("--run-dir", run_dir, *job)
     assert not any(file.exists() for file in ends)
     assert not (run_dir / "processes").exists(), "its processes may note themselves elsewhere"
+    (run_dir / "processes").mkdir()
+    with marked_process(run_dir, "reward"):
+        forget_end(run_dir)
+        assert mark_file(run_dir, "reward").is_file(), "this process lives"
 
 
 def test_an_active_run_keeps_its_configuration_and_restart_begins_another(

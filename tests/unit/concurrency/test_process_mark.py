@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,8 +54,8 @@ def test_a_mark_of_a_container_with_this_machines_name_says_nothing_of_a_process
     sleeper: tuple[subprocess.Popen[bytes], ProcessMark],
 ) -> None:
     _, mark = sleeper
-    elsewhere = replace(mark, pid=2**22 + 1, pid_namespace=mark.pid_namespace + 1)
-    assert elsewhere.state() == f"out of sight on {mark.host}"
+    elsewhere = replace(mark, pid=2**22 + 1, host=f"{socket.gethostname()} pid:[1]")
+    assert elsewhere.state() == f"out of sight on {elsewhere.host}"
 
 
 def test_a_process_that_proc_hides_may_live(
