@@ -352,7 +352,8 @@ def leave(main: Callable[[], int]) -> NoReturn:
     """
     try:
         code, defect = main(), ""
-    except (Exception, BaseExceptionGroup):  # noqa: BLE001 - the process's boundary
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - the process's boundary
+        hold_errors([error])
         code, defect = 1, printable(traceback.format_exc())
     try:
         with suppress(OSError, ValueError):
