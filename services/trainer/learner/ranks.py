@@ -8,7 +8,6 @@ and the rank that notices it ends the run with an error that names itself and th
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import zlib
@@ -18,7 +17,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
@@ -36,7 +34,7 @@ from services.trainer.learner.rank_rendezvous import (
     rank_place,
 )
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare, TensorShare
-from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
+from sluice.concurrency.process import START_FIELD, ProcessMark, host_of_pids, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.protocol import Device, rank_backends
@@ -57,7 +55,6 @@ _LATE = "timed out"
 _RETRY_S = 0.1
 _ENDING_S = 1.0
 _NOT_ALIVE = frozenset({"gone", "a zombie", "stopped by a signal"})
-_PROCESSES = Path("/proc/self/ns/pid")
 """The processes that this one sees, on Linux."""
 
 
@@ -480,10 +477,8 @@ class TorchDistributed(DataParallel):
         """Return the ranks' processes; those on other machines are out of sight. Collective."""
         fields = stat_fields(os.getpid())
         started = float(fields[START_FIELD]) if fields else 0.0
-        host = socket.gethostname()
-        # Containers may have the machine's name, and processes of their own.
-        here = f"{host} {_PROCESSES.stat().st_ino if _PROCESSES.exists() else ''}"
-        own = [float(os.getpid()), started, float(zlib.crc32(here.encode()))]
+        host = host_of_pids()
+        own = [float(os.getpid()), started, float(zlib.crc32(host.encode()))]
         return [
             ProcessMark(
                 f"trainer rank {rank}", int(pid), host if place == own[2] else "", int(start)
