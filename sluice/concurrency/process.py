@@ -46,7 +46,7 @@ SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 START_FIELD = 19
 """Ticks from the machine's start to the process's, in `stat_fields`."""
 _STATE_FIELD = 0
-_STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
+_STOPPED, _ZOMBIE = frozenset("Tt"), frozenset("ZXx")
 _IMPORTED_S = time.monotonic()
 _held: list[BaseException] = []
 
@@ -129,7 +129,7 @@ class ProcessMark:
         letter = fields[_STATE_FIELD]
         if letter in _STOPPED:
             return "stopped by a signal"
-        return "a zombie" if letter in _ENDED else "alive"
+        return "a zombie" if letter in _ZOMBIE else "alive"
 
 
 @contextmanager

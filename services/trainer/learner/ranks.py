@@ -34,7 +34,7 @@ from services.trainer.learner.rank_rendezvous import (
     rank_place,
 )
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare, TensorShare
-from sluice.concurrency.process import START_FIELD, ProcessMark, host_of_pids, stat_fields
+from sluice.concurrency.process import ENDED, START_FIELD, ProcessMark, host_of_pids, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.protocol import Device, rank_backends
@@ -54,8 +54,7 @@ _GLOO = "gloo"
 _LATE = "timed out"
 _RETRY_S = 0.1
 _ENDING_S = 1.0
-_NOT_ALIVE = frozenset({"gone", "a zombie", "stopped by a signal"})
-"""The processes that this one sees, on Linux."""
+_NOT_ALIVE = ENDED | {"stopped by a signal"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
