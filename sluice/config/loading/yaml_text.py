@@ -114,7 +114,7 @@ def parse_override_value(text: str, source: str) -> object:
 
 
 def _with_spaces(flow: str) -> str:
-    """Return a flow value with a space after the colon of every key: YAML, unlike Hydra, needs one."""
+    """Return a flow value with a space after each key's colon: YAML, unlike Hydra, needs one."""
     parts: list[str] = []
     is_mapping, awaits_key = [False], False
     for part in _FLOW_PART.findall(flow):
