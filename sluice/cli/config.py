@@ -34,7 +34,7 @@ from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
-from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
+from sluice.doctor.configuration import check_configuration, of_other_keys
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.machine import check_gpus
@@ -242,7 +242,6 @@ def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None)
     broken = of_other_keys(report.problems, run.problems)
     found: list[Problem] = []
     if examined is not None:
-        broken = [one for one in broken if not is_elsewhere(one)]
         devices = found_devices(run.config, examined.environment)
         skipped = [check_configuration]
         if devices is not None and not devices.count:  # the run starts on another host
