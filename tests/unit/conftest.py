@@ -11,7 +11,7 @@ from sluice.config.run import RunConfig
 
 @pytest.fixture
 def tried_scorers(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configurations whose scorer `sluice prepare` would try; neither it nor the prompts are tried."""
+    """Configurations whose scorer `sluice prepare` would try; it measures no prompts either."""
     tried: list[RunConfig] = []
 
     def note(config: RunConfig, _rows: Sequence[object]) -> None:
