@@ -276,17 +276,19 @@ def _meant(key: str) -> str:
 
 
 def count_rows(config: RunConfig) -> int | None:
-    """Return the rows of data.train_files, or `None` where they cannot be read."""
+    """Return how many rows an epoch has, or `None` where they cannot be read or repeats go."""
     import pyarrow.lib
     from pyarrow import parquet
 
-    files = file_list(config.data.train_files)
-    if not files:
+    data = config.data
+    files = file_list(data.train_files)
+    if not files or data.deduplicate:
         return None
     try:
-        return sum(int(parquet.read_metadata(name).num_rows) for name in files)
+        rows = sum(int(parquet.read_metadata(name).num_rows) for name in files)
     except (OSError, pyarrow.lib.ArrowException):
         return None
+    return min(rows, data.train_max_samples) if data.train_max_samples > 0 else rows
 
 
 def print_keys(console: Console, keys: Sequence[Entry]) -> None:
