@@ -231,7 +231,9 @@ def test_json_holds_rules_remedies_and_numbers() -> None:
     assert found["memory"] is None
 
 
-def test_steps_per_epoch_are_those_of_the_trained_rows_where_these_can_be_counted(tmp_path: Path) -> None:
+def test_steps_per_epoch_are_those_of_the_trained_rows_where_they_can_be_counted(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "train.parquet"
     parquet.write_table(pa.table({"prompt": list(range(200))}), data)
     _, found = check_json(*SOUND, f"data.train_files={data}")
