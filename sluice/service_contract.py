@@ -17,6 +17,8 @@ MARK_VARIABLE = "SLUICE_CHECKPOINTS_BEFORE"
 WEIGHTS_HEALTH = "sluice.rollout.Weights"
 # In a run's folder: its whole configuration, which processes and commands read.
 CONFIG_NAME = "config.yaml"
+# There if the run was started on a Ray cluster.
+ON_RAY_NAME = "on_ray"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _NONE = "none"
 

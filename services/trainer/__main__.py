@@ -46,7 +46,7 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
     config = load_config(file, overrides)
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
     # `sluice up` has checked this already; torchrun has not.
-    check_config(config, files=False)
+    check_config(config)
     raise_problems([*training_problems(config)], "start of the trainer")
     prepare_process(
         config,

@@ -34,7 +34,7 @@ from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
-from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
+from sluice.doctor.configuration import check_configuration, of_other_keys
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.machine import check_gpus
@@ -242,7 +242,6 @@ def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None)
     broken = of_other_keys(report.problems, run.problems)
     found: list[Problem] = []
     if examined is not None:
-        broken = [one for one in broken if not is_elsewhere(one)]
         devices = found_devices(run.config, examined.environment)
         skipped = [check_configuration]
         if devices is not None and not devices.count:  # the run starts on another host
@@ -277,17 +276,19 @@ def _meant(key: str) -> str:
 
 
 def count_rows(config: RunConfig) -> int | None:
-    """Return the rows of data.train_files, or `None` where they cannot be read."""
+    """Return how many rows an epoch has, or `None` where they cannot be read or repeats go."""
     import pyarrow.lib
     from pyarrow import parquet
 
-    files = file_list(config.data.train_files)
-    if not files:
+    data = config.data
+    files = file_list(data.train_files)
+    if not files or data.deduplicate:
         return None
     try:
-        return sum(int(parquet.read_metadata(name).num_rows) for name in files)
+        rows = sum(int(parquet.read_metadata(name).num_rows) for name in files)
     except (OSError, pyarrow.lib.ArrowException):
         return None
+    return min(rows, data.train_max_samples) if data.train_max_samples > 0 else rows
 
 
 def print_keys(console: Console, keys: Sequence[Entry]) -> None:

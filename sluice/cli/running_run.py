@@ -20,7 +20,7 @@ from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.run_record import read_progress
-from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
+from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME, TRACKER_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class PastRun:
 
 def resume_command(run_dir: Path) -> str:
     """Return the command that resumes a run, for a shell."""
-    return shlex.join(["sluice", "up", str(run_dir / CONFIG_NAME)])
+    where = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
+    return shlex.join(["sluice", "up", str(run_dir / CONFIG_NAME), *where])
 
 
 def newest_step(config: RunConfig) -> int | None:

@@ -108,8 +108,9 @@ def counted(
 
 
 def print_json(value: object) -> None:
-    """Print one value for programs, on one line."""
-    typer.echo(json.dumps(value, sort_keys=True))
+    """Print one value for programs, on one line; numbers that JSON lacks become null."""
+    text = json.dumps(value, sort_keys=True)
+    typer.echo(json.dumps(json.loads(text, parse_constant=lambda _: None)))
 
 
 def print_table(

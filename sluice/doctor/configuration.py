@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,20 +10,10 @@ from pathlib import Path
 from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.problems import Problem, errors
 from sluice.config.rules.checks import all_problems
-from sluice.config.rules.files import MODEL_KEY
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
-from sluice.config.sources import SOURCES_KEY, TRAIN_KEY, VAL_KEY
 from sluice.doctor.finding import Examined, Finding, fine, of_text, warning
 from sluice.security.certificates import SOON, ends_of_validity
 
-# Other checks look at these files themselves.
-_ELSEWHERE = (
-    MODEL_KEY,
-    TRAIN_KEY,
-    VAL_KEY,
-    "reward.custom_reward_function.path",
-    "sluice.security",
-)
 _REFUSED = "the run refuses to start"
 
 
@@ -30,20 +21,15 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
     """Check for rules of `sluice config check` that keep sluice from running."""
     broken = errors(all_problems(examined.config, examined.settings, shape=examined.shape))
     reported = [*examined.wrong, *of_other_keys(broken, examined.wrong)]
-    yield from (of_text(one.text, _REFUSED) for one in reported if not is_elsewhere(one))
+    yield from (of_text(one.text, _REFUSED) for one in reported)
     if not reported:
         yield fine("no problems found")
 
 
 def of_other_keys(broken: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
     """Return the broken rules that mention no wrong key: in place of its value is the default."""
-    return [one for one in broken if not any(key.key in one.text for key in wrong)]
-
-
-def is_elsewhere(problem: Problem) -> bool:
-    """Return whether another check reports this one too."""
-    of_source = problem.rule == "files" and problem.key.startswith(SOURCES_KEY)
-    return of_source or problem.text.startswith(_ELSEWHERE)
+    keys = [re.compile(rf"(?<![\w.]){re.escape(one.key)}(?!\w)") for one in wrong if one.key]
+    return [one for one in broken if not any(key.search(one.text) for key in keys)]
 
 
 def check_security(examined: Examined) -> Iterator[Finding]:

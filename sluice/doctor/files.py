@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.derived import checkpoint_folder, uses_critic
+from sluice.config.derived import adapts, adapts_experts, checkpoint_folder, uses_critic
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
@@ -156,11 +156,16 @@ def disk_finding(
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
-    """Return the size of one checkpoint: twice a model's with a critic; ``None`` if not known."""
+    """Return the size of one checkpoint, which has adapters where only they are trained, and the
+    whole critic; ``None`` if not known."""
     if shape is None:
         return None
-    width = DTYPE_BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
-    return shape.total_parameters * width * _STATES * (2 if uses_critic(config) else 1)
+    model, trained = config.actor_rollout_ref.model, shape.total_parameters
+    if adapts(model):
+        trained = shape.adapter_parameters(model.lora_rank, experts=adapts_experts(model))
+    if uses_critic(config):
+        trained += shape.total_parameters
+    return trained * DTYPE_BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * _STATES
 
 
 def checkpoints_kept(config: RunConfig) -> int | None:

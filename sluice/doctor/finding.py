@@ -156,8 +156,8 @@ def examined_of(
 
 
 def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
-    """Return the files of a key, as the reward service opens them, and decoded rows: the first ones
-    of the first file, and one of each other file.
+    """Return the files of a key, as the reward service opens them, and decoded rows: the first
+    `ROWS_LOOKED_AT`, and one of each file after them.
 
     Raises:
         DataError: a file or a row cannot be used.
@@ -169,9 +169,8 @@ def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRo
     files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
     reader, rows, seen = SlabReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
-        if block.path not in seen:
-            count = 1 if seen else ROWS_LOOKED_AT
-            seen.add(block.path)
-            for slab in islice(reader.read(block), 1):
-                rows += (slab.decode(index, columns) for index in range(min(len(slab), count)))
+        wanted = max(ROWS_LOOKED_AT - len(rows), int(block.path not in seen))
+        seen.add(block.path)
+        decoded = (slab.decode(n, columns) for slab in reader.read(block) for n in range(len(slab)))
+        rows += islice(decoded, wanted)
     return files, rows

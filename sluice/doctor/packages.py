@@ -160,7 +160,8 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 def check_torch(examined: Examined) -> Iterator[Finding]:
     """Import torch in a separate process, since that may take long or crash."""
-    (torch,) = (one for one in requirements("torch") if one.name == "torch")
+    of_any_age = Requirement("torch", "", installed_version("torch"))
+    torch = next((one for one in requirements("torch") if one.name == "torch"), of_any_age)
     if torch.defect:
         yield problem(
             torch.defect,

@@ -11,11 +11,12 @@ from sluice.config.run import RunConfig
 
 @pytest.fixture
 def tried_scorers(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configurations whose scorer `sluice prepare` would try, which takes a process of its own."""
+    """Configurations whose scorer `sluice prepare` would try; it measures no prompts either."""
     tried: list[RunConfig] = []
 
     def note(config: RunConfig, _rows: Sequence[object]) -> None:
         tried.append(config)
 
     monkeypatch.setattr("sluice.cli.run.prepare.try_scorer", note)
+    monkeypatch.setattr("sluice.doctor.prompts.measure", lambda _, rows: [1] * len(rows))
     return tried

@@ -51,7 +51,12 @@ def checked_run(
 
 
 def examined_to_start(
-    run: ReadRun, console: Console, notes: Sequence[Problem] = (), *, is_local: bool = True
+    run: ReadRun,
+    console: Console,
+    notes: Sequence[Problem] = (),
+    *,
+    is_local: bool = True,
+    grades: bool = True,
 ) -> Examined:
     """Return a run that was read, as `checked_run`.
 
@@ -60,12 +65,16 @@ def examined_to_start(
         console: where to print.
         notes: to print before those that are found.
         is_local: whether the run's processes start on this host.
+        grades: whether this host can do what grading needs, such as reach a judge.
 
     Raises:
         ConfigError: as `checked_run`.
     """
     examined = examined_of(run, is_local=is_local)
-    found = preflight(examined, lambda check: is_local or not check.of_host)
+    found = preflight(
+        examined,
+        lambda check: (is_local or not check.of_host) and (grades or check.name != "reward"),
+    )
     for note in [*notes, *(one for one in found if one.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")
     raise_problems(errors(found), run.source)

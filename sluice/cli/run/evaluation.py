@@ -22,6 +22,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
 from sluice.config.schema.critic import CriticConfig
+from sluice.config.schema.guards import GuardsConfig
 from sluice.config.schema.service import (
     AsynchronyConfig,
     EndpointConfig,
@@ -184,6 +185,9 @@ def _services(service: ServiceConfig, order: EvaluationOrder) -> ServiceConfig:
         evaluation=replace(service.evaluation, benchmarks=list(order.benchmarks)),
         asynchrony=AsynchronyConfig(max_staleness=0),
         sampling=SamplingConfig(),
+        sources={},
+        guards=GuardsConfig(),
+        dashboard=replace(service.dashboard, port=None),
         weights=WeightsConfig(),
         trainer=TrainerServiceConfig(
             replica_wait_timeout_s=service.trainer.replica_wait_timeout_s,

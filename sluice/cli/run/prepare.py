@@ -13,14 +13,14 @@ from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
+from sluice.cli.run.checked import examined_to_start
 from sluice.cli.run.quickstart import made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
-from sluice.config.loading.loader import load_config, read_settings
+from sluice.config.loading.loader import read_run, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
-from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.doctor.reward import try_scorer
 from sluice.launch.network_layout import (
@@ -115,11 +115,9 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
-        config = load_config(base, [*settings, *overrides])
-        notes = launch_notes(config, read_settings(base, overrides))
-    for note in notes:
-        report(f"notice: {note.text}")
-    check_config(config)
+        given = read_run(base, [*settings, *overrides])
+        notes = launch_notes(given.config, read_settings(base, overrides))
+    config = examined_to_start(given, console, notes, is_local=False, grades=False).config
     try_scorer(config, ())
     if not is_active:
         _begin(run, config, written, report)

@@ -41,7 +41,7 @@ from sluice.launch.servicer import launch_service
 from sluice.report.summary import forget_end
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
-from sluice.service_contract import CONFIG_NAME
+from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME
 from sluice.telemetry.metrics import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
@@ -275,9 +275,11 @@ async def start_processes(
     if ray is None:
         config = with_ports(config)
         write_config(config, config_file)
+        config_file.with_name(ON_RAY_NAME).unlink(missing_ok=True)
         return await _supervise(local_plan(config, config_file), display, view)
     print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
+        config_file.with_name(ON_RAY_NAME).touch()
         return await _supervise(plan, display, view)
 
 

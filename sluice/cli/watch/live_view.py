@@ -208,7 +208,7 @@ class LiveView:
         self._metrics_size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         self._last_step = 0
         self._accuracy = AccuracyTail(self._metrics)
-        self._shown_accuracy: AccuracyPoint | None = None
+        self._shown_accuracy = self._accuracy.newest()  # of a run that is resumed
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
         # Ranks of the trainer beside the first one serve nobody.
@@ -339,7 +339,7 @@ class LiveView:
 
     def _print_new_accuracy(self) -> None:
         point = self._accuracy.newest()
-        if point is not None and point != self._shown_accuracy:
+        if point is not None and point is not self._shown_accuracy:
             self._print(f"validation after step {point.step}: accuracy {point.accuracy:.3f}")
         self._shown_accuracy = point
 

@@ -30,6 +30,9 @@ SCALAR_PATTERNS = (
     ("tag:yaml.org,2002:int", _INT),
     ("tag:yaml.org,2002:float", _FLOAT),
 )
+_FLOW_PART = re.compile(
+    r"""(?<![^\s\[{,:])(?:'(?:[^']|'')*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL
+)  # a quoted string, or one character
 
 
 class _Loader(yaml.SafeLoader):
@@ -106,8 +109,26 @@ def parse_override_value(text: str, source: str) -> object:
     if text == "":
         return ""
     if text[0] in "[{\"'":
-        return parse_document(text, source)
+        return parse_document(_with_spaces(text), source)
     return parse_scalar(text)
+
+
+def _with_spaces(flow: str) -> str:
+    """Return a flow value with a space after each key's colon: YAML, unlike Hydra, needs one."""
+    parts: list[str] = []
+    is_mapping, awaits_key = [False], False
+    for part in _FLOW_PART.findall(flow):
+        parts.append(part)
+        if part in "[{":
+            is_mapping.append(part == "{")
+        elif part in "]}" and len(is_mapping) > 1:
+            is_mapping.pop()
+        if part in "[{,":
+            awaits_key = is_mapping[-1]
+        elif part == ":" and awaits_key:
+            parts.append(" ")
+            awaits_key = False
+    return "".join(parts)
 
 
 class _Dumper(yaml.SafeDumper):

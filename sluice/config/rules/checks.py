@@ -54,8 +54,8 @@ _SHORTEST_STALL_S = 1.0
 NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
-def check_config(config: RunConfig, *, files: bool = True) -> None:
-    """Check relations between fields and, with `files`, that the paths they name exist.
+def check_config(config: RunConfig) -> None:
+    """Check relations between fields.
 
     Rules of verl's that sluice does without are not applied: see `all_problems`.
 
@@ -63,8 +63,6 @@ def check_config(config: RunConfig, *, files: bool = True) -> None:
         ConfigError: lists every problem, each with its remedy.
     """
     problems = [*relation_problems(config), *unknown_engine(config)]
-    if files:
-        problems += file_problems(config)
     raise_problems(problems, "checks before the start")
 
 
@@ -95,7 +93,7 @@ def all_problems(
     Args:
         settings: the keys as the user set them, including keys that only verl has.
         shape: the model's; without it rules about heads and experts are left out.
-        files: require that the paths in the configuration exist.
+        files: require folders and a length for the run, too.
     """
     if config.sluice.sources:
         check = partial(_rule_problems, settings=settings, shape=shape)

@@ -195,7 +195,8 @@ def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     if shape.heads % tp:
         cannot = f"cannot cut {shape.heads} attention heads evenly"
         possible = largest_divisor(shape.heads, tp)
-        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
+        here = sizes.rollout.name in _SHARED_ENGINES
+        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}", here=here)
 
 
 def _tensor_cuts(size: int, shape: ModelShape) -> Iterator[Problem]:

@@ -171,7 +171,9 @@ def test_a_file_that_cannot_be_written_is_one_line_with_its_path_and_exit_code_1
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nowhere" / "run.yaml"
-    monkeypatch.setattr(sys, "argv", ["sluice", "init", str(file)])
+    launch = tmp_path / "launch.overrides"
+    launch.touch()
+    monkeypatch.setattr(sys, "argv", ["sluice", "init", str(file), "--from", str(launch)])
     with pytest.raises(SystemExit) as ended:
         app()
     assert ended.value.code == 1

@@ -231,12 +231,18 @@ def test_json_holds_rules_remedies_and_numbers() -> None:
     assert found["memory"] is None
 
 
-def test_steps_per_epoch_are_counted_where_the_data_can_be_read(tmp_path: Path) -> None:
+def test_steps_per_epoch_are_those_of_the_trained_rows_where_they_can_be_counted(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "train.parquet"
     parquet.write_table(pa.table({"prompt": list(range(200))}), data)
     _, found = check_json(*SOUND, f"data.train_files={data}")
     steps = found["quantities"][-1]
     assert (steps["as_verl"], steps["here"]) == (3, 3)
+    _, found = check_json(*SOUND, f"data.train_files={data}", "data.train_max_samples=130")
+    assert found["quantities"][-1]["here"] == 2
+    _, found = check_json(*SOUND, f"data.train_files={data}", "data.deduplicate=true")
+    assert not any("epoch" in one["name"] for one in found["quantities"])
     data.write_bytes(b"no parquet")
     _, found = check_json(*SOUND, f"data.train_files={data}")
     assert not any("epoch" in one["name"] for one in found["quantities"])

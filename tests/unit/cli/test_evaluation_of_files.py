@@ -65,11 +65,21 @@ def test_scorers_lengths_sampling_and_environment_are_the_runs_and_training_is_g
     assert relation_problems(config) == []
 
 
+def test_a_run_with_sources_and_guards_can_be_evaluated(order: EvaluationOrder) -> None:
+    sources = "{math: {files: math.parquet, share: 0.5}, code: {files: code.parquet, share: 0.5}}"
+    rules = "[{action: hold, metric: val-core/accuracy/mean, limit: 0.1}]"
+    text = f"sluice: {{sources: {sources}, guards: {{rules: {rules}}}}}"
+    (order.output.parent / "run.yaml").write_text(text, encoding="utf-8")
+    assert relation_problems(evaluation_config(order)) == []
+
+
 def test_the_ports_of_a_live_run_are_left_to_it(order: EvaluationOrder) -> None:
     ports = "{port: 7001, health_port: 7002, metrics_port: 7003}"
-    text = f"sluice: {{reward: {{endpoint: {ports}}}, rollout: {{endpoint: {ports}}}}}"
+    text = f"sluice: {{reward: {{endpoint: {ports}}}, rollout: {{endpoint: {ports}}}, "
+    text += "dashboard: {port: 7004}}"
     (order.output.parent / "run.yaml").write_text(text, encoding="utf-8")
     service = evaluation_config(order).sluice
+    assert service.dashboard.port is None
     for endpoint in (service.reward.endpoint, service.rollout.endpoint):
         assert (endpoint.port, endpoint.health_port, endpoint.metrics_port) == (0, 0, 0)
 

@@ -27,7 +27,7 @@ from sluice.client.run_monitor import (
 from sluice.concurrency.waits import Waiting
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
-from sluice.report.run_record import AccuracyPoint
+from sluice.report.run_record import METRICS_NAME, AccuracyPoint
 from sluice.telemetry.metric_names import STEP
 from tests.support.rpc_server import rpc_server
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, run_folder
@@ -144,8 +144,10 @@ def view_on(
 
 async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_path: Path) -> None:
     screen = Screen()
+    view = view_on(screen, tmp_path)
+    run_folder(tmp_path)
     async with monitored(ScriptedTrainer()) as monitor:
-        await view_on(screen, run_folder(tmp_path)).follow(monitor)
+        await view.follow(monitor)
     text = screen.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
@@ -154,6 +156,18 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert lines[2] == "validation after step 2: accuracy 0.750"
     assert lines[3].startswith("step 2/2  ")
     assert len(lines) == 4
+
+
+async def test_a_resumed_run_prints_its_own_validations_alone(tmp_path: Path) -> None:
+    screen = Screen()
+    view = view_on(screen, run_folder(tmp_path))
+    async with monitored(ScriptedTrainer()) as monitor:
+        await view.follow(monitor)
+        assert "validation" not in screen.getvalue()
+        with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as metrics:
+            metrics.write(json.dumps({"step": 2, ACCURACY: 0.75}) + "\n")
+        view.print_rest()
+    assert screen.getvalue().endswith("validation after step 2: accuracy 0.750\n")
 
 
 class Refusing:

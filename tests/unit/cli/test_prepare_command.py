@@ -26,6 +26,8 @@ from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import SUMMARY_NAME, forget_end
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
+from tests.support.doctor_findings import write_model
+from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 pytestmark = pytest.mark.usefixtures("tried_scorers")
 
@@ -33,10 +35,9 @@ pytestmark = pytest.mark.usefixtures("tried_scorers")
 def model_and_data(folder: Path) -> list[str]:
     """Files that pass the checks before the start, and nothing more."""
     model, data = folder / "model", folder / "train.parquet"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}", encoding="utf-8")
-    (model / "tokenizer.json").write_text("{}", encoding="utf-8")
-    data.write_bytes(b"")
+    folder.mkdir(parents=True)
+    write_model(model)
+    write_prompts(data, prompt_rows(["1 + 1"]))
     return [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={data}",

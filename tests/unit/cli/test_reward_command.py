@@ -195,3 +195,14 @@ def test_a_response_of_a_file_keeps_the_value_that_its_row_has_as_ground_truth(
         file = given(tmp_path, {"response": "a", **own})
         sluice_try("mine.py", "--data", rows, "--responses", file)
         assert scorer.pairs[-1][0].truth_is_json is expected
+
+
+def test_as_many_rows_are_graded_as_asked_for_whatever_blocks_and_files_they_lie_in(
+    tmp_path: Path, scorer: ScriptedScorer
+) -> None:
+    rows = prompt_rows([f"question {number}" for number in range(12)])
+    first = write_prompts(tmp_path / "a.parquet", rows[:5], row_group_size=2)
+    second = write_prompts(tmp_path / "b.parquet", rows[5:], row_group_size=2)
+    files = f"data.train_files=[{first},{second}]"
+    assert sluice_try("mine.py", files, "-n", 9).exit_code == 0
+    assert [row.ground_truth for row, _ in scorer.pairs] == [str(number) for number in range(9)]

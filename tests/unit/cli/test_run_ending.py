@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from sluice.cli.run import up as up_module
 from sluice.cli.run.ending import end_run
+from sluice.cli.run.up import Display, start_processes
 from sluice.cli.running_run import PastRun
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
+from sluice.launch.cluster.ray_run import RayOptions
 from sluice.launch.processes.supervisor import RunEnd
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 
@@ -86,6 +90,26 @@ def test_a_run_that_ended_before_its_first_step_names_no_file_that_is_not_there(
     text, _ = ended(folder, RunEnd(130, ()), total_steps=9)
     named = [Path(line.split()[1]) for line in text.splitlines() if line.startswith(("rep", "met"))]
     assert named == []
+
+
+async def test_the_command_that_resumes_a_run_starts_it_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def placed(*_: object) -> AsyncIterator[None]:
+        yield
+
+    async def supervised(*_: object) -> None: ...
+
+    monkeypatch.setattr(up_module, "ray_plan", placed)
+    monkeypatch.setattr(up_module, "_supervise", supervised)
+    config, display = run_at(tmp_path, saved=1), Display(Console(file=io.StringIO()))
+    for ray, where in ((RayOptions(), " --on ray"), (None, "")):
+        await start_processes(config, tmp_path / "config.yaml", display, ray)
+        text, _ = ended(config, RunEnd(130, ()), total_steps=9)
+        again = f"sluice up {tmp_path}/config.yaml{where}"
+        assert f"resume      {again}  # from step 1\n" in text
+        assert f"`{again}` starts it again" in PastRun("not running", 2, ()).as_text(tmp_path)
 
 
 def test_the_command_that_resumes_a_run_is_quoted_for_the_shell(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import counted, output_console, print_table
+from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.safe_text import printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
@@ -34,6 +34,13 @@ from sluice.types import FinishReason, Rollout, VersionSpan
 )
 def test_what_a_terminal_would_obey_is_shown_as_an_escape(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_what_is_printed_for_programs_is_json_whatever_the_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_json({"b": [float("nan"), 1.5], "a": {"c": -float("inf")}})
+    assert capsys.readouterr().out == '{"a": {"c": null}, "b": [null, 1.5]}\n'
 
 
 @given(st.text())

@@ -8,8 +8,8 @@ import pytest
 
 from sluice.config import derived
 from sluice.config.loading.loader import load_config
-from sluice.config.rules.checks import check_config, relation_problems
-from sluice.errors import ConfigError
+from sluice.config.rules.checks import relation_problems
+from sluice.config.rules.files import file_problems, model_problems
 
 SOUND = (
     "data.train_files=train.parquet",
@@ -46,50 +46,11 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def test_files_that_exist_pass(tmp_path: Path) -> None:
-    train = tmp_path / "train.parquet"
-    train.touch()
-    config = load_config(
-        None,
-        [
-            *SOUND,
-            f"actor_rollout_ref.model.path={make_model(tmp_path / 'model')}",
-            f"data.train_files={train}",
-            f"sluice.run_dir={tmp_path / 'run'}",
-        ],
-    )
-    check_config(config)
-
-
-def test_every_missing_file_is_named_together_with_the_contradictions(tmp_path: Path) -> None:
-    config = load_config(
-        None,
-        [
-            *SOUND,
-            f"{ROLLOUT}.n=1",
-            "algorithm.adv_estimator=grpo_passk",
-            f"actor_rollout_ref.model.path={tmp_path / 'model'}",
-            f"data.train_files={tmp_path / 'train.parquet'}",
-            f"data.val_files=[{tmp_path / 'a.parquet'}, {tmp_path / 'b.parquet'}]",
-            f"reward.custom_reward_function.path={tmp_path / 'score.py'}",
-            "trainer.resume_mode=resume_path",
-            f"trainer.resume_from_path={tmp_path / 'global_step_3'}",
-        ],
-    )
-    with pytest.raises(ConfigError) as raised:
-        check_config(config)
-    for name in ("model", "train.parquet", "a.parquet", "b.parquet", "score.py", "global_step_3"):
-        assert str(tmp_path / name) in str(raised.value)
-    assert "7 problems" in str(raised.value)
-    assert "a group of one has no advantage" in str(raised.value)
-
-
 def test_a_run_needs_prompts_or_a_number_of_steps(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    overrides = [*SOUND, "data.train_files=null", f"actor_rollout_ref.model.path={model}"]
-    with pytest.raises(ConfigError, match="the run has no length"):
-        check_config(load_config(None, overrides))
-    check_config(load_config(None, [*overrides, "trainer.total_training_steps=1"]))
+    overrides = ["data.train_files=null", f"sluice.run_dir={tmp_path}"]
+    (found,) = file_problems(load_config(None, overrides))
+    assert "the run has no length" in found.text
+    assert file_problems(load_config(None, [*overrides, "trainer.total_training_steps=1"])) == []
 
 
 @pytest.mark.parametrize(
@@ -101,9 +62,7 @@ def test_a_run_needs_prompts_or_a_number_of_steps(tmp_path: Path) -> None:
 )
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, missing: str, named: str) -> None:
     model = make_model(tmp_path / "model")
+    assert list(model_problems(str(model))) == []
     (model / missing).unlink()
-    overrides = [*SOUND, "data.train_files=null", "trainer.total_training_steps=1"]
-    config = load_config(None, [*overrides, f"actor_rollout_ref.model.path={model}"])
-    with pytest.raises(ConfigError, match=named):
-        check_config(config)
-    check_config(config, files=False)
+    (found,) = model_problems(str(model))
+    assert named in found.text

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.loading.loader import load_config
+from sluice.config.loading.overrides import parse_override
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -323,3 +324,45 @@ def test_a_folder_and_a_file_of_bytes_are_refused_with_the_remedy(tmp_path: Path
 def test_an_override_of_no_known_form_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="override"):
         load_config(None, [text])
+
+
+# The values are those that Hydra 1.3 parses.
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{}", {}),
+        ("[]", []),
+        ("{a:1,b:2}", {"a": 1, "b": 2}),
+        ("{a: 1, b: 2}", {"a": 1, "b": 2}),
+        ("{ a : 1 , b : 2 }", {"a": 1, "b": 2}),
+        ("{enable_thinking:False}", {"enable_thinking": False}),
+        ("{a:{b:{c:1}}}", {"a": {"b": {"c": 1}}}),
+        ("{a:{b:1},c:2}", {"a": {"b": 1}, "c": 2}),
+        ("{a:[1,2,3],b:x}", {"a": [1, 2, 3], "b": "x"}),
+        ("[{a:1},{b:2}]", [{"a": 1}, {"b": 2}]),
+        ("[{a:[{b:1}]}]", [{"a": [{"b": 1}]}]),
+        ("[[1,2],[3,4]]", [[1, 2], [3, 4]]),
+        ("{a:[],b:{}}", {"a": [], "b": {}}),
+        ("{a:'x:y'}", {"a": "x:y"}),
+        ('{a:"x:y"}', {"a": "x:y"}),
+        ("{a:''}", {"a": ""}),
+        ("{a:'it, is {x}',b:1}", {"a": "it, is {x}", "b": 1}),
+        ("{a:'x # y'}", {"a": "x # y"}),
+        ("{url:http://h:80/p}", {"url": "http://h:80/p"}),
+        ("{url: http://h:80/p}", {"url": "http://h:80/p"}),
+        ("[http://h:80/p,b]", ["http://h:80/p", "b"]),
+        ("[a,b:c]", ["a", "b:c"]),
+        ("{a:b:c}", {"a": "b:c"}),
+        ("{a:b c}", {"a": "b c"}),
+        ("{a:null,b:true}", {"a": None, "b": True}),
+        ("{a:1e-6,b:-1,c:1_000}", {"a": 1e-6, "b": -1, "c": 1000}),
+        ("{a:on}", {"a": "on"}),
+        ("{a.b:1,a-b:2,a/b:c}", {"a.b": 1, "a-b": 2, "a/b": "c"}),
+        ("{1:a}", {1: "a"}),
+        ("{a:/x/y.py}", {"a": "/x/y.py"}),
+        ("{a:12:30}", {"a": "12:30"}),
+        ("{a:b@c}", {"a": "b@c"}),
+    ],
+)
+def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:
+    assert parse_override(f"+k={text}").value == value

@@ -10,8 +10,12 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import dump_config, flat_settings
-from sluice.config.rules.files import file_problems
-from sluice.config.rules.security import client_problems, exposed_secrets, server_problems
+from sluice.config.rules.security import (
+    client_problems,
+    exposed_secrets,
+    run_security_problems,
+    server_problems,
+)
 from sluice.config.run import RunConfig
 from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
 from sluice.config.schema.service import ServiceConfig
@@ -34,7 +38,7 @@ def problems(folder: Path, host: str = HOST, **changes: Any) -> list[str]:
 
 
 def problems_of(*overrides: str) -> list[str]:
-    return [one.text for one in file_problems(load_config(None, list(overrides)))]
+    return [one.text for one in run_security_problems(load_config(None, list(overrides)))]
 
 
 def test_the_defaults_ask_for_nothing() -> None:

@@ -11,7 +11,6 @@ from sluice.config.loading.loader import load_config, read_run
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import group_flops
 from sluice.config.rules.checks import relation_problems
-from sluice.config.rules.files import file_problems
 from sluice.config.rules.sources import source_problems
 from sluice.config.sources import largest_n, responses_per_step, source_configs, source_groups
 from sluice.config.verl_sizes import own_batch
@@ -84,11 +83,6 @@ def test_a_wrong_key_of_a_source_is_named(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, [*GIVEN, override])
     assert expected in str(error.value)
-
-
-def test_missing_files_of_a_source_are_named() -> None:
-    problems = [one.key for one in file_problems(load_config(None, GIVEN))]
-    assert f"{KEY}.math.files" in problems
 
 
 def test_a_source_has_the_settings_of_the_run_but_for_its_own() -> None:

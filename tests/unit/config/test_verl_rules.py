@@ -54,6 +54,12 @@ def broken(*overrides: str, shape: ModelShape | None = None) -> list[Problem]:
     )
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_run_does_not_start_where_its_engine_cannot_cut_the_models_heads(engine: str) -> None:
+    settings = (f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.tensor_model_parallel_size=6")
+    assert "tp-heads" in [one.rule for one in errors(broken(*settings, shape=DENSE))]
+
+
 @pytest.mark.parametrize("more", [(), DYNAMIC, CUT, PPO, (*DYNAMIC, *PPO)])
 def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
     assert broken(*more, shape=DENSE) == []

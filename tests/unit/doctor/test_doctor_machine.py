@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(monkeypatch: pytest.Monkey
     assert "cannot be written" in found.what
 
 
-def test_a_checkpoint_holds_weights_and_two_moments(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_what_is_trained_and_two_moments(tmp_path: Path) -> None:
     write_model(tmp_path)
     model = f"actor_rollout_ref.model.path={tmp_path}"
     saved = run_of(model, "trainer.save_freq=5")
@@ -93,6 +93,9 @@ def test_a_checkpoint_holds_weights_and_two_moments(tmp_path: Path) -> None:
     halves = run_of("trainer.save_freq=5", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
     assert checkpoint_bytes(halves.config, saved.shape) == 6 * parameters
     assert checkpoint_bytes(halves.config, None) is None
+    adapted = run_of("trainer.save_freq=5", "actor_rollout_ref.model.lora_rank=8").config
+    adapters = 12 * saved.shape.adapter_parameters(8, experts=True)
+    assert checkpoint_bytes(adapted, saved.shape) == adapters < 12 * parameters
 
 
 @pytest.mark.parametrize(

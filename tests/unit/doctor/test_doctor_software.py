@@ -148,6 +148,15 @@ def test_a_missing_or_old_torch_is_a_problem(
     assert words in only(check_torch(run_of()), "problem").what
 
 
+def test_torch_is_examined_from_a_source_tree_without_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packages, "requirements", lambda _: iter(()))
+    monkeypatch.setattr(packages, "probe_torch", lambda _: TorchBuild())
+    (found,) = check_torch(run_of("trainer.device=cpu", "sluice.rollout.device=cpu"))
+    assert found.what.startswith(f"torch {packages.installed_version('torch')}")
+
+
 def test_a_torch_that_cannot_be_imported_is_a_problem_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

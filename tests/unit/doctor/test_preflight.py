@@ -17,6 +17,7 @@ from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
+from sluice.doctor.configuration import check_configuration
 from sluice.doctor.examination import CHECKS, Check, preflight
 from sluice.doctor.finding import Examined, Finding, opened_rows, problem, warning
 from sluice.doctor.machine import cores_finding
@@ -103,6 +104,41 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         "swanlab is not installed; pip install 'sluice[swanlab]'",
     ):
         assert text.count(part) == 1, text
+
+
+def test_every_missing_file_is_named_once_with_the_contradictions(tmp_path: Path) -> None:
+    names = ("model", "a.parquet", "b.parquet", "c.parquet", "score.py", "world.py", "at_step_3")
+    model, math, code, held_out, score, world, step = (str(tmp_path / name) for name in names)
+    settings = [
+        f"{MODEL}={model}",
+        "data.train_files=other.parquet",
+        f"sluice.sources={{math:{{files:{math},share:0.5}},code:{{files:{code},share:0.5}}}}",
+        "trainer.total_training_steps=5",
+        f"data.val_files={held_out}",
+        f"reward.custom_reward_function.path={score}",
+        f"sluice.environment.path={world}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={step}",
+        "trainer.device=cpu",
+        "sluice.rollout.device=cpu",
+        "badword",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        checked_run(None, settings, Console(file=StringIO()))
+    lines = str(caught.value).splitlines()
+    for text in (*names, "data.train_files = other.parquet with sluice.sources", "'badword'"):
+        assert sum(text in line for line in lines) == 1, (text, lines)
+
+
+def test_a_wrong_key_hides_rules_about_itself_alone() -> None:
+    def broken(*wrong: str) -> str:
+        run = run_of("trainer.val_only=true", "data.val_files=null", *wrong)
+        return " ".join(one.what for one in check_configuration(run))
+
+    assert "trainer.val_only = true with data.val_files = null" in broken()
+    for wrong in ("badword", "trainer.val=3", "data.val=x"):
+        assert "trainer.val_only = true with data.val_files = null" in broken(wrong), wrong
+    assert "there is nothing to validate" not in broken("trainer.val_only=perhaps")
 
 
 def test_rows_longer_than_the_models_context_are_an_error_that_names_both_keys() -> None:

@@ -159,6 +159,7 @@ def test_the_overlay_of_the_live_page_publishes_on_loopback_where_it_is_served()
     assert filled_in(published) == f"127.0.0.1:{DASHBOARD_PORT}:{DASHBOARD_PORT}"
 
 
+@pytest.mark.usefixtures("tried_scorers")
 def test_the_overlay_of_the_live_page_has_it_served_with_tokens_and_refuses_it_without(
     tmp_path: Path,
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
 
 
 @pytest.mark.parametrize(("overlay", "device"), [("gpu", "cuda"), ("npu", "npu")])
+@pytest.mark.usefixtures("tried_scorers")
 def test_an_overlay_with_devices_has_the_run_compute_on_them_and_never_on_the_cpu(
     tmp_path: Path, overlay: str, device: str
 ) -> None:
