@@ -60,6 +60,7 @@ from sluice.concurrency.waits import ChangeSignal
 from sluice.config.derived import (
     may_grade_itself,
     prompt_images,
+    reads_question,
     rows_per_batch,
 )
 from sluice.config.run import RunConfig
@@ -303,7 +304,9 @@ class RewardApp:
             config.sluice.reward.max_client_pending,
             limits,
         )
-        self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
+        self.score_requests = ScoreRequests(
+            scorers, limits.max_client_score_items, reads_question=reads_question(config.reward)
+        )
         self.dumps, validation = sample_dumps(config.trainer), sets.validation
         self.validation = Validator(
             None

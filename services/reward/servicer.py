@@ -289,7 +289,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         extra_info = extra_info_of(
             item.extra_info, f"items[{index}].extra_info", self._limits.max_extra_info_kb << 10
         )
-        return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
+        return ScorerInput(
+            item.data_source, item.response, item.ground_truth, extra_info, item.question
+        )
 
     def _order_from_proto(self, request: reward.EvaluateRequest) -> ValidationOrder:
         check_fields(request)
