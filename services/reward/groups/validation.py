@@ -218,6 +218,7 @@ class Validator:
             ValidationFailedError: a replica sampled with another version meanwhile, none that
                 serves this one is left, or more than `MAX_FAILED_SHARE` of the samples failed.
             DeadlineError: not within `seconds`, the wait for another validation included.
+            ExceptionGroup: of `DataError`, if the set holds a row that cannot be used.
         """
         if self._open_stream is None:
             raise InvalidRequestError("there is no validation set; set data.val_files")
