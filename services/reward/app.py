@@ -60,6 +60,7 @@ from sluice.concurrency.waits import ChangeSignal
 from sluice.config.derived import (
     may_grade_itself,
     prompt_images,
+    reads_question,
     rows_per_batch,
 )
 from sluice.config.run import RunConfig
@@ -303,12 +304,16 @@ class RewardApp:
             config.sluice.reward.max_client_pending,
             limits,
         )
-        self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
+        self.score_requests = ScoreRequests(
+            scorers, limits.max_client_score_items, reads_question=reads_question(config.reward)
+        )
         self.dumps, validation = sample_dumps(config.trainer), sets.validation
         self.validation = Validator(
             None
             if validation is None
-            else partial(validation_stream, validation, config.data, images=sets.images),
+            else partial(
+                validation_stream, validation, config.data, sets.images, check_data_source
+            ),
             self.generator,
             self.grader,
             self.dumps,
@@ -393,14 +398,18 @@ def _training_source(
     if files is not None:
         epochs = _ENDLESS if name else config.trainer.total_epochs
         open_stream = partial(
-            training_stream, files, config.data, total_epochs=epochs, images=sets.images
+            training_stream,
+            files,
+            config.data,
+            total_epochs=epochs,
+            images=sets.images,
+            check_data_source=_data_source_check(run),
         )
     num_rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     strategy = _strategy(config, of_source.ages.batch_size, memory)
     prompts = PromptSource(
         groups,
         open_stream,
-        _data_source_check(run),
         strategy.forecast,
         strategy.num_in_line,
         name,

@@ -94,7 +94,7 @@ def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
 
 
 async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
-    """Return the prompt with new grades, where scorers give any."""
+    """Return the prompt with new outcomes, failures too, of the samples that scorers grade."""
     chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
     prompt = _prompt(stored)
     rollouts = [_rollout(number, stored.samples[number]) for number in chosen]

@@ -95,25 +95,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
     ) -> None:
         """Send a receipt when a prompt is in the ledger, and its outcome when it ends."""
-        refusal: SluiceError | None = None
-        submissions = self._app.submissions
         client = caller_of(context, self._tokens)
         with (
-            submissions.session(client) as session,
+            self._app.submissions.session(client) as session,
             TRACER.within(caller_context(context)),
         ):
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write_events(session, context), name="submission events")
-                try:
-                    async for request in request_iterator:
-                        await session.wait_to_receive()
-                        self._submit(request, session)
-                    session.close_input()
-                except SluiceError as error:
-                    # Raise it when no write is running: gRPC takes no status during one.
-                    refusal = error
-                    session.end()
-        if refusal is not None:
+                reading = tasks.create_task(
+                    self._read_prompts(request_iterator, session), name="submitted prompts"
+                )
+                await self._write_events(session, context)
+                reading.cancel()  # the service ends; the client may send nothing for hours
+        # Raise it when no write is running: gRPC takes no status during one.
+        if not reading.cancelled() and (refusal := reading.result()) is not None:
             raise refusal
 
     async def TakeBatch(
@@ -279,6 +273,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             return
         self._app.submissions.submit(sent, session)
 
+    async def _read_prompts(
+        self, requests: AsyncIterator[reward.SubmitPromptsRequest], session: SubmissionSession
+    ) -> SluiceError | None:
+        """Read to the end of the client's requests; return why they end early."""
+        try:
+            async for request in requests:
+                await session.wait_to_receive()
+                self._submit(request, session)
+        except SluiceError as error:
+            session.end()
+            return error
+        session.close_input()
+        return None
+
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:
             await context.write(_event_to_proto(event))
@@ -289,7 +297,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         extra_info = extra_info_of(
             item.extra_info, f"items[{index}].extra_info", self._limits.max_extra_info_kb << 10
         )
-        return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
+        return ScorerInput(
+            item.data_source, item.response, item.ground_truth, extra_info, item.question
+        )
 
     def _order_from_proto(self, request: reward.EvaluateRequest) -> ValidationOrder:
         check_fields(request)

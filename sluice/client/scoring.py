@@ -32,12 +32,16 @@ _PHASE = "scoring responses"
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A response to grade; `data_source` chooses the scorer, `extra_info` goes to it."""
+    """A response to grade; `data_source` chooses the scorer, `extra_info` goes to it.
+
+    `question` is the prompt's last turn; runs whose reward model reads it refuse items without.
+    """
 
     data_source: str
     response: str
     ground_truth: str
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    question: str = ""
 
 
 async def score_items(
@@ -140,6 +144,7 @@ def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
             response=item.response,
             ground_truth=item.ground_truth,
             extra_info=struct_to_proto(item.extra_info, f"{owner}: extra_info"),
+            question=item.question,
         )
 
 

@@ -14,6 +14,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.config.schema.data import DataConfig
+from sluice.config.schema.reward import RewardConfig
 from sluice.config.sources import largest_n, source_configs
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
@@ -212,6 +213,14 @@ def may_grade_itself(config: RunConfig) -> bool:
     """Return whether an environment may grade episodes, so that rows need no scorer."""
     environment = config.sluice.environment
     return environment.path is not None or bool(environment.addresses) or environment.agents
+
+
+def reads_question(reward: RewardConfig) -> bool:
+    """Return whether a reward model grades, and its template holds the question."""
+    if not reward.reward_model.enable or reward.custom_reward_function.path is not None:
+        return False
+    template = reward.reward_model.prompt_template  # without one the default holds it
+    return not template or "{question}" in template
 
 
 def replays_engine_routing(config: RunConfig) -> bool:

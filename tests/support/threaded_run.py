@@ -41,7 +41,11 @@ def _grade(item: Any) -> Any:
     if item.response == "slow":
         return reward_pb2.ScoreResult(failure="scorer_timeout: 10 s")
     right = float(item.response == item.ground_truth)
-    return reward_pb2.ScoreResult(score=common_pb2.Score(score=right, metrics={"acc": right}))
+    return reward_pb2.ScoreResult(
+        score=common_pb2.Score(
+            score=right, metrics={"acc": right}, prediction=item.question or None
+        )
+    )
 
 
 @contextmanager

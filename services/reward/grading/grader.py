@@ -170,10 +170,17 @@ class ScoreRequests:
 
     Args:
         max_client_items: responses that one client may have under way.
+        reads_question: whether the scorer is a reward model whose template holds the question.
     """
 
-    def __init__(self, scorers: SampleScorer, max_client_items: int = DEFAULT_CLIENT_ITEMS) -> None:
-        self._scorers = scorers
+    def __init__(
+        self,
+        scorers: SampleScorer,
+        max_client_items: int = DEFAULT_CLIENT_ITEMS,
+        *,
+        reads_question: bool = False,
+    ) -> None:
+        self._scorers, self._reads_question = scorers, reads_question
         self._client_calls = ClientQuota(MAX_CLIENT_CALLS, "Score calls", "RewardService/Score")
         self._client_items = ClientQuota(
             max_client_items, "responses to grade", "sluice.limits.max_client_score_items"
@@ -197,7 +204,14 @@ class ScoreRequests:
 
         Raises:
             ExhaustedError: too many calls are running, or this client has too many items under way.
+            InvalidRequestError: the scorer reads a question, and an item has none.
         """
+        for index, item in enumerate(items):
+            if self._reads_question and not item.question:
+                raise InvalidRequestError(
+                    f"items[{index}].question: empty, and this run's reward model reads it "
+                    "(reward.reward_model.prompt_template); send the prompt's last turn"
+                )
         with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
             if self._num_calls >= MAX_CALLS:
                 raise ExhaustedError(

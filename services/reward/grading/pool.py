@@ -46,7 +46,7 @@ from services.reward.grading.scorers.registry import scored_characters
 from sluice.concurrency.waits import deadline, waiting_for
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.sandbox import SandboxConfig
-from sluice.errors import DeadlineError
+from sluice.errors import ConfigError, DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 
 logger = logging.getLogger(__name__)
@@ -126,9 +126,14 @@ class ScorerPool:
                 END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
             ):
                 await end_left_behind(self._family)
-        for slot in self._slots:
-            slot.worker = await self._new_worker()
-            self._put_back(slot)
+        first, *others = self._slots
+        await self._fill(first)  # alone: one process reports what all would meet
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, slot in enumerate(others, start=1):
+                    tasks.create_task(self._fill(slot), name=f"scorer process {number}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
 
     async def watch(self) -> None:
         """End idle processes that use CPU, until cancelled; the next request starts another."""
@@ -196,15 +201,25 @@ class ScorerPool:
         slot.is_idle, slot.last_source = False, last_source
         slot.num_uses += 1
         try:
-            if slot.worker is None:
-                slot.worker = await self._new_worker()
-            yield slot.worker
+            yield slot.worker or await self._replaced(slot)
         except BaseException:
             # Fault or cancellation: the process may be in the middle of an item.
             await self._discard(slot)
             raise
         finally:
             self._put_back(slot)
+
+    async def _replaced(self, slot: _WorkerSlot) -> ScorerWorker:
+        """Start a process in a slot without one; that it starts was seen, so a failure may pass."""
+        try:
+            slot.worker = worker = await self._new_worker()
+        except (ConfigError, DeadlineError) as error:
+            raise ScorerFault(FailureKind.SCORER_CRASH, None, str(error)) from error
+        return worker
+
+    async def _fill(self, slot: _WorkerSlot) -> None:
+        slot.worker = await self._new_worker()
+        self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
         return await loaded(partial(start_worker, self._setup, self._family))

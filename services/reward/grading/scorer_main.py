@@ -47,7 +47,6 @@ from services.reward.grading.messages import (
     ScorerSetup,
     SetupReply,
     frame,
-    note_idle,
     note_progress,
 )
 from services.reward.grading.scorers.custom import load_custom_scorer
@@ -177,7 +176,6 @@ def main(parent_pid: int, page_fd: int) -> int:
             limit_cpu(setup.timeout_s * len(request.items))
             output.begin_request()
             answers = [_answer(scorer, item, i, page) for i, item in enumerate(request.items)]
-            note_idle(page)
             output.flush()  # the process may be killed after its answer
             _send(replies, ScoreReply(request.number, tuple(answers)))
     return 0

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 PEER = "scorer process"
 START_TIMEOUT_S = 60.0
+LAST_READ_S = 0.5
+"""An item that was graded in time may be answered so much later: the scorer's output is written
+before its answer."""
 END_TIMEOUT_S = 10.0  # reading all of /proc takes seconds on a busy machine
 _MOST_KILLED = 2
 _SHORTAGES = SHORTAGES | {errno.ENOSPC, errno.EDQUOT}
@@ -193,11 +196,12 @@ class ScorerWorker:
     async def _reply_before_timeout(self) -> bytes:
         """Wait while the current item has time left, for one item after the other."""
         while True:
+            left_s = self._time_left()
             try:
-                async with asyncio.timeout(self._time_left()):
+                async with asyncio.timeout(max(left_s, LAST_READ_S)):
                     return await self._read_body()
             except TimeoutError:
-                if self._time_left() > 0:
+                if left_s > 0 or self._time_left() > 0:
                     continue
                 progress = self._progress()
                 detail = f"no answer within reward.scorer_pool.timeout_s = {self._timeout_s:g} s"

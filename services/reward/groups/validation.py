@@ -41,7 +41,7 @@ from sluice.algorithm.validation_metrics import (
     standard_errors,
 )
 from sluice.concurrency.waits import deadline
-from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
+from sluice.errors import InvalidRequestError, NotReadyError, ValidationFailedError
 from sluice.telemetry.samples import DumpedSample
 from sluice.types import (
     Failed,
@@ -218,6 +218,7 @@ class Validator:
             ValidationFailedError: a replica sampled with another version meanwhile, none that
                 serves this one is left, or more than `MAX_FAILED_SHARE` of the samples failed.
             DeadlineError: not within `seconds`, the wait for another validation included.
+            ExceptionGroup: of `DataError`, if the set holds a row that cannot be used.
         """
         if self._open_stream is None:
             raise InvalidRequestError("there is no validation set; set data.val_files")
@@ -324,10 +325,7 @@ class Validator:
         return group
 
     async def _graded(self, group: RolloutGroup, progress: GroupProgress) -> tuple[Outcome, ...]:
-        try:
-            outcomes = (await self._grader.grade(group)).outcomes
-        except SluiceError as error:  # no scorer process was available
-            outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
+        outcomes = (await self._grader.grade(group)).outcomes
         for outcome in outcomes:
             if isinstance(outcome, Failed):
                 self._note_failure(group.prompt, outcome, progress)

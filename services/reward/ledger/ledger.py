@@ -36,11 +36,10 @@ from services.reward.ledger.schema import (
     SourcePositions,
     body_digest,
     encode_body,
-    open_ledger_file,
+    ledger_file,
     pack_rewards,
     read_content,
     read_trained_after,
-    unusable,
 )
 from services.reward.ledger.writer import LedgerWriter, Statement
 from sluice.errors import DataError, InvalidRequestError, NotFoundError
@@ -126,15 +125,16 @@ class PromptLedger:
         self._writer: LedgerWriter | None = None
         content, leases = LedgerContent(), tuple[LeaseRecord, ...]()
         if path is not None:
-            database = open_ledger_file(path)
+            file = ledger_file(path)
+            database = file.open()
             try:
                 database.execute(_FORGET_LEFT_IMAGES)
                 content = read_content(database)
                 leases = read_leases(database)
             except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
                 database.close()
-                raise unusable(path, error) from error
-            self._writer = LedgerWriter(database, partial(unusable, path))
+                raise file.unusable(error) from error
+            self._writer = LedgerWriter(database, file.unusable)
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
         self.leases = KeptLeases(self._write, self._prompts.__contains__, leases)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -18,13 +17,13 @@ from pathlib import Path
 import msgspec
 
 from services.reward.ledger.writer import Statement
-from sluice.errors import DataError, InvalidRequestError
+from services.reward.sqlite_file import SqliteFile
+from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
 FORMAT = 7
 """A file of another format is refused: only the version of sluice that wrote it reads it."""
-BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
 CREATE TABLE ledger (
@@ -112,85 +111,10 @@ _DIGEST_BYTES = 16
 _REWARD = "d"  # float64
 
 
-def open_ledger_file(path: Path) -> sqlite3.Connection:
-    """Open the file, check and lock it; make it with its folder if missing. Any thread may use it.
-
-    Raises:
-        DataError: it is damaged, in use, of another program or of another format.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        database = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
-        )
-    except sqlite3.Error as error:
-        raise unusable(path, error) from error
-    try:
-        _prepare(database, path)
-    except sqlite3.Error as error:
-        database.close()
-        raise unusable(path, error) from error
-    except DataError:
-        database.close()
-        raise
-    return database
-
-
-def unusable(path: Path, why: object) -> DataError:
-    """Return the error for a file that cannot be read or written."""
-    words = " ".join(str(why).split())
-    if "locked" in words:
-        return DataError(
-            f"{path}: another process uses this ledger; end the other reward service, or choose "
-            "another sluice.run_dir"
-        )
-    return DataError(
-        f"{path}: the ledger cannot be used: {words}; free the disk or restore the file, or move "
-        "it away (with its -wal file) to start without the prompts that clients have submitted"
-    )
-
-
-def _prepare(database: sqlite3.Connection, path: Path) -> None:
-    database.execute("PRAGMA locking_mode = EXCLUSIVE")
-    found, is_empty = _number(database, "application_id"), _is_empty(database)
-    if not (is_empty and found == 0):
-        _check(database, path, found)
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")
-    # Takes the lock, and makes the tables once; a process that dies here leaves an empty file.
-    database.execute("BEGIN IMMEDIATE")
-    if is_empty:
-        for statement in _TABLES.split(";\n"):
-            database.execute(statement)
-        database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        database.execute(f"PRAGMA user_version = {FORMAT}")
-    database.execute("COMMIT")
-
-
-def _check(database: sqlite3.Connection, path: Path, application_id: int) -> None:
-    if application_id != APPLICATION_ID:
-        raise DataError(
-            f"{path}: a database of another program, no ledger; move it away, or choose another "
-            "sluice.run_dir"
-        )
-    if (version := _number(database, "user_version")) != FORMAT:
-        raise DataError(
-            f"{path}: format {version}, and this version of sluice reads {FORMAT}; use "
-            "the version that wrote it, or move the file away to start without its prompts"
-        )
-    with closing(database.execute("PRAGMA quick_check(1)")) as rows:
-        if (words := rows.fetchone()[0]) != "ok":
-            raise unusable(path, words)
-
-
-def _is_empty(database: sqlite3.Connection) -> bool:
-    with closing(database.execute("SELECT count(*) FROM sqlite_schema")) as rows:
-        return bool(rows.fetchone()[0] == 0)
-
-
-def _number(database: sqlite3.Connection, pragma: str) -> int:
-    with closing(database.execute(f"PRAGMA {pragma}")) as rows:
-        return int(rows.fetchone()[0])
+def ledger_file(path: Path) -> SqliteFile:
+    """Return the file of a ledger."""
+    content = "the prompts that clients have submitted"
+    return SqliteFile(path, "ledger", content, APPLICATION_ID, FORMAT, _TABLES, is_durable=True)
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):

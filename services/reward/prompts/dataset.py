@@ -9,7 +9,7 @@ rows before it, because the sizes of the blocks show which of them to skip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,11 +24,16 @@ from sluice.data.prompt_files import (
 )
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_files import RowBlock, RowIndexes, Slab
+from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import ImageLimits
 
 UNSHUFFLED_WINDOW_ROWS = 1024
+
+DataSourceCheck = Callable[[str, str], None]
+"""(data source, ground truth if it is JSON, or else "") -> raises `DataError` if no scorer knows
+the source, or the one that does cannot compare with the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class PromptStream:
         total_epochs: number of epochs.
         progress: positions that ended earlier; the stream skips them.
         images: limits of the rows' images; ``None`` reads none.
+        check_data_source: refuses rows that cannot be graded; ``None``: none is refused.
     """
 
     def __init__(
@@ -90,9 +96,10 @@ class PromptStream:
         total_epochs: int,
         progress: DataProgress,
         images: ImageLimits | None = None,
+        check_data_source: DataSourceCheck | None = None,
     ) -> None:
         self._files, self._order, self._total_epochs = files, order, total_epochs
-        self._images = images
+        self._images, self._check_data_source = images, check_data_source
         self._reader = SlabReader()
         self._selected = _selection(files, order)
         self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
@@ -103,7 +110,8 @@ class PromptStream:
         """Return the next `count` rows; fewer only at the end of the stream.
 
         Raises:
-            DataError: a row is malformed, one of its images cannot be used, or a file is damaged.
+            DataError: a row is malformed or no scorer can grade it, one of its images cannot be
+                used, or a file is damaged.
         """
         return list(islice(self._rows, count))
 
@@ -121,9 +129,18 @@ class PromptStream:
         for window, rows in enumerate(_windows(slabs, window_rows), first_window):
             for slab, index in self._permuted(rows, epoch, window):
                 if position >= first and position not in self._skipped:
-                    row = slab.decode(index, self._files.columns)
+                    row = self._checked(slab.decode(index, self._files.columns))
                     yield IssuedRow(position, row, images_of_row(row, slab.path, self._images))
                 position += 1
+
+    def _checked(self, row: PromptRow) -> PromptRow:
+        try:
+            if self._check_data_source is not None:
+                truth = row.ground_truth if row.truth_is_json else ""
+                self._check_data_source(row.data_source, truth)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        return row
 
     def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
         rows = [(slab, index) for slab in slabs for index in range(len(slab))]
@@ -200,22 +217,38 @@ def training_stream(
     *,
     total_epochs: int,
     images: ImageLimits | None = None,
+    check_data_source: DataSourceCheck | None = None,
 ) -> PromptStream:
     """Return the stream of training rows as configured."""
-    order = _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples)
-    return PromptStream(files, order, total_epochs=total_epochs, progress=progress, images=images)
+    return PromptStream(
+        files,
+        _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples),
+        total_epochs=total_epochs,
+        progress=progress,
+        images=images,
+        check_data_source=check_data_source,
+    )
 
 
 def validation_stream(
-    files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
+    files: PromptFiles,
+    data: DataConfig,
+    images: ImageLimits | None = None,
+    check_data_source: DataSourceCheck | None = None,
 ) -> PromptStream:
     """Return the validation set once, in the same order every time.
 
     ``data.shuffle`` decides which rows ``data.val_max_samples`` leaves, as in training (verl's
     rule); ``data.validation_shuffle`` decides their order alone.
     """
-    order = _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples)
-    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0), images=images)
+    return PromptStream(
+        files,
+        _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples),
+        total_epochs=1,
+        progress=DataProgress(0),
+        images=images,
+        check_data_source=check_data_source,
+    )
 
 
 def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> RowOrder:

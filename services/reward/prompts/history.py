@@ -10,18 +10,16 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Self
 
+from services.reward.sqlite_file import SqliteFile
 from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
-from sluice.errors import DataError
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
 FORMAT = 1
-BUSY_TIMEOUT_S = 10.0
 
-_CREATE = """
+_TABLES = """
 CREATE TABLE histories (
     key BLOB PRIMARY KEY,
     num_right REAL NOT NULL,
@@ -47,18 +45,16 @@ class PromptMemoryStore:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
-        try:
-            self._open()
-        except sqlite3.Error as error:
-            self._database.close()
-            raise self._damaged(error) from error
-        except DataError:
-            self._database.close()
-            raise
+        self._file = SqliteFile(
+            path,
+            "memory of prompts",
+            "what earlier attempts showed",
+            APPLICATION_ID,
+            FORMAT,
+            _TABLES,
+            is_durable=False,
+        )
+        self._lock, self._database = threading.Lock(), self._file.open()
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +77,7 @@ class PromptMemoryStore:
             with self._lock:
                 row = self._database.execute(_READ, (bytes.fromhex(key),)).fetchone()
         except sqlite3.Error as error:
-            raise self._damaged(error) from error
+            raise self._file.unusable(error) from error
         return None if row is None else PromptHistory(*row)
 
     def add(self, attempts: Sequence[tuple[str, RememberedAttempt]]) -> None:
@@ -96,7 +92,7 @@ class PromptMemoryStore:
                 for key, seen in attempts:
                     self._write(bytes.fromhex(key), seen)
         except sqlite3.Error as error:
-            raise self._damaged(error) from error
+            raise self._file.unusable(error) from error
 
     def _write(self, key: bytes, seen: RememberedAttempt) -> None:
         row = self._database.execute(_READ, (key,)).fetchone()
@@ -114,46 +110,5 @@ class PromptMemoryStore:
             with self._lock:
                 rows = self._database.execute(_LENGTHS, (count,)).fetchall()
         except sqlite3.Error as error:
-            raise self._damaged(error) from error
+            raise self._file.unusable(error) from error
         return [(key.hex(), mean_tokens) for key, mean_tokens in reversed(rows)]
-
-    def _open(self) -> None:
-        found = self._number("application_id")
-        with closing(self._database.execute("SELECT count(*) FROM sqlite_schema")) as tables:
-            is_empty = tables.fetchone()[0] == 0
-        if is_empty and found == 0:
-            self._create()
-            return
-        if found != APPLICATION_ID:
-            raise DataError(
-                f"{self._path}: a database of another program, not a memory of prompts; move it "
-                "away, or choose another sluice.run_dir"
-            )
-        if (version := self._number("user_version")) != FORMAT:
-            raise DataError(
-                f"{self._path}: format {version}, and this version of sluice reads {FORMAT}; move "
-                "the file away to start with an empty memory"
-            )
-        check = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if check != "ok":
-            raise self._damaged(check)
-        self._database.execute("PRAGMA synchronous = NORMAL")
-
-    def _create(self) -> None:
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        with self._database:
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute(_CREATE)
-            self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            self._database.execute(f"PRAGMA user_version = {FORMAT}")
-
-    def _number(self, pragma: str) -> int:
-        return int(self._database.execute(f"PRAGMA {pragma}").fetchone()[0])
-
-    def _damaged(self, what: object) -> DataError:
-        words = " ".join(str(what).split())
-        return DataError(
-            f"{self._path}: the memory of prompts cannot be used: {words}; free the disk, or move "
-            "the file away to start with an empty memory"
-        )

@@ -17,7 +17,6 @@ from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow, PromptStream
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
-from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 
 ROWS_PER_READ = 64
@@ -31,8 +30,6 @@ class PromptSource:
     Args:
         groups: accepts the prompts read from the data set.
         open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
-        check_data_source: raises `DataError` if no scorer knows a row's data source, or the one
-            that does cannot compare with its ground truth, which comes if it is JSON, or else "".
         forecast: how long groups take.
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
         name: of the source; empty in a run without several.
@@ -47,7 +44,6 @@ class PromptSource:
         self,
         groups: GroupTable,
         open_stream: Callable[[DataProgress], PromptStream] | None,
-        check_data_source: Callable[[str, str], None],
         forecast: FinishForecast,
         num_in_line: int,
         name: str,
@@ -56,7 +52,6 @@ class PromptSource:
         self._name, self._environment = name, environment
         self._groups, self._open_stream = groups, open_stream
         self.has_dataset = open_stream is not None
-        self._check_data_source = check_data_source
         self._forecast, self._num_in_line = forecast, num_in_line
         self._waiting: list[tuple[int, Prompt]] = []
         self._order = AdmissionOrder()
@@ -128,12 +123,6 @@ class PromptSource:
             self._at_end = len(issued_rows) < ROWS_PER_READ
 
     def _accept(self, issued: IssuedRow) -> Prompt:
-        row = issued.row
-        try:
-            truth = row.ground_truth if row.truth_is_json else ""
-            self._check_data_source(row.data_source, truth)
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from error
         prefix = f"{DATASET_ID_PREFIX}{self._name}-" if self._name else DATASET_ID_PREFIX
         prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.ledger.next_sequence())
         if self._name:

@@ -17,7 +17,7 @@ from sluice.client.scoring import ScoreItem
 from sluice.safe_text import printable
 from sluice.types import Failed, Scored
 
-_NEEDS = "data_source, response and ground_truth, each a text; extra_info is optional"
+_NEEDS = "data_source, response and ground_truth, each a text; extra_info and question are optional"
 
 
 class _ScoreRow(msgspec.Struct):
@@ -25,6 +25,7 @@ class _ScoreRow(msgspec.Struct):
     response: str
     ground_truth: str
     extra_info: dict[str, Any] | None = None
+    question: str | None = None
 
 
 def score(
@@ -38,7 +39,8 @@ def score(
     """Grade responses with the scorers of a running run, without training on them.
 
     \b
-    A line of the file; extra_info for the scorer is optional:
+    A line of the file; extra_info for the scorer, and question (the prompt's last turn) for a
+    reward model are optional:
       {"data_source": "math_dapo", "ground_truth": "9", "response": "Answer: 9"}
 
     Prints one line per response, in order, then the mean on stderr. The exit code is 1 if a
@@ -49,7 +51,13 @@ def score(
       sluice score responses.jsonl --run runs/quickstart
     """
     items = [
-        ScoreItem(row.data_source, row.response, row.ground_truth, row.extra_info or {})
+        ScoreItem(
+            row.data_source,
+            row.response,
+            row.ground_truth,
+            row.extra_info or {},
+            row.question or "",
+        )
         for _, row in read_rows(file, _ScoreRow, _NEEDS)
     ]
     outcomes = asyncio.run(_score(named_run(run, run_option), items, deadline))

@@ -158,6 +158,14 @@ def test_responses_are_graded_in_order_and_a_failure_is_exit_code_1(
     assert isinstance(refused.exception, InvalidRequestError)
 
 
+def test_a_row_may_hold_the_question_that_a_reward_model_reads(run: Path, tmp_path: Path) -> None:
+    row = {"data_source": "math_dapo", "ground_truth": "4", "response": "4"}
+    file = rows(tmp_path / "responses.jsonl", {**row, "question": "What is 2 + 2?"}, row)
+    shown = sluice("score", file, "--run", str(run))
+    expected = ["[0] score 1 acc=1 prediction 'What is 2 + 2?'", "[1] score 1 acc=1"]
+    assert shown.stdout.splitlines() == expected
+
+
 def test_resume_ends_the_hold_of_a_guard_and_says_why_it_was(tmp_path: Path) -> None:
     with threaded_run(TokenReplica(), hold_reason="accuracy fell") as address:
         run = str(folder_of(address, tmp_path))

@@ -40,6 +40,22 @@ def test_lengths_default_to_the_data_limits_and_yield_to_their_own_keys() -> Non
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), False),
+        (("enable=true",), True),
+        (("enable=true", "prompt_template='Question: {question}'"), True),
+        (("enable=true", "prompt_template='Answer: {response}'"), False),
+    ],
+)
+def test_a_reward_model_reads_the_question_that_its_template_holds(
+    overrides: tuple[str, ...], *, expected: bool
+) -> None:
+    config = config_with(*(f"reward.reward_model.{override}" for override in overrides))
+    assert derived.reads_question(config.reward) is expected
+
+
+@pytest.mark.parametrize(
     ("staleness", "chosen", "expected"),
     [(0, "null", True), (1, "null", False), (0, "false", False), (2, "true", True)],
 )

@@ -12,13 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.reward.grading.scorers.registry import scorer_for
-from services.reward.group_table import GroupTable
-from services.reward.ledger.ledger import PromptLedger
 from services.reward.ledger.schema import decode_prompt, encode_body
-from services.reward.prompts.dataset import IssuedRow, PromptStream, RowOrder
-from services.reward.prompts.source import PromptSource
+from services.reward.prompts.dataset import DataSourceCheck, IssuedRow, PromptStream, RowOrder
 from services.reward.records.stored_prompts import BenchmarkFile, PromptStore
-from sluice.algorithm.sampling.admission import FinishForecast
 from sluice.codec.reward import row_json
 from sluice.data.inspection import inspect_files
 from sluice.data.prompt_files import PromptFiles, open_prompt_files, without_duplicates
@@ -50,9 +46,11 @@ def opened(folder: Path, suffix: str, *truths: object) -> PromptFiles:
     return open_prompt_files([str(path)], PromptColumns(), config_key="data.train_files")
 
 
-def stream(files: PromptFiles) -> PromptStream:
+def stream(files: PromptFiles, check: DataSourceCheck | None = None) -> PromptStream:
     order = RowOrder(shuffle=False, seed=1, window_rows=8, max_samples=None, choose_at_random=False)
-    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0))
+    return PromptStream(
+        files, order, total_epochs=1, progress=DataProgress(0), check_data_source=check
+    )
 
 
 def issued(files: PromptFiles) -> list[IssuedRow]:
@@ -116,7 +114,7 @@ def test_the_ledgers_bytes_of_a_text_are_those_of_earlier_versions(tmp_path: Pat
     assert fields == [[["user", "?"]], "math_dapo", "[1]", prompt.extra_info, prompt.place, [], ""]
 
 
-async def test_a_row_whose_scorer_cannot_compare_with_its_value_ends_the_run_by_name(
+def test_a_row_whose_scorer_cannot_compare_with_its_value_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
     files = opened(tmp_path, "jsonl", ["7"])
@@ -124,14 +122,8 @@ async def test_a_row_whose_scorer_cannot_compare_with_its_value_ends_the_run_by_
     def check(_source: str, json_truth: str) -> None:
         scorer_for("openai/gsm8k", json_truth=json_truth)
 
-    def open_stream(_progress: DataProgress) -> PromptStream:
-        return stream(files)
-
-    groups = GroupTable(PromptLedger(), {})
-    source = PromptSource(groups, open_stream, check, FinishForecast(1), 1, "", None)
-    source.start_data(DataProgress(0))
     with pytest.raises(DataError, match=r"a\.jsonl, row 0: .*ground_truth is \[\"7\"\]"):
-        await source.next_prompt(0, 0.0)
+        stream(files, check).take(1)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

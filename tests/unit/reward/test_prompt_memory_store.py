@@ -122,14 +122,14 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096:] = b"\x5a" * (len(content) - 4096)
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"memory\.sqlite: .* cannot be used.*move the file away"):
+    with pytest.raises(DataError, match=r"memory\.sqlite: .* cannot be used.*move it away"):
         PromptMemoryStore(path)
 
 
 def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "memory.sqlite"
     path.write_text("these are notes, not a database\n" * 100)
-    with pytest.raises(DataError, match=r"not a database.*move the file away"):
+    with pytest.raises(DataError, match=r"not a database.*move it away"):
         PromptMemoryStore(path)
 
 

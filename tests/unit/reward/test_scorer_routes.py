@@ -99,11 +99,11 @@ def test_a_list_or_mapping_is_refused_by_scorers_that_compare_with_one_text(trut
             scorer_for("searchR1_nq", json_truth=unread)
 
 
-def test_an_unknown_source_is_told_with_row_remedy_and_the_known_ones() -> None:
+def test_an_unknown_source_is_told_with_remedy_and_the_known_ones() -> None:
     with pytest.raises(DataError) as refusal:
-        scorer_for("openai/gsm9k", row="train.parquet, row 17")
+        scorer_for("openai/gsm9k")
     words = str(refusal.value)
-    assert words.startswith("train.parquet, row 17: data_source 'openai/gsm9k'")
+    assert words.startswith("data_source 'openai/gsm9k'")
     assert all(source in words for source in DEFAULT_ROUTES)
     assert "reward.custom_reward_function.path" in words
 

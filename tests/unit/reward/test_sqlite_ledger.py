@@ -252,7 +252,7 @@ def test_a_file_that_is_no_ledger_of_ours_is_refused_with_the_remedy(
 def test_one_process_at_a_time_uses_a_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reward.ledger.schema.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.reward.sqlite_file.BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "ledger.sqlite"
     with PromptLedger(path), pytest.raises(DataError, match="another process uses this ledger"):
         PromptLedger(path)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct, Value
 
@@ -18,11 +21,16 @@ from services.reward.prompts.submissions import (
     Submissions,
     SubmissionSession,
 )
+from services.reward.servicer import RewardServicer
+from sluice.api.reward.v1 import reward_pb2
 from sluice.codec.reward import extra_info_of
 from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.rollout import RolloutConfig
+from sluice.rpc.client import reward_stub
 from sluice.types import ChatMessage, Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
+from tests.support.rpc_server import connected
 
 
 def submission(prompt_id: str, **changes: Any) -> Prompt:
@@ -164,6 +172,27 @@ async def test_the_end_of_the_service_ends_every_session(submissions: Submission
         await receipt(session)
         submissions.end()
         assert await session.next_event() is None
+
+
+async def test_a_client_that_sends_nothing_is_left_in_order_when_the_service_ends(
+    submissions: Submissions,
+) -> None:
+    app: Any = SimpleNamespace(
+        submissions=submissions, traces=SimpleNamespace(receipt_sent=lambda _: None)
+    )
+    first = reward_pb2.SubmitPromptsRequest(prompt_id="a", data_source="math_dapo")
+    first.messages.add(role="user", content="?")
+
+    async def one_and_no_more() -> AsyncIterator[reward_pb2.SubmitPromptsRequest]:
+        yield first
+        await asyncio.Event().wait()
+
+    async with connected(reward=RewardServicer(app, RolloutConfig(), 16)) as channel:
+        call: Any = reward_stub(channel).SubmitPrompts(one_and_no_more(), timeout=30)
+        assert (await call.read()).receipt.sequence == 0
+        submissions.end()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_a_prompt_sent_again_by_another_call_gets_its_receipt_and_its_outcome(

@@ -6,14 +6,17 @@ import asyncio
 import gc
 import json
 import logging
+import re
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.reward.app import open_prompt_sets
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GroupRequest,
@@ -28,9 +31,25 @@ from services.reward.groups.validation import (
     check_failures,
 )
 from services.reward.records.group_log import SampleDumps
-from sluice.errors import DeadlineError, EngineError, PromptTooLongError, ValidationFailedError
+from sluice.config.run import RunConfig
+from sluice.errors import (
+    DataError,
+    DeadlineError,
+    EngineError,
+    PromptTooLongError,
+    ValidationFailedError,
+    leaves,
+)
 from sluice.types import Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
-from tests.support.reward_app import InlineScorer, ScriptedClient, replica, settled
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+from tests.support.reward_app import (
+    InlineScorer,
+    ScriptedClient,
+    publish,
+    replica,
+    running_app,
+    settled,
+)
 from tests.support.scripted_rollout import rollout_of
 from tests.support.validation_rows import Rows
 
@@ -94,6 +113,22 @@ async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_
     assert world.validation.num_graded_groups == 20
 
 
+async def test_a_validation_with_a_row_that_no_scorer_can_grade_fails_and_names_it(
+    tmp_path: Path,
+) -> None:
+    rows = prompt_rows(["answer=1"] * 19) + prompt_rows(["answer=1"], "my_quiz")
+    data = {"val_files": str(write_prompts(tmp_path / "val.parquet", rows))}
+    config, client = msgspec.convert({"data": data}, RunConfig), ScriptedClient()
+    async with running_app(config, client, open_prompt_sets(config)) as app:
+        await publish(app, client, 0)
+        sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
+        with pytest.raises(ExceptionGroup) as caught:
+            await app.validation.run(ValidationOrder(0, SAMPLES, sampling, 0), 60.0)
+    (error,) = leaves(caught.value)
+    assert isinstance(error, DataError)
+    assert re.search(r"val\.parquet.* 19: data_source 'my_quiz': no built-in scorer", str(error))
+
+
 async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) -> None:
     if request.prompt.prompt_id == "validation-5" and index == 1:
         await asyncio.Event().wait()
@@ -120,7 +155,7 @@ class ScorerOutOfOrder(InlineScorer):
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         self.num_groups += 1
         if self.num_groups == 3:
-            raise DeadlineError("scorer process", "loading the scorer", 20.0)
+            return (Failed(FailureKind.SCORER_CRASH, "loading the scorer: too slow"),) * len(items)
         return await super().score(items)
 
 

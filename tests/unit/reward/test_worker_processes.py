@@ -15,7 +15,7 @@ from services.reward.episodes import workers
 from services.reward.episodes.drivers import EpisodeFailedError
 from services.reward.grading import pool, scorer_worker
 from services.reward.grading.messages import ScorerAnswer, ScorerInput, ScorerNumber
-from services.reward.grading.scorer_worker import PEER, ScorerFault, loaded
+from services.reward.grading.scorer_worker import PEER, LoadingEndedError, ScorerFault, loaded
 from sluice.config.schema.environment import EnvironmentConfig
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.environment.source import EnvironmentSource
@@ -138,3 +138,65 @@ async def test_a_request_that_is_given_up_ends_as_such_though_its_scorer_stays(
         given_up.cancel()
     assert given_up.cancelled()
     assert isinstance((await found.score([ITEM]))[0], Scored)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineError(PEER, "loading my_reward.py", 60.0), LoadingEndedError("killed", 9)]
+)
+async def test_a_scorer_that_cannot_be_replaced_for_the_moment_fails_samples_and_not_the_run(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await stuck_pool(monkeypatch, times_out=True)
+    failures = [error] * 4
+
+    async def start_slowly(*_arguments: object) -> Stuck:
+        if failures:
+            raise failures.pop()
+        return Stuck(1, times_out=False)
+
+    monkeypatch.setattr(pool, "start_worker", start_slowly)
+    first, second = await found.score([ITEM, ITEM])
+    assert isinstance(first, Failed)
+    assert isinstance(second, Failed)
+    assert (second.kind, second.detail) == (FailureKind.SCORER_CRASH, str(error))
+    assert isinstance((await found.score([ITEM]))[0], Scored)
+
+
+async def test_scorers_load_at_the_same_time_once_the_first_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_begun, release = 0, asyncio.Semaphore(0)
+
+    async def start_worker(*_arguments: object) -> Stuck:
+        nonlocal num_begun
+        num_begun += 1
+        await release.acquire()
+        return Stuck(1, times_out=False)
+
+    monkeypatch.setattr(pool, "start_worker", start_worker)
+    found = scorer_pool(ScorerPoolConfig(num_workers=4), CustomRewardFunctionConfig())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(found.start())
+        await settled(lambda: num_begun == 1)
+        release.release()
+        await settled(lambda: num_begun == 4)
+        for _ in range(3):
+            release.release()
+    assert isinstance((await found.score([ITEM]))[0], Scored)
+
+
+async def test_a_later_scorer_that_does_not_load_ends_the_start_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Stuck] = []
+
+    async def start_worker(*_arguments: object) -> Stuck:
+        if made:
+            raise DeadlineError(PEER, "loading my_reward.py", 60.0)
+        made.append(Stuck(1, times_out=False))
+        return made[0]
+
+    monkeypatch.setattr(pool, "start_worker", start_worker)
+    found = scorer_pool(ScorerPoolConfig(num_workers=3), CustomRewardFunctionConfig())
+    with pytest.raises(DeadlineError, match="loading my_reward"):
+        await found.start()

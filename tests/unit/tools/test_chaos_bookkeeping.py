@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from services.reward.ledger.schema import open_ledger_file
+from services.reward.ledger.schema import ledger_file
 from sluice.client.launcher import LaunchedProcess
 from tools.chaos.faults import Injector
 from tools.chaos.verdict import (
@@ -88,7 +88,7 @@ def test_a_batch_whose_weights_died_with_the_trainer_does_not_count() -> None:
 
 
 def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: Path) -> None:
-    database = open_ledger_file(tmp_path / "ledger.sqlite")
+    database = ledger_file(tmp_path / "ledger.sqlite").open()
     database.execute("INSERT INTO pending VALUES ('data-3', 3, 3, x'00')")
     database.execute("INSERT INTO source_progress VALUES ('', 3)")
     database.execute("INSERT INTO ended_positions VALUES ('', 5)")
@@ -118,7 +118,7 @@ def test_the_ledger_of_a_killed_reward_service_shows_the_batch_that_got_no_dump(
 ) -> None:
     run = SimpleNamespace(run_dir=tmp_path / "run")
     injector = Injector(cast("LaunchedRun", run), "no cable")
-    database = open_ledger_file(tmp_path / "run" / "reward" / "ledger.sqlite")
+    database = ledger_file(tmp_path / "run" / "reward" / "ledger.sqlite").open()
     packed = msgspec.msgpack.encode(("data-1", "data-2"))
     database.execute("INSERT INTO lease VALUES (1, 'batch', 6, ?)", (packed,))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:

@@ -73,7 +73,6 @@ def scorer_for(
     data_source: str,
     routes: Mapping[str, str] | None = None,
     *,
-    row: str | None = None,
     programs: Rule | None = None,
     json_truth: str = "",
 ) -> Scorer:
@@ -81,7 +80,6 @@ def scorer_for(
 
     Args:
         routes: the user's, by data source or beginning (``aime*``); they win over verl's.
-        row: where the data source comes from, for the message.
         programs: grades programs in the configured sandbox; ``None``: there is none.
         json_truth: the ground truth as JSON; empty if the row holds text.
 
@@ -90,20 +88,19 @@ def scorer_for(
             package is not installed, or the scorer cannot compare with such a ground truth.
         ConfigError: a route names no scorer.
     """
-    where = f"{row}: " if row else ""
     name = _name(data_source, routes or {})
     if name is None:
-        raise DataError(f"{where}data_source '{data_source}': {_no_route(data_source)}")
+        raise DataError(f"data_source '{data_source}': {_no_route(data_source)}")
     if json_truth.startswith(("[", "{")) and not _reads(name, json_truth):
         raise DataError(
-            f"{where}data_source '{data_source}': ground_truth is {json_truth:.80}, and the scorer "
+            f"data_source '{data_source}': ground_truth is {json_truth:.80}, and the scorer "
             f"{name} compares with text alone; write the answer as text, or {_REMEDY}"
         )
     if name == MATH_VERIFY:
-        symbolic_math.check_installed(f"{where}data_source '{data_source}'")
+        symbolic_math.check_installed(f"data_source '{data_source}'")
     if name == PROGRAM_TESTS:
         if programs is None:
-            raise DataError(f"{where}data_source '{data_source}': {NO_SANDBOX}; or {_REMEDY}")
+            raise DataError(f"data_source '{data_source}': {NO_SANDBOX}; or {_REMEDY}")
         return partial(_apply, programs)
     return partial(_apply, _rule(name))
 

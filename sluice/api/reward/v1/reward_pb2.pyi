@@ -746,12 +746,17 @@ class ScoreItem(google.protobuf.message.Message):
     RESPONSE_FIELD_NUMBER: builtins.int
     GROUND_TRUTH_FIELD_NUMBER: builtins.int
     EXTRA_INFO_FIELD_NUMBER: builtins.int
+    QUESTION_FIELD_NUMBER: builtins.int
     data_source: builtins.str
     """Selects the scorer, at most 256 bytes."""
     response: builtins.str
     """The response's text."""
     ground_truth: builtins.str
     """The reference answer."""
+    question: builtins.str
+    """The prompt's last turn, for a reward model. Empty: none; a run whose reward model reads it
+    refuses the call.
+    """
     @property
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
         """Passed to the scorer unchanged. Absent: nothing."""
@@ -763,9 +768,10 @@ class ScoreItem(google.protobuf.message.Message):
         response: builtins.str = ...,
         ground_truth: builtins.str = ...,
         extra_info: google.protobuf.struct_pb2.Struct | None = ...,
+        question: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["extra_info", b"extra_info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_source", b"data_source", "extra_info", b"extra_info", "ground_truth", b"ground_truth", "response", b"response"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_source", b"data_source", "extra_info", b"extra_info", "ground_truth", b"ground_truth", "question", b"question", "response", b"response"]) -> None: ...
 
 global___ScoreItem = ScoreItem
 

@@ -1,0 +1,111 @@
+"""An SQLite file of the run's folder: open it, and check that it is ours and whole."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.errors import DataError
+
+BUSY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SqliteFile:
+    """A file in WAL mode.
+
+    Args:
+        path: made with its folder if missing.
+        name: what it is, for messages.
+        content: what a run loses without it, for messages.
+        application_id: of all files of this kind.
+        format: a file of another one is refused.
+        tables: statements that make the tables, separated by ``;`` at the end of a line.
+        is_durable: every commit survives a crash of the machine, and one process at a time holds
+            the file, by a lock that ends with it.
+    """
+
+    path: Path
+    name: str
+    content: str
+    application_id: int
+    format: int
+    tables: str
+    is_durable: bool
+
+    def open(self) -> sqlite3.Connection:
+        """Open, check and perhaps lock it. Any thread may use the connection.
+
+        Raises:
+            DataError: it is damaged, in use, of another program or of another format.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            database = sqlite3.connect(
+                self.path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
+        except sqlite3.Error as error:
+            raise self.unusable(error) from error
+        try:
+            self._prepare(database)
+        except sqlite3.Error as error:
+            database.close()
+            raise self.unusable(error) from error
+        except DataError:
+            database.close()
+            raise
+        return database
+
+    def unusable(self, why: object) -> DataError:
+        """Return the error for a file that cannot be read or written."""
+        words = " ".join(str(why).split())
+        if "locked" in words:
+            return DataError(
+                f"{self.path}: another process uses this {self.name}; end the other reward "
+                "service, or choose another sluice.run_dir"
+            )
+        return DataError(
+            f"{self.path}: the {self.name} cannot be used: {words}; free the disk or restore the "
+            f"file, or move it away (with its -wal file) to start without {self.content}"
+        )
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        if self.is_durable:
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        found = _number(database, "PRAGMA application_id")
+        is_empty = _number(database, "SELECT count(*) FROM sqlite_schema") == 0
+        if not (is_empty and found == 0):
+            self._check(database, found)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute(f"PRAGMA synchronous = {'FULL' if self.is_durable else 'NORMAL'}")
+        # Takes the lock, and makes the tables once; a process that dies here leaves an empty file.
+        database.execute("BEGIN IMMEDIATE")
+        if is_empty:
+            for statement in self.tables.split(";\n"):
+                database.execute(statement)
+            database.execute(f"PRAGMA application_id = {self.application_id}")
+            database.execute(f"PRAGMA user_version = {self.format}")
+        database.execute("COMMIT")
+
+    def _check(self, database: sqlite3.Connection, application_id: int) -> None:
+        if application_id != self.application_id:
+            raise DataError(
+                f"{self.path}: a database of another program, no {self.name}; move it away, or "
+                "choose another sluice.run_dir"
+            )
+        if (version := _number(database, "PRAGMA user_version")) != self.format:
+            raise DataError(
+                f"{self.path}: format {version}, and this version of sluice reads {self.format}; "
+                f"use the version that wrote it, or move the file away to start without "
+                f"{self.content}"
+            )
+        with closing(database.execute("PRAGMA quick_check(1)")) as rows:
+            if (words := rows.fetchone()[0]) != "ok":
+                raise self.unusable(words)
+
+
+def _number(database: sqlite3.Connection, query: str) -> int:
+    with closing(database.execute(query)) as rows:
+        return int(rows.fetchone()[0])
