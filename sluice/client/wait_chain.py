@@ -21,7 +21,7 @@ from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_address import RunLocation
 from sluice.codec.messages import wait_report_from_proto
-from sluice.concurrency.process import process_marks
+from sluice.concurrency.process import ENDED, process_marks
 from sluice.concurrency.waits import Waiting
 from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError, PeerError, SluiceError
 from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
@@ -99,7 +99,7 @@ async def explain_run(location: RunLocation) -> Explanation | None:
         since_s=config_file.stat().st_mtime if config_file.is_file() else 0.0,
         credentials=location.credentials,
     )
-    if all(service.failure and service.process in {"", "gone"} for service in services):
+    if all(service.failure and service.process in ENDED | {""} for service in services):
         return None
     return explain(services)
 

@@ -22,7 +22,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
 
 from sluice.concurrency.waits import unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
@@ -112,7 +114,7 @@ class ProcessMark:
     """
 
     name: str
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
     host: str
     started: int
     address: str = ""
@@ -120,7 +122,7 @@ class ProcessMark:
     def state(self) -> str:
         """Return alive, stopped by a signal, a zombie, gone, out of sight or unknown, in words."""
         if self.host != host_of_pids():
-            return f"out of sight on {self.host}"
+            return f"out of sight on {self.host.partition(' ')[0]}"
         fields = stat_fields(self.pid)
         if not fields:
             return "unknown" if _may_run(self.pid) else "gone"
@@ -179,9 +181,9 @@ def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...
     """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
     found = []
     for file in sorted((run_dir / MARKS_FOLDER).glob("*.json")):
-        with suppress(OSError, ValueError, TypeError):  # such as half a file
+        with suppress(OSError, ValueError):  # such as half a file
             if file.stat().st_mtime >= since_s:
-                found.append(ProcessMark(**json.loads(file.read_text(encoding="utf-8"))))
+                found.append(msgspec.json.decode(file.read_bytes(), type=ProcessMark))
     return tuple(found)
 
 
@@ -198,7 +200,7 @@ def _may_run(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's; a damaged mark
+    except OSError:  # another user's
         return True
     return True
 

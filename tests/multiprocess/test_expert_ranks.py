@@ -28,7 +28,6 @@ R3: dict[str, Any] = {"router_replay": {"mode": "R3"}, "ppo_epochs": 2}
         (4, {"expert_parallel_size": 2, "fsdp_size": 2}, True, R2),
         (4, {"expert_parallel_size": 4, "ulysses_sequence_parallel_size": 2}, False, R3),
         (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, True, R2),
-        (2, {"pipeline_parallel_size": 2}, False, R3),
         (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, True, R3),
     ],
 )
@@ -52,20 +51,20 @@ def test_they_train_save_and_resume_like_one(
 
     divided = settings | {"fsdp_config": {"dtype": "float32", **layout}}
     with trainer(folder, world_size, recomputes=recomputes, **divided) as ranks:
-        for number in (1, 2, 3):
+        for number in (1, 2):
             found, expected = ranks[0].command(f"{train} {number}"), alone(number)
             assert_like(found, expected)
             assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], abs=1e-5)
         saved = tmp_path / "saved" / "actor"
         ranks[0].command(f"save {saved}")
-        after = ranks[0].command(f"{train} 4")
+        after = ranks[0].command(f"{train} 3")
         ranks[0].command(f"load {saved}")
-        again = ranks[0].command(f"{train} 4")
+        again = ranks[0].command(f"{train} 3")
         assert again["actor/grad_norm"] == after["actor/grad_norm"]
         ranks[0].command(f"weights {tmp_path / 'weights'}")
         assert [rank.finish() for rank in ranks] == [0] * world_size
     single.load(saved)
-    assert_like(alone(4), after)
+    assert_like(alone(3), after)
     weights = load_file(tmp_path / "weights")
     for name, weight in copies(single).items():
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)

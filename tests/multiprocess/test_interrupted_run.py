@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from sluice.client.run_monitor import RunMonitor
-from tests.support.small_run import ENDLESS, WAIT_S, Assets, processes_naming
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main", "up")
 
@@ -39,6 +39,7 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
         str(small_assets.config),
         f"sluice.run_dir={run}",
         *ENDLESS,
+        SLOWLY,
         "trainer.save_freq=1000000",
         "actor_rollout_ref.actor.optim.lr=0.00001",
     )

@@ -62,7 +62,7 @@ FOUR: dict[str, Any] = {"num_key_value_heads": 4}
         (
             8,
             {"tensor_parallel_size": 2, "ulysses_sequence_parallel_size": 2},
-            [("qwen3", {}, True), ("qwen3_moe", {}, False)],
+            [("qwen3_moe", {}, False)],
         ),
     ],
 )

@@ -28,6 +28,7 @@ from tests.support.tiny_policy import make_model, save_model
 
 ENDS = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4}
 """Of twelve layers in four stages, 2, 3, 3 and 4."""
+STAGES_OF_EXPERTS = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict
     ("model", "recompute", "sharding", "cut"),
     [
         (DENSE, False, {"pipeline_parallel_size": 4}, ENDS),
-        (EXPERTS, True, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, {}),
+        (EXPERTS | {"num_hidden_layers": 3}, True, STAGES_OF_EXPERTS, {}),
         (DENSE, True, {"use_no_sync_for_gradient_accumulation": True}, {}),
     ],
 )

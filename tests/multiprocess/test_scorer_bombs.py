@@ -23,7 +23,7 @@ from tests.support.small_run import is_running
 # On an idle machine it is under 2 s; a busy one has to schedule every thread once to end it.
 RECLAIMED_WITHIN_S = 20.0
 BOMBS = """
-import os, re, signal, subprocess, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 
 def noted():
     with open(__file__ + ".pids", "a") as file:
@@ -40,16 +40,6 @@ def child(work):
             work()
         finally:
             os._exit(1)
-
-def exponential_regex():
-    noted()
-    re.match(r"(a+)+$", "a" * 60 + "b")
-
-def sympy_blow_up():
-    noted()
-    import sympy
-    x = sympy.Symbol("x")
-    sympy.expand((1 + x + sympy.sin(x)) ** 5000)
 
 def huge_power():
     noted()
@@ -166,9 +156,9 @@ def ignores_everything():
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return globals()[solution_str]() if solution_str in globals() else 1.0
 """
-LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.5, memory_mb=600)
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=0.7, memory_mb=600)
 HANGS = (
-    *("exponential_regex", "sympy_blow_up", "huge_power", "forks", "sessions", "orphans"),
+    *("huge_power", "forks", "sessions", "orphans"),
     *("programs", "memory_of_many", "threads", "files", "ignores_everything"),
 )
 LEAVES_BEHIND = {

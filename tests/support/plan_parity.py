@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from sluice.config.run import RunConfig
 from tests.support.preloaded import PreloadedProcess
 from tests.support.trainer_ranks import ranks_of
 
-_MODULE, _LAYERS = "tests.support.counted_rank", 3  # of a stage, without a cut
+_MODULE = "tests.support.counted_rank"
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -21,7 +22,7 @@ DENSE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 8,
-    "num_hidden_layers": _LAYERS,
+    "num_hidden_layers": 3,  # of a stage, without a cut
 }
 EXPERTS: dict[str, Any] = {
     **DENSE,
@@ -30,6 +31,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "mlp_only_layers": [],
+    "num_hidden_layers": 2,
 }
 
 
@@ -48,7 +50,7 @@ def counted_and_planned(
     asked = _asked(model, ranks, recompute, cut, sharding)
     with ranks_of(_MODULE, ranks, asked) as processes:
         answers = [one.answer() for one in processes]
-    return [answers[one.start] for one in _stage_ranks(asked)], _planned(asked)
+    return [answers[one.start] for one in _stage_ranks(asked)], _planned(json.dumps(asked))
 
 
 def trained_and_planned(
@@ -64,7 +66,7 @@ def trained_and_planned(
     with ranks_of("tests.support.trained_rank", ranks, asked) as processes:
         found = [one.answer() for one in processes]
     real = [max(found[one.start : one.stop]) for one in _stage_ranks(asked)]
-    return real, [max(one["forward"], one["backward"]) for one in _planned(asked)]
+    return real, [max(one["forward"], one["backward"]) for one in _planned(json.dumps(asked))]
 
 
 def _asked(
@@ -88,10 +90,11 @@ def _asked(
     config = msgspec.convert(tree, RunConfig)
     number = config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size
     overrides = config.actor_rollout_ref.actor.megatron.override_transformer_config
-    stages = stage_layers(_LAYERS * number, number, overrides)
+    layers = model["num_hidden_layers"] * number
+    stages = stage_layers(layers, number, overrides)
     return {
         "config": msgspec.to_builtins(config),
-        "model": {**model, "num_hidden_layers": _LAYERS * number},
+        "model": {**model, "num_hidden_layers": layers},
         "ranks": ranks,
         "runs": [(stage, len(stages[stage])) for stage in different_stages(number)],
     }
@@ -103,8 +106,9 @@ def _stage_ranks(asked: dict[str, Any]) -> list[range]:
     return [range(stage * each, (stage + 1) * each) for stage, _ in asked["runs"]]
 
 
-def _planned(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
+@cache
+def _planned(asked: str) -> list[dict[str, Any]]:
+    alone = PreloadedProcess(_MODULE, [asked, "fake"], {})
     try:
         planned: list[dict[str, Any]] = json.loads(alone.stdout.readline())
     finally:

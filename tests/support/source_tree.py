@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,8 +30,15 @@ def name_of(path: Path) -> str:
 
 @cache
 def syntax_tree(path: Path) -> ast.Module:
-    """The parsed file."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """The parsed file; a search for garbage in what was parsed would take most of the time."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    finally:
+        gc.freeze()
+        if is_enabled:
+            gc.enable()
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -37,7 +37,7 @@ def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
         rank = _Rank(config, asked.model, parallel, count)
         passes = TokenPasses(rank._model, rank._shards, parallel, torch.device("cpu"), rank._stage)
         tokens = rank._micro_batch.input_ids.shape[1]
-        number = 2 * layout.pipeline + 1
+        number = layout.pipeline + 1
         for _ in range(2):  # the first one prepares
             count.forget()
             passes.begin(number)

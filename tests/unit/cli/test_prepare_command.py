@@ -105,10 +105,12 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     prepare("--run-dir", run_dir, *job)
     assert not any(file.exists() for file in ends)
     assert not (run_dir / "processes").exists(), "its processes may note themselves elsewhere"
-    (run_dir / "processes").mkdir()
-    with marked_process(run_dir, "reward"):
-        forget_end(run_dir)
-        assert mark_file(run_dir, "reward").is_file(), "this process lives"
+
+
+def test_a_process_that_lives_keeps_its_mark_where_another_run_begins(tmp_path: Path) -> None:
+    with marked_process(tmp_path, "reward"):
+        forget_end(tmp_path)
+        assert mark_file(tmp_path, "reward").is_file()
 
 
 def test_an_active_run_keeps_its_configuration_and_restart_begins_another(

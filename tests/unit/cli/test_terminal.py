@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import unicodedata
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sluice.cli import entry
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
 from sluice.cli.terminal import counted, output_console, print_json, print_table
@@ -147,3 +149,18 @@ def test_a_count_into_a_file_is_a_line_every_few_seconds(
     assert capsys.readouterr().err.splitlines() == [
         f"simulating: {done}/40" for done in (10, 20, 30, 40)
     ]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of a locale, of LANG=C
+def test_what_the_output_cannot_encode_is_printed_as_an_escape(
+    errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii", errors))
+    monkeypatch.setattr(sys, "argv", ["sluice"])
+    monkeypatch.setattr(
+        "sluice.cli.main.app", lambda: sys.stdout.write(f"naïve {os.fsdecode(bytes([255]))}\n")
+    )
+    entry.app()
+    sys.stdout.flush()
+    assert output.getvalue() == b"na\\xefve \\udcff\n"

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.client.wait_chain import REWARD, TRAINER, ServiceWaits, explain, survey_waits
+from sluice.client.run_address import RunLocation
+from sluice.client.wait_chain import (
+    REWARD,
+    TRAINER,
+    ServiceWaits,
+    explain,
+    explain_run,
+    survey_waits,
+)
 from sluice.concurrency.process import marked_process
 from sluice.concurrency.waits import Waiting
+from sluice.config.run import RunConfig
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED
+from tests.support.zombie_mark import zombie_mark
 
 TIMEOUT_S = 1.0
 NOWHERE = "127.0.0.1:1"
@@ -150,3 +163,9 @@ async def test_a_service_that_refuses_our_token_is_not_called_silent(tmp_path: P
     assert explain(services).cause.startswith(
         "trainer: refused while reporting what it waits for: no"
     )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+async def test_a_run_of_which_a_zombie_is_left_is_over(tmp_path: Path) -> None:
+    with zombie_mark(tmp_path, "reward"):
+        assert await explain_run(RunLocation(tmp_path, RunConfig(), NOWHERE, NOWHERE)) is None

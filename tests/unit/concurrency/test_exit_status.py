@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_a_defect_beside_errors_of_ours_keeps_the_whole_group() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         exit_status("x", lambda: raising(group))
     assert caught.value is group
+
+
+class Held:
+    """As a process group of torch, whose end may wait for a peer."""
+
+
+def test_what_an_errors_frames_hold_is_not_freed_while_the_process_ends() -> None:
+    held: list[weakref.ref[Held]] = []
+
+    def run() -> None:
+        group = Held()
+        held.append(weakref.ref(group))
+        raise ConfigError("a")
+
+    assert exit_status("x", run) == 1
+    assert held[0]() is not None
 
 
 def test_leaves_come_in_order_from_all_depths() -> None:
@@ -92,12 +109,17 @@ DEFECTS = {
 
 
 def left(error: str, marker: Path, stderr: int) -> subprocess.CompletedProcess[str]:
-    """A process that raises in `leave`; the interpreter's own end would make `marker`."""
+    """A process that raises in `leave`.
+
+    The interpreter's own end would make `marker`, and so would the end of what the error holds.
+    """
     program = (
         "import atexit, pathlib\n"
         "from sluice.concurrency.process import leave\n"
-        f"atexit.register(pathlib.Path({str(marker)!r}).touch)\n"
-        f"def main():\n    raise {error}\n"
+        f"mark = pathlib.Path({str(marker)!r}).touch\n"
+        "atexit.register(mark)\n"
+        "class Held:\n    def __del__(self):\n        mark()\n"
+        f"def main():\n    held = Held()\n    raise {error}\n"
         "leave(main)\n"
     )
     command = [sys.executable, "-c", program]

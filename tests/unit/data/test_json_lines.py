@@ -69,6 +69,10 @@ def test_a_selected_row_that_is_bad_has_the_number_it_has_in_the_file(tmp_path: 
         ("[{}]", r"a\.jsonl, row 0: the file is one JSON array; write one object a line"),
         ("{broken", r"a\.jsonl, row 0: no JSON object"),
         ('{"prompt": []}', r"a\.jsonl: no column 'data_source' \(found: prompt\)"),
+        (
+            '{"question": "?"}',
+            r"no column 'prompt' \(found: question\).* name yours with data\.prompt_key",
+        ),
         ("\n\n", r"a\.jsonl has no rows"),
         ("", r"a\.jsonl is empty \(0 bytes\)"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from sluice.errors import AccessDeniedError, InvalidRequestError, NotReadyError
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.servicer import LAUNCHER_NAME, launch_service, launcher_of
+from sluice.launch.servicer import LAUNCHER_NAME, all_left, launch_service, launcher_of
+from sluice.report.summary import forget_end
 from sluice.rpc.credentials import OPEN, Credentials
 from tests.support.certified import SERVICE_TOKEN, bearing
+from tests.support.zombie_mark import zombie_mark
 
 
 class Processes:
@@ -76,3 +79,13 @@ def test_a_file_that_names_no_address_is_as_good_as_none(tmp_path: Path, content
     (tmp_path / LAUNCHER_NAME).write_text(content, encoding="utf-8")
     with pytest.raises(NotReadyError, match="no launcher runs there"):
         launcher_of(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+async def test_a_run_whose_last_process_is_a_zombie_has_left_and_leaves_no_mark_to_the_next(
+    tmp_path: Path,
+) -> None:
+    with zombie_mark(tmp_path, "rollout-0"):
+        assert await all_left(tmp_path)
+        forget_end(tmp_path)
+    assert not (tmp_path / "processes").exists()

@@ -150,11 +150,13 @@ async def test_without_an_interval_there_is_no_sign_of_the_engine() -> None:
     assert len(await events_of(engine, request(), StreamSettings())) == 1
 
 
-@pytest.mark.parametrize("interval_s", [EVERY_STEP, 0.01, 1e9])
+@pytest.mark.parametrize(
+    ("interval_s", "samples", "tokens"), [(EVERY_STEP, 4, 16), (0.01, 12, 40), (1e9, 12, 40)]
+)
 async def test_partial_tokens_and_whole_samples_say_the_same(
-    interval_s: float, model_path: Path, model: PreTrainedModel
+    interval_s: float, samples: int, tokens: int, model_path: Path, model: PreTrainedModel
 ) -> None:
-    wanted = request(samples=12, max_tokens=40, ignore_eos=False)
+    wanted = request(samples=samples, max_tokens=tokens, ignore_eos=False)
     async with running_engine(model_path, model, max_model_len=64) as engine:
         events = await events_of(engine, wanted, StreamSettings(partial_interval_s=interval_s))
     grown: dict[int, GrowingSample] = {}
@@ -166,7 +168,7 @@ async def test_partial_tokens_and_whole_samples_say_the_same(
             sample = grown.setdefault(part.sample_index, GrowingSample())
             sample.append(part.token_ids, part.behavior_logprobs, part.version)
         wholes |= {rollout.sample_index: rollout for rollout in event.rollouts}
-    assert sorted(wholes) == list(range(12))
+    assert sorted(wholes) == list(range(samples))
     for index, sample in grown.items():
         partial, whole = sample.rollout(index), wholes[index]
         assert partial.token_ids.tolist() == whole.token_ids.tolist()[: partial.num_tokens]

@@ -382,11 +382,12 @@ async def test_a_service_that_is_broken_at_its_start_is_asked_three_times_with_p
 
 
 async def test_a_short_absence_is_waited_out_when_the_accounts_are_asked_for(
-    client: RewardClient, stub: Stub
+    client: RewardClient, stub: Stub, clock: Clock
 ) -> None:
-    stub.answers["GetStatus"] = [UNAVAILABLE]
+    stub.answers["GetStatus"], began_s = [UNAVAILABLE], clock.now_s
     with pytest.raises(PeerError):
         await client.accounts(patience_s=30.0)
+    assert 30.0 <= clock.now_s - began_s <= 35.0
     num_asked = len(stub.requests["GetStatus"])
     stub.answers["GetStatus"] = [*[UNAVAILABLE] * num_asked, status(prompts_submitted=9)]
     assert (await client.accounts())["submitted"] == 9.0
