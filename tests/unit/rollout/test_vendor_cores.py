@@ -526,6 +526,21 @@ async def test_a_repeated_commit_fails_where_the_engine_does_not_resume(vendor: 
     await thread.stop()
 
 
+async def test_what_a_request_fails_of_reaches_its_caller(
+    vendor: _Vendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: object) -> None:
+        raise AttributeError("no logprobs_processor")
+
+    monkeypatch.setattr(vendor.core, "so_far", changed)
+    pace = Pace(every_token=False, interval_s=0.01)
+    with pytest.raises(ExceptionGroup) as failed:
+        await vendor.whole(request(max_tokens=40), pace)
+    (error,) = failed.value.exceptions
+    assert isinstance(error, EngineError)
+    assert "no logprobs_processor" in str(error)
+
+
 async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
     vendor.client.script = [Delta([5], [-0.5], "stop", 2)]
     await vendor.whole(replace(request(samples=2), priority=-3))
