@@ -60,7 +60,8 @@ class GenerationRequest:
         with_routing: finished samples come with their experts, if the engine notes them.
         affinity: names the conversation that the prompt continues and that a later one may
             continue; empty: nothing is kept for it.
-        with_prompt_logprobs: one chunk has the logprobs of the prompt.
+        with_prompt_logprobs: one chunk has the logprobs of the prompt, unless all samples are
+            complete partials.
     """
 
     request_id: str
