@@ -7,12 +7,12 @@ vendor's prefix cache, and each one ends alone: at a stop token, a stop string, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from services.rollout.engines.vendor.engine import VendorCore
+    from services.rollout.engines.causal_lm import CheckpointLayout
+    from services.rollout.engines.vendor.settings import VendorSettings
 
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
@@ -128,6 +129,22 @@ class VendorSample:
         return len(self.versions)
 
 
+class _Core(Protocol):
+    """What a run uses of `vendor.engine.VendorCore`, which makes it."""
+
+    first_goes_ahead: bool
+    settings: VendorSettings
+    layout: CheckpointLayout
+
+    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int: ...
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]: ...
+    def so_far(self, run: RequestRun, sample: VendorSample, /) -> Delta | None: ...
+    def serving_version(self) -> int: ...
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None: ...
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None: ...
+    async def wait_to_begin(self) -> None: ...
+
+
 class RequestRun(EngineRun):
     """Samples one request. All methods are called in the event loop of the vendor's client.
 
@@ -143,7 +160,7 @@ class RequestRun(EngineRun):
         number: int,
         request: GenerationRequest,
         pace: Pace,
-        vendor: VendorCore,
+        vendor: _Core,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> None:
