@@ -106,7 +106,7 @@ class PromptEncoder:
         if tools:
             self._check_shown(arguments)
         if images:
-            self._check_images(messages, images)
+            self._check_images(images)
         turn = _turn_with_images if images else _turn
         text = self._rendered([turn(message) for message in messages], tools, arguments)
         ids = self._tokens(text, add_special_tokens=add_special_tokens)
@@ -226,17 +226,11 @@ class PromptEncoder:
                 "a model whose template does (actor_rollout_ref.model.path)"
             )
 
-    def _check_images(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> None:
+    def _check_images(self, images: Sequence[bytes]) -> None:
         if self._images is None:
             raise InvalidRequestError(
                 f"images: {len(images)} for a model that reads only text; send none, or serve one "
                 f"whose model_type is {', '.join(sorted(FAMILIES))} (actor_rollout_ref.model.path)"
-            )
-        marks = sum(message.content.count(IMAGE_MARK) for message in messages)
-        if marks != len(images):
-            raise InvalidRequestError(
-                f"images: {len(images)} for {marks} times {IMAGE_MARK} in the texts; write "
-                f"{IMAGE_MARK} where each image belongs"
             )
 
     def _template_arguments(self, given: Mapping[str, object]) -> dict[str, Any]:

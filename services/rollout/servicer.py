@@ -208,10 +208,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         is_own: bool,
     ) -> GenerationRequest:
         indexes, sampling = tuple(request.sample_indexes), request.sampling
-        # A partial of a sample that was not asked for would be lost without a word.
-        unasked = {partial.sample_index for partial in partials} - set(indexes)
-        if unasked:
-            raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
         return GenerationRequest(
             request_id=request.request_id,
             prompt_token_ids=prompt_token_ids,

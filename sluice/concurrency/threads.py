@@ -117,18 +117,6 @@ _retired: dict[threading.Thread, float] = {}
 """Ending threads, each with its deadline."""
 
 
-def wait_for_retired_threads(timeout_s: float) -> int:
-    """Wait until retired threads have ended; return how many have not. 0 means exit is safe."""
-    ends_s = time.monotonic() + timeout_s
-    # Again and again: a thread that ends may retire others.
-    while alive := [thread for thread in list(_retired) if thread.is_alive()]:
-        left_s = ends_s - time.monotonic()
-        if left_s <= 0:
-            break
-        alive[0].join(left_s)
-    return len(alive)
-
-
 @cache
 def _register_exit() -> None:
     # At the first retirement, not at import: handlers run in reverse order, and the threads must

@@ -71,8 +71,7 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
 )
 
-# Codes that do not identify the error. gRPC itself answers RESOURCE_EXHAUSTED to a message over the
-# limit, which a retry does not cure.
+# Codes that do not identify the error.
 _CLASS_NEEDED = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -174,6 +173,9 @@ def error_of(
             return errors.WeightSyncError(peer, phase, details)
         case grpc.StatusCode.INTERNAL:
             return errors.PeerDefectError(peer, phase, f"{code.name}: {details}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:  # gRPC's own words
+            remedy = "raise sluice.max_message_mb on both sides, or send less"
+            return errors.InvalidRequestError(f"{peer}: while {phase}: {details}; {remedy}")
         case grpc.StatusCode.UNAVAILABLE if remedy := handshake_remedy(details):
             return errors.HandshakeError(peer, phase, f"{remedy} ({details})")
         case _:

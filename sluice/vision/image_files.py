@@ -149,9 +149,13 @@ def decode_image(encoded: bytes, place: str) -> Image:
 def _decoded(bare: bytes, header: ImageHeader) -> Image:
     from PIL import Image as images
 
-    image = images.open(io.BytesIO(bare), formats=FORMATS)
+    image: Image = images.open(io.BytesIO(bare), formats=FORMATS)
     if image.size != (header.width, header.height):
         raise BadImageError(f"{image.width} x {image.height} pixels differ from its header")
+    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would clip to 8
+        image = image.point(lambda value: value / 257).convert("L")
+        if "transparency" in image.info:
+            image.info["transparency"] //= 257
     upright = image.convert("RGBA" if image.has_transparency_data else "RGB")
     if header.orientation in _TURNS:
         upright = upright.transpose(images.Transpose[_TURNS[header.orientation]])

@@ -14,13 +14,13 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import torch
 
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import Changes, WeightSender
 from sluice.weights.transfer import Base
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 

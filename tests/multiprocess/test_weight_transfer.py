@@ -11,12 +11,12 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes

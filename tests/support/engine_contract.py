@@ -322,8 +322,6 @@ class SamplingContract:
             (request([]), "0 tokens"),
             (request([3] * MAX_MODEL_LEN), f"{MAX_MODEL_LEN} tokens"),
             (request([3, VOCABULARY]), str(VOCABULARY)),
-            (request(temperature=-0.1), "temperature"),
-            (request(max_tokens=0), "max_tokens"),
         ],
     )
     async def test_a_request_that_cannot_be_generated_is_refused_and_others_continue(

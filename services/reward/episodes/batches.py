@@ -21,7 +21,7 @@ from services.reward.episodes.drivers import ABANDON_S
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.messages import bundles
 from sluice.concurrency.waits import waiting_for
-from sluice.errors import PeerError, SluiceError
+from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.client import (
     ChannelPool,
     environment_stub,
@@ -163,13 +163,14 @@ class CallBatches:
     def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
         """Let calls without a result be made alone, or fail."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
+        may_pass = code in _SENT_AGAIN or isinstance(error, InvalidRequestError)
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
             self._without_play.add(server.address)
         for due in left:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
-            if server.address in self._without_play or (is_step and code in _SENT_AGAIN):
+            if server.address in self._without_play or (is_step and may_pass):
                 due.answered.set_result(None)
             else:
                 due.answered.set_exception(error)

@@ -60,7 +60,8 @@ class GenerationRequest:
         with_routing: finished samples come with their experts, if the engine notes them.
         affinity: names the conversation that the prompt continues and that a later one may
             continue; empty: nothing is kept for it.
-        with_prompt_logprobs: one chunk has the logprobs of the prompt.
+        with_prompt_logprobs: one chunk has the logprobs of the prompt, unless all samples are
+            complete partials.
     """
 
     request_id: str
@@ -279,9 +280,23 @@ MAX_STOP_TOKEN_IDS = 64
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError for a request that cannot be generated, naming the field."""
-    _check_sampling(request.sampling, vocab_size)
-    _check_samples(request)
+    """Refuse a request whose values are in their ranges, but not within the engine's.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    stops = request.sampling.stop_token_ids
+    if len(stops) > MAX_STOP_TOKEN_IDS or max(stops, default=0) >= vocab_size:
+        raise InvalidRequestError(
+            f"sampling.stop_token_ids: {len(stops)} ids up to {max(stops)}; give at most "
+            f"{MAX_STOP_TOKEN_IDS}, each below {vocab_size}"
+        )
+    continued = [partial.sample_index for partial in request.partials]
+    if len(set(continued)) != len(continued) or not set(continued) <= set(request.sample_indexes):
+        raise InvalidRequestError(
+            f"request {request.request_id}: partials of samples {continued}; give at most one for "
+            f"each of the requested {request.sample_indexes}"
+        )
     if request.sampling.stop and (request.decode is None or "" in request.sampling.stop):
         raise InvalidRequestError(
             f"request {request.request_id}: sampling.stop {request.sampling.stop}; give texts that "
@@ -331,36 +346,4 @@ def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_q
         raise ExhaustedError(
             f"request {request.request_id}: {under_way + samples} samples would be under way; the "
             f"engine takes {slots} in slots and {max_queued} waiting: try later"
-        )
-
-
-def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    stops = sampling.stop_token_ids
-    if len(stops) > MAX_STOP_TOKEN_IDS or max(stops, default=0) >= vocab_size:
-        raise InvalidRequestError(
-            f"sampling.stop_token_ids: {len(stops)} ids up to {max(stops)}; give at most "
-            f"{MAX_STOP_TOKEN_IDS}, each below {vocab_size}"
-        )
-    rules = (
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), ">= 0"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1 or >= 1"),
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, ">= 1"),
-    )
-    for name, value, holds, allowed in rules:
-        if not holds:
-            raise InvalidRequestError(f"sampling.{name} is {value}; it must be {allowed}")
-
-
-def _check_samples(request: GenerationRequest) -> None:
-    indexes = request.sample_indexes
-    if not indexes or len(set(indexes)) != len(indexes):
-        raise InvalidRequestError(
-            f"request {request.request_id}: sample_indexes {indexes}; give each wanted index once"
-        )
-    continued = [partial.sample_index for partial in request.partials]
-    if len(set(continued)) != len(continued) or not set(continued) <= set(indexes):
-        raise InvalidRequestError(
-            f"request {request.request_id}: partials of samples {continued}; give at most one for "
-            f"each of the requested {indexes}"
         )

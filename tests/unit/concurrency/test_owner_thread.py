@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from sluice.concurrency.threads import OwnerThread, wait_for_retired_threads
+from sluice.concurrency.threads import OwnerThread
 from sluice.errors import DeadlineError, WeightSyncError
+from tests.support.retired_threads import wait_for_retired_threads
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ def test_a_text_without_images_is_never_split(vision_model: Path) -> None:
 
 @pytest.mark.parametrize(("text", "marks"), [("none", 0), ("<image><image>", 2)])
 def test_as_many_marks_as_images_are_asked_for(vision_model: Path, text: str, marks: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"1 for {marks} times <image> in the texts"):
+    with pytest.raises(InvalidRequestError, match=f"1 images, but {marks} places"):
         encoder(vision_model).encode_chat(user_turns(text), (SMALL,))
 
 

@@ -20,7 +20,7 @@ from services.rollout.engines.embedded.fused_decoder import FusedDecoder
 from services.rollout.engines.embedded.generic_decoder import GenericDecoder, RecomputeDecoder
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.weight_inbox import LiveWeights
-from sluice.errors import InvalidRequestError
+from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (
     VOCABULARY,
@@ -161,6 +161,21 @@ def test_a_decoder_that_differs_from_the_model_is_not_used(tmp_path: Path) -> No
     settings = engine_settings(save_config("qwen3", tmp_path))
     model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert isinstance(choose_decoder(model, 4, 48, (_WrongRotation,)), RecomputeDecoder)
+
+
+def test_a_replica_without_memory_for_its_slots_names_the_settings_that_take_it(
+    tmp_path: Path,
+) -> None:
+    settings = engine_settings(save_config("qwen3", tmp_path))
+    model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
+    with pytest.raises(ConfigError, match=r"max_num_seqs=16777216.*max_model_len 1048576.* GB"):
+        choose_decoder(model, 1 << 24, 1 << 20)
+
+    def without_memory(*_: object) -> Decoder:
+        raise torch.OutOfMemoryError("of the device")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_decoder(model, 4, 48, (without_memory,))
 
 
 def _recomputing(model: PreTrainedModel, *_: int) -> Decoder:

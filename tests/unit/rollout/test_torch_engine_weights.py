@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import SampleChunk
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import SamplingParams
@@ -30,6 +29,7 @@ from tests.support.causal_lms import (
     weights_of,
 )
 from tests.support.engine_contract_world import Trainer
+from tests.support.retired_threads import wait_for_retired_threads
 
 _PROMPT = (5, 9, 23, 54)
 _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)

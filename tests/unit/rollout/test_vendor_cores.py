@@ -100,7 +100,13 @@ class _Client:
     async def close(self) -> None:
         self.called.append("close")
 
+    async def heartbeat(self, _timeout_s: float) -> None:
+        await self._call("heartbeat")
+
     async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
+        if method == "sluice_pulse":
+            await self._call("heartbeat")
+            return [0]
         if method != "sluice_apply":
             return [{}]
         await self._call("load")
@@ -511,6 +517,17 @@ async def test_a_repeated_commit_does_not_succeed_before_the_engine_samples(
     await thread.stop()
 
 
+async def test_a_swap_that_takes_long_is_no_engine_that_hangs(vendor: _Vendor) -> None:
+    thread = await _swap_that_does_not_end(vendor)
+    async with asyncio.TaskGroup() as tasks:
+        probing = tasks.create_task(vendor.engine.probe())
+        await asyncio.wait([probing], timeout=0.05)
+        assert "heartbeat" not in vendor.client.called
+        vendor.client.may_resume.set()
+    assert vendor.client.called[-2:] == ["resume", "heartbeat"]
+    await thread.stop()
+
+
 async def test_a_repeated_commit_fails_where_the_engine_does_not_resume(vendor: _Vendor) -> None:
     thread = await _swap_that_does_not_end(vendor)
     vendor.fail("resume", _NO_ANSWER)
@@ -524,6 +541,21 @@ async def test_a_repeated_commit_fails_where_the_engine_does_not_resume(vendor: 
         await asyncio.sleep(0)
         vendor.client.may_resume.set()
     await thread.stop()
+
+
+async def test_what_a_request_fails_of_reaches_its_caller(
+    vendor: _Vendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: object) -> None:
+        raise AttributeError("no logprobs_processor")
+
+    monkeypatch.setattr(vendor.core, "so_far", changed)
+    pace = Pace(every_token=False, interval_s=0.01)
+    with pytest.raises(ExceptionGroup) as failed:
+        await vendor.whole(request(max_tokens=40), pace)
+    (error,) = failed.value.exceptions
+    assert isinstance(error, EngineError)
+    assert "no logprobs_processor" in str(error)
 
 
 async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:

@@ -17,12 +17,12 @@ from services.rollout.engines.vendor.weight_worker import WeightWorker
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 

@@ -107,7 +107,7 @@ def test_a_subclass_travels_as_the_class_in_the_table() -> None:
         (grpc.StatusCode.FAILED_PRECONDITION, "InvalidRequestError"),  # of another code
         (grpc.StatusCode.FAILED_PRECONDITION, "KeyboardInterrupt"),
         (grpc.StatusCode.UNAVAILABLE, "BatchUnfillableError"),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, None),  # grpc's own: a message over the limit
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, None),
         (grpc.StatusCode.CANCELLED, None),
         (grpc.StatusCode.UNIMPLEMENTED, None),
     ],

@@ -92,6 +92,16 @@ def test_what_is_transparent_is_white() -> None:
     assert decode_image(nothing, "images[0]").getpixel((0, 0)) == (255, 255, 255)
 
 
+@pytest.mark.parametrize("options", [{}, {"transparency": 12 * 257}], ids=["opaque", "transparent"])
+def test_a_gray_image_of_16_bits_has_the_grays_of_one_of_8(options: dict[str, Any]) -> None:
+    grays = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    wide = Image.fromarray(grays.astype(np.uint16) * 257)
+    seen = np.asarray(decode_image(encoded(wide, **options), "images[0]"))
+    if options:
+        grays[grays == 12] = 255
+    np.testing.assert_array_equal(seen, np.repeat(grays[..., None], 3, axis=-1))
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [

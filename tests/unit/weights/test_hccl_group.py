@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, SluiceError
 from sluice.weights.backend import Membership, create_process_group
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.sender import WeightSender
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.stand_in_hccl import (
     FakeNpus,
     GroupOptions,

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import sluice.weights
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.config.addresses import join_host_port
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
@@ -25,6 +24,7 @@ from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 from sluice.weights.sender import WeightSender
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import (
     ConfigError,
@@ -30,6 +29,7 @@ from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 from sluice.weights.transfer import Trailer
+from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 

@@ -40,19 +40,23 @@ def choose_decoder(
     The model's weights are arbitrary afterwards.
 
     Raises:
-        ConfigError: none fits a model that reads images; recomputing would read them at each step.
+        ConfigError: the device has no memory for the slots; or none fits a model that reads
+            images, which recomputing would read at each step.
     """
     # Candidates are in the order of their speed.
     _scramble(model)
     probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
         name = getattr(candidate, "__name__", str(candidate))
+        decoder = None  # without the memory of one that failed
         try:
             decoder = candidate(model, slots, max_model_len)
             error = probe.relative_error(decoder)
         except NotImplementedError as reason:
             logger.debug("%s does not cover this model: %s", name, reason)
             continue
+        except torch.OutOfMemoryError:
+            raise  # no reason to recompute everything
         # Code of an unknown model may fail in any of these ways; the next candidate may work.
         except (
             AttributeError,

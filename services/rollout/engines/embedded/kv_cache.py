@@ -13,6 +13,7 @@ never waits for them.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -34,6 +35,7 @@ from services.rollout.engines.embedded.decoder import (
     Rows,
     TokenRow,
 )
+from sluice.errors import ConfigError
 from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ class SlotCache:
         shape: of the model; all layers have the same, and keys the dim of values.
         slots: rows.
         max_model_len: positions a row may have.
+
+    Raises:
+        ConfigError: the device has no memory for them.
     """
 
     def __init__(
@@ -66,7 +71,14 @@ class SlotCache:
         layers, self.heads, dim = shape
         # Zeros, not empty: masked positions still meet a zero weight, and 0 * inf is nan.
         size = (layers, slots, self.heads, 2, max_model_len, dim)
-        self._stack = torch.zeros(size, dtype=dtype, device=device)
+        try:
+            self._stack = torch.zeros(size, dtype=dtype, device=device)
+        except RuntimeError as error:  # as which a CPU reports that it has no memory, too
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.max_num_seqs={slots}: the cache of so many rows of "
+                f"max_model_len {max_model_len} takes {math.prod(size) * dtype.itemsize / 1e9:.1f} "
+                f"GB, which {device} does not have; lower one of them ({error})"
+            ) from error
         self._layers = self._stack.unbind(0)
         self._tokens = self._stack.view(layers, -1, dim).unbind(0)
         # Flat index of position 0 by slot, then key and value, then head: the order of `append`.

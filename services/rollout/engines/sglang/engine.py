@@ -103,6 +103,7 @@ class SglangCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> None:
         """Wait for an answer of SGLang's scheduler."""
+        await self.swapped()  # it has a longer deadline of its own
         await self.client.heartbeat(timeout_s)
 
     async def _note_weights(self, _version: int) -> None:

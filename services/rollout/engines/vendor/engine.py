@@ -35,7 +35,7 @@ from services.rollout.engines.vendor.share_recorder import checkpoint_names
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin, WorkerCalls
 from services.rollout.engines.weight_inbox import check_epoch
 from sluice.checkpoint.safetensors_files import tensor_names
-from sluice.errors import ConfigError, EngineError, NotReadyError, WeightSyncError
+from sluice.errors import ConfigError, EngineError, NotReadyError, WeightSyncError, leaves
 from sluice.types import TransferGroupSpec
 from sluice.vision.image_prompts import ImagePromptReader
 
@@ -272,6 +272,10 @@ class VendorCore(EngineCore[RequestRun]):
             await run.run()
         except EngineError as failed:
             error = failed
+        except Exception as failed:  # noqa: BLE001 - nothing else learns of it
+            cause = leaves(failed)[0] if isinstance(failed, ExceptionGroup) else failed
+            _log.error("%s: a request failed", self.name, exc_info=failed)
+            error = EngineError(f"{self.name}: a request failed: {cause!r}")
         finally:
             self._runs.discard(run)
             if not self._runs:

@@ -127,6 +127,7 @@ class VllmCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
+        await self.swapped()  # it has a longer deadline of its own
         held = await self.workers.heartbeat(timeout_s)
         self.catch_up()
         return held

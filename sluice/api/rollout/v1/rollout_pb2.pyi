@@ -286,7 +286,9 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def prompt_logprobs(self) -> global___PromptLogprobs:
-        """With `with_prompt_logprobs`: set in one message, before the samples finish."""
+        """With `with_prompt_logprobs`: set in one message, before the samples finish; never if all of them
+        are complete as they come in `partials`.
+        """
 
     def __init__(
         self,
