@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sluice.config.device_split import DeviceSplit
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.shape import published_shape
+from sluice.config.memory.shape import ModelShape, published_shape
 from sluice.config.run import RunConfig
 from sluice.plan.search import engine_change, trainer_changes
 
@@ -14,9 +15,10 @@ FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollou
 SPLIT = DeviceSplit(8, 8, 1, 1)
 
 
-def changes(*overrides: str) -> Sequence[tuple[str, ...]]:
+def changes(
+    *overrides: str, shape: ModelShape = published_shape("Qwen3-8B")
+) -> Sequence[tuple[str, ...]]:
     config = load_config(None, overrides)
-    shape = published_shape("Qwen3-8B")
     found = trainer_changes(config, shape, SPLIT, [SPLIT])
     return [change.overrides for change in found]
 
@@ -51,3 +53,10 @@ def test_an_engine_that_divides_its_experts_divides_them_still() -> None:
         f"{ROLLOUT}.tensor_model_parallel_size=4",
         f"{ROLLOUT}.expert_parallel_size=4",
     )
+
+
+def test_ranks_are_offered_experts_only_of_a_family_that_the_trainer_divides() -> None:
+    divided = (f"{FSDP}.expert_parallel_size=2",)
+    own = published_shape("Qwen3-30B-A3B")
+    assert divided in changes(shape=own)
+    assert divided not in changes(shape=replace(own, adaptable_experts=False))
