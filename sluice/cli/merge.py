@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,9 +13,6 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from sluice.checkpoint.source import CheckpointSource
 
 _MOST_DIFFERENCES = 20
 
@@ -64,8 +61,9 @@ def merge(  # noqa: PLR0913 - one parameter per option
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
-    from sluice.checkpoint.source import CheckpointFormat, find_source
+    from sluice.checkpoint.source import find_source
 
+    wanted = None if compare is None else _whole_weights(compare, role)
     source = find_source(checkpoint, role)
     if target is not None:
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
@@ -73,20 +71,9 @@ def merge(  # noqa: PLR0913 - one parameter per option
             merge_checkpoint(source, target, options, on_tensor)
         if not as_json:
             typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
-    elif source.format is not CheckpointFormat.HUGGING_FACE:
-        raise CheckpointError(
-            f"{checkpoint} holds no whole weights; give a folder to merge them into (OUT)"
-        )
-    _finish(source, target, compare, as_json=as_json)
-
-
-def _finish(
-    source: CheckpointSource, target: Path | None, compare: Path | None, *, as_json: bool
-) -> None:
-    """Compare the weights if that is wanted, and print the result."""
     differences = None
-    if compare is not None:
-        differences = _differences(target or source.huggingface, compare)
+    if wanted is not None:
+        differences = _differences(target or _whole_weights(checkpoint, role), wanted)
     if as_json:
         model = None if target is None else str(target)
         print_json({"model": model, "role": source.role, "differences": differences})
@@ -96,13 +83,25 @@ def _finish(
         raise typer.Exit(1)
 
 
-def _differences(model: Path, other: Path) -> list[str]:
+def _whole_weights(checkpoint: Path, role: str) -> Path:
+    """Return the folder with a checkpoint's weights, in Hugging Face format."""
+    from sluice.checkpoint.source import CheckpointFormat, find_source
+
+    source = find_source(checkpoint, role)
+    if source.format is not CheckpointFormat.HUGGING_FACE:
+        raise CheckpointError(
+            f"{checkpoint} holds no whole weights; merge them into a folder first: "
+            f"sluice merge {checkpoint} OUT"
+        )
+    return source.huggingface
+
+
+def _differences(model: Path, wanted: Path) -> list[str]:
     """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
-    from sluice.checkpoint.source import find_source
 
     with _progress("comparing") as on_tensor:
-        differences = compare_weights(model, find_source(other).huggingface, on_tensor)
+        differences = compare_weights(model, wanted, on_tensor)
     for line in differences[:_MOST_DIFFERENCES]:
         typer.echo(line, err=True)
     if len(differences) > _MOST_DIFFERENCES:
