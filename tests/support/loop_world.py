@@ -107,6 +107,7 @@ class World:
         accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
+        self.guards = RunGuards(guards, self.folder / "guards.json", self.state, record)
         return TrainLoop(
             replace(SETTINGS, **settings),
             learner=self,
@@ -116,7 +117,7 @@ class World:
             accounting=accounting,
             fleet=self.fleet,
             state=self.state,
-            guards=RunGuards(guards, self.folder / "guards.json", self.state, record),
+            guards=self.guards,
             resume_from=resume_from,
         )
 

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from services.trainer.fleet.members import Fleet
@@ -44,6 +45,7 @@ _ATTEMPTS = 10
 _PAUSE_S = 0.05
 # A step waits at most this long for its accounts, even if a peer hangs.
 _LONGEST_TAKE_S = 2.0
+_LONGEST_SETTLE_S = 10.0
 _PREFIX = "reward/tokens/"
 _TOTAL = f"{_PREFIX}received"
 _PENDING = "pending"
@@ -193,29 +195,31 @@ class RunAccountant:
         """Return the accounts of one moment, for a run that has ended.
 
         Ask the reward service between two readings of the fleet, until no token was sent between
-        them and every sent token was received. After some attempts, keep the reading during which
-        the fewest tokens were sent.
+        them and every sent token was received. After some attempts or seconds, keep the reading
+        during which the fewest tokens were sent.
         """
         kept, least, has_restarted = self.accounting(), float("inf"), False
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_PAUSE_S)
-            await self._ask_fleet_counters()
-            sent_before = self._fleet.counters().sent_tokens
-            await self._ask_reward_counters()
-            await self._ask_fleet_counters()
-            sent_between = self._fleet.counters().sent_tokens - sent_before
-            accounting = self.accounting()
-            has_restarted |= self._notes_restart()
-            if accounting.tokens is not None:
-                tokens = self._since_restart(
-                    accounting.tokens, accounting.tokens.residual, has_restarted=has_restarted
-                )
-                accounting = replace(accounting, tokens=tokens)
-            if sent_between <= least:
-                kept, least = accounting, sent_between
-            if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
-                break
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_SETTLE_S):
+                for attempt in range(_ATTEMPTS):
+                    if attempt:
+                        await asyncio.sleep(_PAUSE_S)
+                    await self._ask_fleet_counters()
+                    sent_before = self._fleet.counters().sent_tokens
+                    await self._ask_reward_counters()
+                    await self._ask_fleet_counters()
+                    sent_between = self._fleet.counters().sent_tokens - sent_before
+                    accounting = self.accounting()
+                    has_restarted |= self._notes_restart()
+                    if accounting.tokens is not None:
+                        tokens = self._since_restart(
+                            accounting.tokens, accounting.tokens.residual, has_restarted=has_restarted
+                        )
+                        accounting = replace(accounting, tokens=tokens)
+                    if sent_between <= least:
+                        kept, least = accounting, sent_between
+                    if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
+                        break
         if kept.tokens is not None:
             self._keep(kept.tokens, moved=0)
         return self._publish(kept)

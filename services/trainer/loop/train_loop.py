@@ -36,8 +36,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,7 +70,7 @@ from sluice.types import DataProgress, TrainBatch
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-_LAST_ACCOUNTS_WITHIN_S = 30.0  # a run that has ended must not hold its devices for them
+_LAST_ACCOUNTS_WITHIN_S = 20.0  # a run that has ended must not hold its devices for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,6 @@ class TrainLoop:
         version, restored = self._state.step + 1, verdict.restores
         factor = self._guards.rolled_back(verdict, version)
         async with self._own_devices():
-            if self._settings.engines_sleep:
-                await self._publisher.let_sleep()
             await self._learner.load(restored, factor)
         self._state.restore(version)
         await self._save(version)
@@ -257,8 +255,7 @@ class TrainLoop:
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
-        learned = await self._train(batch, step, trace)
-        trained_s = time.monotonic()
+        learned, train_s = await self._train(batch, step, trace)
         await self._leave_to_validation()
         published_from_s = time.monotonic()
         await self._publish(tasks, batch, step, trace)
@@ -267,7 +264,7 @@ class TrainLoop:
         ended_s = time.monotonic()
         times = StepTimes(
             wait_batch_s=taken_s - began_s,
-            train_s=trained_s - taken_s,
+            train_s=train_s,
             update_weights_s=published_s - published_from_s,
             save_checkpoint_s=ended_s - published_s,
             step_s=ended_s - began_s,
@@ -304,19 +301,28 @@ class TrainLoop:
         if self._state.step == step:
             await self._start_validation(tasks, step)
 
-    async def _train(self, batch: TrainBatch, step: int, trace: StepTrace) -> Mapping[str, float]:
+    async def _train(
+        self, batch: TrainBatch, step: int, trace: StepTrace
+    ) -> tuple[Mapping[str, float], float]:
+        """Return the metrics and the seconds of an update."""
         if self._settings.engines_sleep:
             await self._await_validation()  # it samples
         async with self._own_devices():
-            if self._settings.engines_sleep:
-                await self._publisher.let_sleep()
+            began_s = time.monotonic()
             self._state.enter(RunPhase.TRAINING)
             with trace.span(SpanName.TRAIN_STEP):
-                return await self._learner.train(batch, step)
+                learned = await self._learner.train(batch, step)
+            return learned, time.monotonic() - began_s
 
-    def _own_devices(self) -> AbstractAsyncContextManager[object]:
-        """Keep newcomers from being seeded beside training, where they share its devices."""
-        return self._devices if self._settings.engines_sleep else nullcontext()
+    @asynccontextmanager
+    async def _own_devices(self) -> AsyncIterator[None]:
+        """Let engines that share the learner's devices sleep, and seed no newcomer meanwhile."""
+        if not self._settings.engines_sleep:
+            yield
+            return
+        async with self._devices:
+            await self._publisher.let_sleep()
+            yield
 
     async def _next_batch(self, tasks: asyncio.TaskGroup, step: int) -> TrainBatch | None:
         """Return the batch of `step`; None if a control call, a guard or the end of the data came
@@ -439,7 +445,7 @@ class TrainLoop:
             await self._announcer.announce()
             if self._devices.locked():
                 continue  # the version that is trained goes to newcomers too
-            async with self._own_devices():
+            async with self._devices:
                 await self._publisher.seed_newcomers()
             await self._announcer.announce()
 
@@ -449,7 +455,11 @@ class TrainLoop:
         self._validated_step = step
         self._guards.validating(step)
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
-        self._validation.add_done_callback(lambda _: self._fleet.release())
+        self._validation.add_done_callback(self._validation_ended)
+
+    def _validation_ended(self, _: asyncio.Task[None]) -> None:
+        self._fleet.release()
+        self._guards.validating(None)
 
     async def _validate(self, step: int) -> None:
         if self._delivery is not None:  # of `step`: the next one begins after this validation
