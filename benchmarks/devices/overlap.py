@@ -122,7 +122,7 @@ class _Run(World):
         for engine in self._engines:
             engine.version = version
             self.fleet.mark_serving(engine.info, version)
-        return PublishReport(version, len(self._engines), 1, _TRANSFER_S, 0.0)
+        return PublishReport(len(self._engines), 1, _TRANSFER_S, 0.0)
 
     async def take_batch(
         self,

@@ -238,7 +238,7 @@ class World:
         for info in members:
             self.fleet.mark_serving(info, version)
         self.published = version
-        return PublishReport(version, len(members), 1, 0.1, 0.01)
+        return PublishReport(len(members), 1, 0.1, 0.01)
 
     async def seed_newcomers(self) -> None:
         for info in self.fleet.in_state(MemberState.PENDING):

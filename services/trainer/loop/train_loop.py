@@ -134,7 +134,7 @@ class TrainLoop:
         self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)
         self._delivery: asyncio.Task[None] | None = None
-        self._delivered = PublishReport(-1, 0, 0, 0.0, 0.0)
+        self._delivered = PublishReport(0, 0, 0.0, 0.0)
         # Held by training and by seeding if engines sleep, so that one of them has the memory.
         self._devices = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
