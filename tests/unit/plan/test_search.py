@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sluice.config.device_split import DeviceSplit
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.shape import ModelShape, published_shape
+from sluice.config.memory.shape import published_shape
 from sluice.config.run import RunConfig
 from sluice.plan.search import engine_change, trainer_changes
 
@@ -16,9 +16,10 @@ SPLIT = DeviceSplit(8, 8, 1, 1)
 
 
 def changes(
-    *overrides: str, shape: ModelShape = published_shape("Qwen3-8B")
+    *overrides: str, model: str = "Qwen3-8B", own_experts: bool = True
 ) -> Sequence[tuple[str, ...]]:
     config = load_config(None, overrides)
+    shape = replace(published_shape(model), adaptable_experts=own_experts)
     found = trainer_changes(config, shape, SPLIT, [SPLIT])
     return [change.overrides for change in found]
 
@@ -57,6 +58,5 @@ def test_an_engine_that_divides_its_experts_divides_them_still() -> None:
 
 def test_ranks_are_offered_experts_only_of_a_family_that_the_trainer_divides() -> None:
     divided = (f"{FSDP}.expert_parallel_size=2",)
-    own = published_shape("Qwen3-30B-A3B")
-    assert divided in changes(shape=own)
-    assert divided not in changes(shape=replace(own, adaptable_experts=False))
+    assert divided in changes(model="Qwen3-30B-A3B")
+    assert divided not in changes(model="Qwen3-30B-A3B", own_experts=False)
