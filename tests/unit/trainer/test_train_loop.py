@@ -270,7 +270,8 @@ async def test_a_service_that_restarts_during_a_step_learns_that_its_batch_is_in
 
 async def test_too_few_replicas_within_the_deadline_end_the_run_with_a_remedy() -> None:
     with only(DeadlineError) as caught:
-        await run(World().loop(replica_wait_timeout_s=0.05, min_replicas=2))
+        waits = ("sluice.trainer.replica_wait_timeout_s=0.05", "sluice.trainer.min_replicas=2")
+        await run(World().loop(overrides=waits))
     (error,) = leaves(caught.value)
     assert "rollout fleet" in str(error)
     assert "waiting for 2 replicas" in str(error)
