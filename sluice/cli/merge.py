@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,6 +13,10 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from sluice.checkpoint.merge import MergeOptions
+    from sluice.checkpoint.source import CheckpointSource
 
 _MOST_DIFFERENCES = 20
 
@@ -60,20 +64,16 @@ def merge(  # noqa: PLR0913 - one parameter per option
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
-    from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+    from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import find_source
 
-    wanted = None if compare is None else _whole_weights(compare, role)
     source = find_source(checkpoint, role)
+    wanted = _whole_weights(compare, role) if compare else None
     if target is not None:
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
-        with _progress("merging") as on_tensor:
-            merge_checkpoint(source, target, options, on_tensor)
-        if not as_json:
-            typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
-    differences = None
-    if wanted is not None:
-        differences = _differences(target or _whole_weights(checkpoint, role), wanted)
+        _merge(source, target, options, as_json=as_json)
+    ours = target or _whole_weights(checkpoint, role)
+    differences = _differences(ours, wanted) if wanted else None
     if as_json:
         model = None if target is None else str(target)
         print_json({"model": model, "role": source.role, "differences": differences})
@@ -81,6 +81,16 @@ def merge(  # noqa: PLR0913 - one parameter per option
         typer.echo(f"the weights equal those of {compare}")
     if differences:
         raise typer.Exit(1)
+
+
+def _merge(source: CheckpointSource, target: Path, options: MergeOptions, *, as_json: bool) -> None:
+    from sluice.checkpoint.merge import merge_checkpoint
+
+    with _progress("merging") as on_tensor:
+        merge_checkpoint(source, target, options, on_tensor)
+    if not as_json:
+        dtype = "as saved" if options.dtype == "keep" else options.dtype
+        typer.echo(f"{target}: {dtype}, from {source.role}")
 
 
 def _whole_weights(checkpoint: Path, role: str) -> Path:
