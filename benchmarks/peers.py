@@ -148,9 +148,9 @@ class Fleet:
         report = self._sender.broadcast(self.weights, self._version, _NEVER)
         answers = [replica.answer() for replica in self._members]
         seconds = time.perf_counter() - began_s
-        assert all(answer["digest"] == report.digest for answer in answers)
+        assert all(answer["digest"] == report.bases[0].digest for answer in answers)
         for replica in self._members:
-            replica.send("commit", **update, digest=report.digest)
+            replica.send("commit", **update, digest=report.bases[0].digest)
         return seconds, max(float(replica.answer()["stall_s"]) for replica in self._members)
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ import numpy as np
 from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.trainer.fleet.publisher import PublishReport
-from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.publishing import may_overlap, swaps_at_once
 from sluice.algorithm.routing import AnnouncedReplica
@@ -122,7 +121,7 @@ class _Run(World):
         for engine in self._engines:
             engine.version = version
             self.fleet.mark_serving(engine.info, version)
-        return PublishReport(version, len(self._engines), 1, _TRANSFER_S, 0.0)
+        return PublishReport(len(self._engines), 1, _TRANSFER_S, 0.0)
 
     async def take_batch(
         self,
@@ -170,8 +169,8 @@ async def _trained(folder: Path, staleness: int, bound: str, *, overlaps: bool) 
     async with scripted_replicas(*engines), reward_process(config) as service:
         run = _Run(service, engines, steps)
         # Nothing is refused here: what exceeds the bound is counted.
-        terms = BatchTerms(_GROUPS, SAMPLES, max_staleness=steps)
-        await run.loop(overlaps=overlaps, terms=terms).run()
+        batch = (f"data.train_batch_size={_GROUPS}", f"actor_rollout_ref.rollout.n={SAMPLES}")
+        await run.loop(overlaps=overlaps, staleness=steps, overrides=batch).run()
     return run
 
 

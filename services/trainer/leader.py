@@ -38,12 +38,11 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.live_page import live_page
 from services.trainer.loop.accounting import RunAccountant
-from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import connected_reward
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import LoopSettings, TrainLoop
+from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.metrics.sinks import (
     CONSOLE,
     JSONL,
@@ -53,28 +52,22 @@ from services.trainer.metrics.sinks import (
     check_sinks,
     open_sinks,
 )
-from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer, trainer_server
 from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
 from sluice.config.addresses import advertised_host
-from sluice.config.deadlines import commit_timeout_s, replica_wait_timeout_s
+from sluice.config.deadlines import commit_timeout_s
 from sluice.config.derived import (
     checkpoint_folder,
     message_mb,
-    needs_greedy_baseline,
-    needs_whole_groups,
-    overlaps_transfers,
     sleeps_while_training,
     total_training_steps,
     uses_critic,
-    world_size,
 )
 from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.run import RunConfig
-from sluice.config.sources import source_configs
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool
 from sluice.rpc.credentials import Credentials, service_credentials
@@ -89,7 +82,6 @@ from sluice.weights.sender import WeightSender, broadcast_deadline_s
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
-_NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _ACCOUNTING_INTERVAL_S = 10.0
@@ -157,7 +149,8 @@ async def _lead(config: RunConfig) -> bool:
         )
         checkpoint = trained.checkpoint
         loop = TrainLoop(
-            _loop_settings(config, dataset_rows),
+            config,
+            dataset_rows,
             learner=trained.learner,
             reward=reward,
             publisher=publisher,
@@ -318,34 +311,4 @@ def _publisher(
         sends_changes=sends_changes,
         counts=observed.sync,
         swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
-    )
-
-
-def _batch_terms(config: RunConfig) -> BatchTerms:
-    return BatchTerms(
-        config.data.train_batch_size,
-        config.actor_rollout_ref.rollout.n,
-        config.sluice.asynchrony.max_staleness,
-        whole_groups=needs_whole_groups(config),
-        with_baselines=needs_greedy_baseline(config),
-        least_share=config.sluice.reward.outcomes.min_share,
-        sources={name: _batch_terms(one) for name, one in source_configs(config).items() if name},
-    )
-
-
-def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
-    trainer, service = config.trainer, config.sluice.trainer
-    return LoopSettings(
-        test_freq=trainer.test_freq,
-        save_freq=trainer.save_freq,
-        val_before_train=trainer.val_before_train,
-        val_only=trainer.val_only,
-        validates=config.data.val_files is not None,
-        min_replicas=service.min_replicas,
-        replica_wait_timeout_s=replica_wait_timeout_s(config),
-        examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
-        overlaps=overlaps_transfers(config),
-        scale=RunScale(world_size(config), dataset_rows),
-        terms=_batch_terms(config),
-        engines_sleep=sleeps_while_training(config),
     )

@@ -15,6 +15,7 @@ from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import CheckpointSource
 
 _MOST_DIFFERENCES = 20
@@ -63,30 +64,16 @@ def merge(  # noqa: PLR0913 - one parameter per option
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
-    from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
-    from sluice.checkpoint.source import CheckpointFormat, find_source
+    from sluice.checkpoint.merge import MergeOptions
+    from sluice.checkpoint.source import find_source
 
     source = find_source(checkpoint, role)
+    wanted = _whole_weights(compare, role) if compare else None
     if target is not None:
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
-        with _progress("merging") as on_tensor:
-            merge_checkpoint(source, target, options, on_tensor)
-        if not as_json:
-            typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
-    elif source.format is not CheckpointFormat.HUGGING_FACE:
-        raise CheckpointError(
-            f"{checkpoint} holds no whole weights; give a folder to merge them into (OUT)"
-        )
-    _finish(source, target, compare, as_json=as_json)
-
-
-def _finish(
-    source: CheckpointSource, target: Path | None, compare: Path | None, *, as_json: bool
-) -> None:
-    """Compare the weights if that is wanted, and print the result."""
-    differences = None
-    if compare is not None:
-        differences = _differences(target or source.huggingface, compare)
+        _merge(source, target, options, as_json=as_json)
+    ours = target or _whole_weights(checkpoint, role)
+    differences = _differences(ours, wanted) if wanted else None
     if as_json:
         model = None if target is None else str(target)
         print_json({"model": model, "role": source.role, "differences": differences})
@@ -96,13 +83,35 @@ def _finish(
         raise typer.Exit(1)
 
 
-def _differences(model: Path, other: Path) -> list[str]:
+def _merge(source: CheckpointSource, target: Path, options: MergeOptions, *, as_json: bool) -> None:
+    from sluice.checkpoint.merge import merge_checkpoint
+
+    with _progress("merging") as on_tensor:
+        merge_checkpoint(source, target, options, on_tensor)
+    if not as_json:
+        dtype = "as saved" if options.dtype == "keep" else options.dtype
+        typer.echo(f"{target}: {dtype}, from {source.role}")
+
+
+def _whole_weights(checkpoint: Path, role: str) -> Path:
+    """Return the folder with a checkpoint's weights, in Hugging Face format."""
+    from sluice.checkpoint.source import CheckpointFormat, find_source
+
+    source = find_source(checkpoint, role)
+    if source.format is not CheckpointFormat.HUGGING_FACE:
+        raise CheckpointError(
+            f"{checkpoint} holds no whole weights; merge them into a folder first: "
+            f"sluice merge {checkpoint} OUT"
+        )
+    return source.huggingface
+
+
+def _differences(model: Path, wanted: Path) -> list[str]:
     """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
-    from sluice.checkpoint.source import find_source
 
     with _progress("comparing") as on_tensor:
-        differences = compare_weights(model, find_source(other).huggingface, on_tensor)
+        differences = compare_weights(model, wanted, on_tensor)
     for line in differences[:_MOST_DIFFERENCES]:
         typer.echo(line, err=True)
     if len(differences) > _MOST_DIFFERENCES:

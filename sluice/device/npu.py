@@ -11,12 +11,14 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 
+from sluice.device.accelerator import Accelerator
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
-from sluice.device.protocol import BACKENDS, PeakMemory, local_index
+from sluice.device.protocol import local_index
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
@@ -33,30 +35,6 @@ _PEAK_FLOPS = {
     "910_937": 313e12,
     "910_936": 280e12,
 }
-
-
-class _NpuRuntime(Protocol):
-    """The part of ``torch_npu.npu`` that is used here."""
-
-    def is_available(self) -> bool: ...
-
-    def device_count(self) -> int: ...
-
-    def set_device(self, device: int) -> None: ...
-
-    def synchronize(self, device: int) -> None: ...
-
-    def max_memory_allocated(self, device: int) -> int: ...
-
-    def max_memory_reserved(self, device: int) -> int: ...
-
-    def reset_peak_memory_stats(self, device: int) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def is_bf16_supported(self) -> bool: ...
-
-    def get_device_name(self, device: int) -> str: ...
 
 
 def hccl_options(config: Mapping[str, int]) -> object | None:
@@ -79,7 +57,7 @@ def hccl_options(config: Mapping[str, int]) -> object | None:
     return options
 
 
-class NpuDevice:
+class NpuDevice(Accelerator):
     """The NPU of the given index among the visible ones; collectives over HCCL.
 
     Args:
@@ -89,12 +67,11 @@ class NpuDevice:
         ConfigError: torch_npu cannot be loaded, or there is no NPU of this index.
     """
 
-    collective_backend = BACKENDS["npu"]
     visible_devices_variable: str | None = VISIBLE_VARIABLE
 
     def __init__(self, index: int | None = None) -> None:
-        self._runtime = _load_runtime()
-        count = self._runtime.device_count() if self._runtime.is_available() else 0
+        runtime = _load_runtime()
+        count = runtime.device_count() if runtime.is_available() else 0
         index = local_index(count) if index is None else index
         if index >= count:
             visible = os.environ.get(VISIBLE_VARIABLE)
@@ -104,44 +81,10 @@ class NpuDevice:
                 "`npu-smi info`, that this user may open /dev/davinci*, the index and that "
                 'variable, or set the device to "cpu"'
             )
-        self._index = index
-
-    @property
-    def name(self) -> str:
-        return f"npu:{self._index}"
-
-    @property
-    def torch_device(self) -> torch.device:
-        """``torch.device("npu", N)``; the kind is known to torch once torch_npu is loaded."""
-        return torch.device("npu", self._index)
-
-    def set_device(self) -> None:
-        self._runtime.set_device(self._index)
-
-    def synchronize(self) -> None:
-        self._runtime.synchronize(self._index)
-
-    def take_peak_memory(self) -> PeakMemory:
-        runtime, index = self._runtime, self._index
-        found = PeakMemory(runtime.max_memory_allocated(index), runtime.max_memory_reserved(index))
-        runtime.reset_peak_memory_stats(index)
-        return found
-
-    def empty_cache(self) -> None:
-        self.set_device()
-        self._runtime.empty_cache()
-
-    def supports_bfloat16(self) -> bool:
-        """Return what torch_npu reports: Atlas A2 and later do, 310P and the first 910 do not."""
-        return bool(self._runtime.is_bf16_supported())
-
-    def peak_flops(self) -> float | None:
-        """Return what is published of an NPU of this name."""
-        name = self._runtime.get_device_name(self._index)
-        return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+        super().__init__("npu", index, runtime, _PEAK_FLOPS)
 
 
-def _load_runtime() -> _NpuRuntime:
+def _load_runtime() -> ModuleType:
     try:
         module = importlib.import_module(_PACKAGE)
     except (ImportError, OSError, RuntimeError) as error:
@@ -151,4 +94,5 @@ def _load_runtime() -> _NpuRuntime:
             "/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the process, "
             'or set the device to "cpu"'
         ) from error
-    return cast("_NpuRuntime", module.npu)
+    runtime: ModuleType = module.npu
+    return runtime

@@ -302,9 +302,12 @@ def _searched(
             break
         typed = (*engine.overrides, *(own.overrides if is_split else ()), *change.overrides)
         overrides = _as_written(typed, written)
-        # What is counted is what a run would read.
-        run = launch.read(overrides)
-        trainer = launch.trainer(run.config)
+        changes = changes[changes.index(change) + 1 :]
+        try:  # what is counted is what a run would read
+            run = launch.read(overrides)
+            trainer = launch.trainer(run.config)
+        except ConfigError:  # the next change may be allowed
+            continue
         if trainer.lack(device) is None and holds(run.config):
             return replace(
                 plan,
@@ -318,7 +321,6 @@ def _searched(
         if plan.closest is None or trainer.peak < plan.closest[1]:
             plan = replace(plan, closest=(overrides, trainer.peak))
         correction = _correction(trainer, run.config, model.shape)
-        changes = changes[changes.index(change) + 1 :]
     return plan
 
 

@@ -171,7 +171,7 @@ def _shards(config: RunConfig) -> Iterator[Change]:
 
 def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     own = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
-    if not shape.experts:
+    if not (shape.experts and shape.adaptable_experts):  # the trainer divides only its own
         return
     for size in _doubles(max(own, 1) * 2):
         if shape.experts % size == 0:

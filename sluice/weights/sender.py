@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -58,18 +57,7 @@ class BroadcastReport:
     bases: tuple[Base, ...]
     sent_bytes: int
     dense_bytes: int
-    seconds: float
-    rank_bytes: tuple[int, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of members that all divide the weights in the same way.
-
-        Raises:
-            ValueError: they do not.
-        """
-        (only,) = {*self.digests.values()}
-        return only
+    rank_bytes: tuple[int, ...]
 
 
 def broadcast_deadline_s(
@@ -217,11 +205,6 @@ class WeightSender:
         self._last_epoch: int | None = None
         self._entered: int | None = None  # the epoch that other ranks are in
 
-    @property
-    def port(self) -> int:
-        """Return where the rendezvous store listens."""
-        return self._store.port
-
     def form_group(
         self,
         epoch: int,
@@ -363,7 +346,6 @@ class WeightSender:
         """
         own, order = self._current()
         self._check_weights(weights)
-        started = time.monotonic()
         has_changes = update is not None
         others = [
             partial(
@@ -387,7 +369,6 @@ class WeightSender:
             tuple(Base(version, digests.combined) for digests in of_class),
             sum(rank_bytes),
             sum(one.total_bytes for one in self._classes),
-            time.monotonic() - started,
             rank_bytes,
         )
 

@@ -75,7 +75,7 @@ def _transfer(
         peer.stage(version)
     report = sender.broadcast(buffer_of(weights), version, _NEVER)
     expected = plain_digest(weights)
-    assert report.digest == expected
+    assert report.bases[0].digest == expected
     for peer in peers:
         assert peer.answer() == {
             "op": "stage",

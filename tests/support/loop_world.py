@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -16,15 +16,15 @@ import numpy as np
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.accounting import RunAccountant
-from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import LoopSettings, TrainLoop
+from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.metrics.sinks import ValidationReport
-from services.trainer.metrics.step_metrics import RunScale
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig, changed
 from sluice.config.schema.guards import GuardsConfig
 from sluice.types import (
     DataProgress,
@@ -40,19 +40,39 @@ from sluice.types import (
 WAIT_S = 60.0
 ACCURACY = "val-core/s/acc/mean@1"
 NO_GUARDS = GuardsConfig()
-SETTINGS = LoopSettings(
-    test_freq=-1,
-    save_freq=-1,
-    val_before_train=False,
-    val_only=False,
-    validates=False,
-    min_replicas=1,
-    replica_wait_timeout_s=5.0,
-    examples=3,
-    overlaps=False,
-    scale=RunScale(ranks=1, dataset_rows=20),
-    terms=BatchTerms(num_groups=1, samples_per_group=1, max_staleness=0),
+_BASE = load_config(
+    None,
+    [
+        "data.train_batch_size=1",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.val_before_train=false",
+        "sluice.trainer.replica_wait_timeout_s=5",
+    ],
 )
+_SHARED = ("sluice.weights.backend=gloo", "actor_rollout_ref.rollout.name=vllm")
+
+
+def run_config(
+    *,
+    validates: bool = False,
+    overlaps: bool = False,
+    engines_sleep: bool = False,
+    staleness: int = 0,
+    overrides: Sequence[str] = (),
+    **trainer: Any,
+) -> RunConfig:
+    """A run of one sample a batch.
+
+    Args:
+        trainer: values of trainer; without any, no version is validated or saved.
+    """
+    steps = {"test_freq": -1, "save_freq": -1, **trainer}
+    typed = [f"trainer.{key}={json.dumps(value)}" for key, value in steps.items()]
+    typed += ["data.val_files=val.jsonl"] * validates
+    typed += _SHARED * engines_sleep
+    typed.append(f"sluice.asynchrony.max_staleness={staleness or 2 * overlaps}")
+    typed.append(f"sluice.weights.overlap={'auto' if overlaps else 'off'}")
+    return changed(_BASE, [*typed, *overrides])
 
 
 def batch_of(step: int) -> TrainBatch:
@@ -107,8 +127,10 @@ class World:
         accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
+        self.guards = RunGuards(guards, self.folder / "guards.json", self.state, record)
         return TrainLoop(
-            replace(SETTINGS, **settings),
+            run_config(**settings),
+            20,
             learner=self,
             reward=self,
             publisher=self,
@@ -116,7 +138,7 @@ class World:
             accounting=accounting,
             fleet=self.fleet,
             state=self.state,
-            guards=RunGuards(guards, self.folder / "guards.json", self.state, record),
+            guards=self.guards,
             resume_from=resume_from,
         )
 
@@ -237,7 +259,7 @@ class World:
         for info in members:
             self.fleet.mark_serving(info, version)
         self.published = version
-        return PublishReport(version, len(members), 1, 0.1, 0.01)
+        return PublishReport(len(members), 1, 0.1, 0.01)
 
     async def seed_newcomers(self) -> None:
         for info in self.fleet.in_state(MemberState.PENDING):

@@ -33,6 +33,7 @@ from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weight_share import WHOLE
+from sluice.weights.group import SENDER_NAME
 from sluice.weights.plan import WeightBuffer
 from sluice.weights.rank_sender import Changes
 from sluice.weights.sender import BroadcastReport, WeightSender
@@ -92,7 +93,7 @@ async def fan_out(
         except SluiceError as error:
             answers.failed[peer] = error
         except TimeoutError:
-            name = str(getattr(peer, "name", peer))
+            name = SENDER_NAME if peer is None else str(getattr(peer, "name", peer))
             answers.failed[peer] = PeerError(name, phase, "given up: another failed")
         finally:
             scopes.discard(scope)

@@ -159,6 +159,15 @@ class Fleet:
                 f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; "
                 "restart the trainer, which forgets those that are gone"
             )
+        if known is not None and known.state is not MemberState.DRAINING:
+            logger.warning(
+                "replica %s at %s takes the place of the one at %s, heard %.1f s ago; if both run, "
+                "start one with another --name",
+                info.name,
+                info.address,
+                known.info.address,
+                now_s - known.last_seen_s,
+            )
         load = self._loads.setdefault(info.instance_id, ReplicaCounters())
         progress = self._progress.get(info.instance_id)
         is_stalled = progress is not None and progress.is_stalled

@@ -19,8 +19,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
 from services.trainer.fleet.members import Fleet, FleetMember, MemberState
@@ -45,7 +46,6 @@ class PublishReport:
     that sends.
     """
 
-    version: int
     replicas: int
     attempts: int
     seconds: float
@@ -98,17 +98,25 @@ class WeightPublisher:
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         self._counts = counts or SyncCounts()
-        self._sends_changes = sends_changes
         self._fleet = fleet
         self._snapshots = snapshots
-        self._tensors = tuple(tensors)
         self._make_sender = make_sender
         self._connect = connect
-        self._timeout_s = timeout_s
-        self._probe_timeout_s = probe_timeout_s
-        self._epochs = itertools.count(1)
         self._swaps_at_once = swaps_at_once
-        self._main = self._new_session(snapshots.read, self._in_a_turn)
+        self._new_session = partial(
+            TransferSession,
+            connect=connect,
+            tensors=tensors,
+            next_epoch=partial(next, itertools.count(1)),
+            timeout_s=timeout_s,
+            probe_timeout_s=probe_timeout_s,
+            signs_of_life=self._signs_of_life,
+            read_again=snapshots.read_again if sends_changes else None,
+            counts=self._counts,
+        )
+        self._main = self._new_session(
+            make_sender(), read=snapshots.read, swaps_at_once=self._in_a_turn
+        )
         # Instance ids of replicas in a running delivery, or that wait for theirs: a replica is in
         # one group at a time. One that returns while it waits may be here twice.
         self._busy = Counter[str]()
@@ -127,7 +135,7 @@ class WeightPublisher:
             members = self._free(MemberState.PENDING, MemberState.SERVING)
             if not members:
                 self._published = version
-                return PublishReport(version, 0, attempt, time.monotonic() - began_s, 0.0)
+                return PublishReport(0, attempt, time.monotonic() - began_s, 0.0)
             if attempt <= _JOINT_ATTEMPTS:
                 delivery = await self._deliver(self._main, members)
             else:
@@ -139,7 +147,7 @@ class WeightPublisher:
                 sent, dense = _num_bytes(delivery)
                 served = len(delivery.served)
                 ranks = delivery.report.rank_bytes if delivery.report else ()
-                return PublishReport(version, served, attempt, seconds, stall_s, sent, dense, ranks)
+                return PublishReport(served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
     async def snapshot_is_free(self) -> None:
@@ -166,7 +174,9 @@ class WeightPublisher:
             newcomers = self._newcomers()
             if not newcomers:
                 return
-            session = self._new_session(self._read_for_newcomers)
+            session = self._new_session(
+                self._make_sender(), read=self._read_for_newcomers, swaps_at_once=len
+            )
             try:
                 delivery = await self._deliver(session, newcomers)
             finally:
@@ -217,25 +227,6 @@ class WeightPublisher:
             finally:
                 self._seeding = None
                 has_ended.set()
-
-    def _new_session(
-        self,
-        read: Callable[[], AbstractContextManager[Snapshot]],
-        swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len,
-    ) -> TransferSession:
-        return TransferSession(
-            self._make_sender(),
-            self._connect,
-            self._tensors,
-            lambda: next(self._epochs),
-            timeout_s=self._timeout_s,
-            probe_timeout_s=self._probe_timeout_s,
-            signs_of_life=self._signs_of_life,
-            read=read,
-            read_again=self._snapshots.read_again if self._sends_changes else None,
-            counts=self._counts,
-            swaps_at_once=swaps_at_once,
-        )
 
     def _in_a_turn(self, members: Sequence[ReplicaInfo]) -> int:
         """Return how many of `members` swap at the same time."""

@@ -44,6 +44,7 @@ _ATTEMPTS = 10
 _PAUSE_S = 0.05
 # A step waits at most this long for its accounts, even if a peer hangs.
 _LONGEST_TAKE_S = 2.0
+_LONGEST_SETTLE_S = 4.0  # and what one more attempt takes
 _PREFIX = "reward/tokens/"
 _TOTAL = f"{_PREFIX}received"
 _PENDING = "pending"
@@ -193,10 +194,11 @@ class RunAccountant:
         """Return the accounts of one moment, for a run that has ended.
 
         Ask the reward service between two readings of the fleet, until no token was sent between
-        them and every sent token was received. After some attempts, keep the reading during which
-        the fewest tokens were sent.
+        them and every sent token was received. After some attempts or seconds, keep the reading
+        during which the fewest tokens were sent.
         """
         kept, least, has_restarted = self.accounting(), float("inf"), False
+        ends_s = time.monotonic() + _LONGEST_SETTLE_S
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
@@ -215,6 +217,8 @@ class RunAccountant:
             if sent_between <= least:
                 kept, least = accounting, sent_between
             if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
+                break
+            if time.monotonic() >= ends_s:
                 break
         if kept.tokens is not None:
             self._keep(kept.tokens, moved=0)

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sluice.algorithm.groups.filter import LEAST_SHARE, fewest_samples
+from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
+from sluice.config.run import RunConfig
+from sluice.config.sources import source_configs
 from sluice.errors import PeerError
 from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
 
@@ -47,6 +50,19 @@ class BatchTerms:
         return fewest_samples(
             self.samples_per_group, whole_groups=self.whole_groups, least_share=self.least_share
         )
+
+
+def batch_terms(config: RunConfig) -> BatchTerms:
+    """Return the terms of a run."""
+    return BatchTerms(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        config.sluice.asynchrony.max_staleness,
+        whole_groups=needs_whole_groups(config),
+        with_baselines=needs_greedy_baseline(config),
+        least_share=config.sluice.reward.outcomes.min_share,
+        sources={name: batch_terms(one) for name, one in source_configs(config).items() if name},
+    )
 
 
 def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:

@@ -86,21 +86,19 @@ class RunGuards:
         self._record = replace(self._record, saved=tuple(own))
         self._write()
 
-    def validating(self, step: int) -> None:
-        """Note that the weights after `step` are being validated."""
+    def validating(self, step: int | None) -> None:
+        """Note that the weights after `step` are being validated; ``None``: none are."""
         self._validating = step
 
     def validated(self, step: int, report: ValidationReport) -> None:
         """Take the numbers of a validation."""
         self._note(step, report.metrics, report.standard_errors, of_validation=True)
-        self._validating = None
         self._write()
 
     def not_validated(self, step: int, why: str) -> None:
         """Note that a validation failed: it says nothing about the policy."""
         absent = Signal(step, absence=f"the validation of step {step} failed: {why}")
         self._add(dict.fromkeys(self._names(of_validation=True), absent))
-        self._validating = None
         self._write()
 
     def stepped(self, step: int, row: Mapping[str, float]) -> None:

@@ -160,9 +160,8 @@ class RunState:
         self._holds[holder] = (
             None
             if lease_s is None
-            else asyncio.get_running_loop().call_later(lease_s, self.resume, holder)
+            else asyncio.get_running_loop().call_later(lease_s, self._end, holder)
         )
-        self.wake()
 
     def hold(self, reason: str) -> None:
         """Pause the run until the operator resumes it; the status shows why."""
@@ -177,7 +176,6 @@ class RunState:
         self._end(holder)
         if not holder:
             self._end(_GUARDS)
-        self.wake()
 
     def restore(self, version: int) -> None:
         """Count a step that trained no batch: its version has the weights of a checkpoint."""
@@ -264,11 +262,13 @@ class RunState:
             return tuple(record for record in self._records if record.step >= step)
 
     def _end(self, holder: str) -> None:
+        """End the pause of this holder only."""
         if holder == _GUARDS:
             self.hold_reason = ""
         lease_end = self._holds.pop(holder, None)
         if lease_end is not None:
             lease_end.cancel()
+        self.wake()
 
     def _take_save_requests(self) -> list[asyncio.Future[tuple[int, str]]]:
         requests, self._save_requests = self._save_requests, []

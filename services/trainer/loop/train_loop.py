@@ -36,15 +36,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import ACKNOWLEDGED, RunAccountant, settled_accounts
-from services.trainer.loop.batch_check import BatchTerms, check_batch
+from services.trainer.loop.batch_check import batch_terms, check_batch
 from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient
@@ -63,6 +63,9 @@ from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
 from sluice.algorithm.guards import GuardAction, Verdict
 from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
+from sluice.config.deadlines import replica_wait_timeout_s
+from sluice.config.derived import overlaps_transfers, sleeps_while_training, world_size
+from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import TRACER, SpanName
 from sluice.types import DataProgress, TrainBatch
@@ -70,43 +73,22 @@ from sluice.types import DataProgress, TrainBatch
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-_LAST_ACCOUNTS_WITHIN_S = 30.0  # a run that has ended must not hold its devices for them
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """When the loop validates and saves, and what it waits for.
-
-    `overlaps`: a version is sent to the replicas while the next batch is taken and trained.
-    Frequencies are in steps; 0 or less is never. With `val_only` the run ends after the validation
-    of its first weights.
-    """
-
-    test_freq: int
-    save_freq: int
-    val_before_train: bool
-    val_only: bool
-    validates: bool
-    min_replicas: int
-    replica_wait_timeout_s: float
-    examples: int
-    overlaps: bool
-    scale: RunScale
-    terms: BatchTerms
-    engines_sleep: bool = False
-    """Engines share devices with the trainer and sleep while it trains."""
+_NUM_EXAMPLES = 16
+_LAST_ACCOUNTS_WITHIN_S = 20.0  # a run that has ended must not hold its devices for them
 
 
 class TrainLoop:
     """All steps of one run. `fleet` and `state` are shared with the service's calls.
 
     Args:
+        dataset_rows: of the training set.
         resume_from: data progress of the checkpoint; None for a new run.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a run touches
         self,
-        settings: LoopSettings,
+        config: RunConfig,
+        dataset_rows: int,
         *,
         learner: LearnerThread,
         reward: RewardClient,
@@ -118,7 +100,12 @@ class TrainLoop:
         guards: RunGuards,
         resume_from: DataProgress | None,
     ) -> None:
-        self._settings = settings
+        self._config = config
+        self._validates = config.data.val_files is not None
+        # They share devices with the trainer.
+        self._engines_sleep = sleeps_while_training(config)
+        self._scale = RunScale(world_size(config), dataset_rows)
+        self._terms = batch_terms(config)
         self._learner = learner
         self._reward = reward
         self._publisher = publisher
@@ -134,7 +121,7 @@ class TrainLoop:
         self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)
         self._delivery: asyncio.Task[None] | None = None
-        self._delivered = PublishReport(-1, 0, 0, 0.0, 0.0)
+        self._delivered = PublishReport(0, 0, 0.0, 0.0)
         # Held by training and by seeding if engines sleep, so that one of them has the memory.
         self._devices = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
@@ -164,7 +151,7 @@ class TrainLoop:
                 self._wait_for_replicas(), RunPhase.WAITING_FOR_REPLICAS, self._is_stopped
             )
             watcher = None if self._is_stopped() else await self._begin(tasks)
-            while not (self._settings.val_only or await self._is_over(tasks)):
+            while not (self._config.trainer.val_only or await self._is_over(tasks)):
                 step = self._state.step + 1
                 with step_trace(step) as trace:
                     await self._step(tasks, step, trace)
@@ -182,8 +169,8 @@ class TrainLoop:
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
         self._acknowledged_before = (await self._reward.accounts())[ACKNOWLEDGED]
-        validates_first = self._settings.val_before_train or self._settings.val_only
-        if self._settings.validates and validates_first:
+        trainer = self._config.trainer
+        if self._validates and (trainer.val_before_train or trainer.val_only):
             await self._start_validation(tasks, self._state.step)
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
@@ -232,8 +219,6 @@ class TrainLoop:
         version, restored = self._state.step + 1, verdict.restores
         factor = self._guards.rolled_back(verdict, version)
         async with self._own_devices():
-            if self._settings.engines_sleep:
-                await self._publisher.let_sleep()
             await self._learner.load(restored, factor)
         self._state.restore(version)
         await self._save(version)
@@ -242,7 +227,7 @@ class TrainLoop:
         await self._announcer.announce(rolled_back_to=restored)
         logger.warning("version %d has the weights of step %d again", version, restored)
         self._reporter.step(version, self._guards.row(version))
-        if self._settings.validates:
+        if self._validates:
             await self._start_validation(tasks, version)
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
@@ -257,8 +242,7 @@ class TrainLoop:
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
-        learned = await self._train(batch, step, trace)
-        trained_s = time.monotonic()
+        learned, train_s = await self._train(batch, step, trace)
         await self._leave_to_validation()
         published_from_s = time.monotonic()
         await self._publish(tasks, batch, step, trace)
@@ -267,7 +251,7 @@ class TrainLoop:
         ended_s = time.monotonic()
         times = StepTimes(
             wait_batch_s=taken_s - began_s,
-            train_s=trained_s - taken_s,
+            train_s=train_s,
             update_weights_s=published_s - published_from_s,
             save_checkpoint_s=ended_s - published_s,
             step_s=ended_s - began_s,
@@ -279,7 +263,7 @@ class TrainLoop:
                 learned,
                 times,
                 self._fleet_interval(fleet_began, busy_began_s),
-                scale=self._settings.scale,
+                scale=self._scale,
             ),
             **self._delivered.metrics,
             **self._learner.take_memory_metrics(),
@@ -296,27 +280,36 @@ class TrainLoop:
 
         A collapse that it shows is thus answered before a second validation shows it again.
         """
-        is_due = _is_due(step, self._settings.test_freq, self._state.is_over)
-        if not (self._settings.validates and is_due and self._state.step == step):
+        is_due = _is_due(step, self._config.trainer.test_freq, self._state.is_over)
+        if not (self._validates and is_due and self._state.step == step):
             return
         await self._await_validation()  # of an earlier version, if replicas are held at it
         await self._obey_guards(tasks)
         if self._state.step == step:
             await self._start_validation(tasks, step)
 
-    async def _train(self, batch: TrainBatch, step: int, trace: StepTrace) -> Mapping[str, float]:
-        if self._settings.engines_sleep:
+    async def _train(
+        self, batch: TrainBatch, step: int, trace: StepTrace
+    ) -> tuple[Mapping[str, float], float]:
+        """Return the metrics and the seconds of an update."""
+        if self._engines_sleep:
             await self._await_validation()  # it samples
         async with self._own_devices():
-            if self._settings.engines_sleep:
-                await self._publisher.let_sleep()
+            began_s = time.monotonic()
             self._state.enter(RunPhase.TRAINING)
             with trace.span(SpanName.TRAIN_STEP):
-                return await self._learner.train(batch, step)
+                learned = await self._learner.train(batch, step)
+            return learned, time.monotonic() - began_s
 
-    def _own_devices(self) -> AbstractAsyncContextManager[object]:
-        """Keep newcomers from being seeded beside training, where they share its devices."""
-        return self._devices if self._settings.engines_sleep else nullcontext()
+    @asynccontextmanager
+    async def _own_devices(self) -> AsyncIterator[None]:
+        """Let engines that share the learner's devices sleep, and seed no newcomer meanwhile."""
+        if not self._engines_sleep:
+            yield
+            return
+        async with self._devices:
+            await self._publisher.let_sleep()
+            yield
 
     async def _next_batch(self, tasks: asyncio.TaskGroup, step: int) -> TrainBatch | None:
         """Return the batch of `step`; None if a control call, a guard or the end of the data came
@@ -345,7 +338,7 @@ class TrainLoop:
 
         Its next validation would come with a later step, and there will be none.
         """
-        if self._guards.rules and self._settings.validates:
+        if self._guards.rules and self._validates:
             await self._await_validation()
             if not self._guards.has_validated(self._state.step):
                 await self._start_validation(tasks, self._state.step)
@@ -353,7 +346,7 @@ class TrainLoop:
         return self._guards.is_broken
 
     async def _take_samples(self, batch: TrainBatch, step: int) -> str:
-        check_batch(batch, self._settings.terms, step)
+        check_batch(batch, self._terms, step)
         return await self._learner.take_samples(batch, step)
 
     async def _acknowledge(self, batch: TrainBatch, step: int) -> None:
@@ -375,9 +368,9 @@ class TrainLoop:
         return self._state.stop_reason is not None
 
     async def _wait_for_replicas(self) -> None:
-        wanted = self._settings.min_replicas
+        wanted = self._config.sluice.trainer.min_replicas
         async with deadline(
-            self._settings.replica_wait_timeout_s,
+            replica_wait_timeout_s(self._config),
             peer="rollout fleet",
             phase=f"waiting for {wanted} replicas to register",
             remedy="start rollout replicas, or raise sluice.trainer.replica_wait_timeout_s",
@@ -390,7 +383,7 @@ class TrainLoop:
         self, tasks: asyncio.TaskGroup, batch: TrainBatch, step: int, trace: StepTrace
     ) -> None:
         """Make the version of `step` known; its batch is acknowledged before."""
-        if not self._settings.overlaps:
+        if not overlaps_transfers(self._config):
             with trace.span(SpanName.PUBLISH):
                 await self._freeze(step)
                 await self._deliver(step)
@@ -439,7 +432,7 @@ class TrainLoop:
             await self._announcer.announce()
             if self._devices.locked():
                 continue  # the version that is trained goes to newcomers too
-            async with self._own_devices():
+            async with self._devices:
                 await self._publisher.seed_newcomers()
             await self._announcer.announce()
 
@@ -449,7 +442,11 @@ class TrainLoop:
         self._validated_step = step
         self._guards.validating(step)
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
-        self._validation.add_done_callback(lambda _: self._fleet.release())
+        self._validation.add_done_callback(self._validation_ended)
+
+    def _validation_ended(self, _: asyncio.Task[None]) -> None:
+        self._fleet.release()
+        self._guards.validating(None)
 
     async def _validate(self, step: int) -> None:
         if self._delivery is not None:  # of `step`: the next one begins after this validation
@@ -458,9 +455,8 @@ class TrainLoop:
         self._validation_error = None
         try:
             with TRACER.span(SpanName.EVALUATE):
-                report = await self._reward.evaluate(
-                    step, self._settings.examples, self._generated_tokens
-                )
+                examples = max(_NUM_EXAMPLES, self._config.trainer.log_val_generations)
+                report = await self._reward.evaluate(step, examples, self._generated_tokens)
         except SluiceError as error:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
             self._validation_error = error
@@ -476,7 +472,8 @@ class TrainLoop:
             return
         await self._await_delivery()  # of the version that is validated
         version = self._validated_step
-        held = () if self._validation.done() else self._fleet.hold(version, self._num_held)
+        num_held = partial(held_for_validation, max_staleness=self._terms.max_staleness)
+        held = () if self._validation.done() else self._fleet.hold(version, num_held)
         if not held:
             await self._await_validation()
             return
@@ -484,11 +481,6 @@ class TrainLoop:
         logger.info("the validation of version %d runs on: %s held at it", version, names)
         # Only now may the others swap: the reward service has taken the validation from them.
         await self._announcer.announce()
-
-    def _num_held(self, num_replicas: int) -> int:
-        if self._settings.engines_sleep:
-            return 0
-        return held_for_validation(num_replicas, self._settings.terms.max_staleness)
 
     async def _await_validation(self) -> None:
         if self._validation is not None:
@@ -505,7 +497,7 @@ class TrainLoop:
 
     async def _save_if_due(self, step: int) -> None:
         last = step >= self._state.total_steps or self._state.stop_reason is not None
-        if self._state.is_save_wanted or _is_due(step, self._settings.save_freq, last):
+        if self._state.is_save_wanted or _is_due(step, self._config.trainer.save_freq, last):
             await self._save(step)
 
     async def _save_now(self) -> None:
@@ -525,11 +517,11 @@ class TrainLoop:
         await self._await_delivery()
         await self._await_validation()
         step = self._state.step
-        validates = self._settings.validates and self._settings.test_freq > 0
+        validates = self._validates and self._config.trainer.test_freq > 0
         if validates and step > self._validated_step:  # stopped before it was due
             await self._start_validation(tasks, step)
             await self._await_validation()
-        saves = self._settings.save_freq > 0 or self._state.saves_at_end
+        saves = self._config.trainer.save_freq > 0 or self._state.saves_at_end
         if self._state.is_save_wanted or (saves and step > self._saved_step):
             await self._save(step)
         await self._learner.saved()

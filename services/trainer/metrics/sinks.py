@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 CONSOLE, JSONL = "console", "jsonl"
 METRICS_FILE = "metrics.jsonl"
-GENERATIONS_FILE = "generations.jsonl"
 VALIDATION_FAILED = "val/failed"
 """A row with it is a validation's."""
 TABLE_COLUMNS = ("step", "input", "output", "score")
@@ -374,29 +373,20 @@ def mlflow_name(name: str) -> str:
 
 
 class JsonlSink:
-    """The files ``metrics.jsonl`` and ``generations.jsonl``, written without buffering.
+    """The file ``metrics.jsonl``, written without buffering.
 
     NaN and infinity become null, so that every reader can parse the lines.
     """
 
     def __init__(self, target: SinkTarget) -> None:
         self._metrics = LineFile(target.run_dir / METRICS_FILE)
-        self._generations = target.run_dir / GENERATIONS_FILE
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
         self._metrics.append({"step": step, **finite})
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        file = LineFile(self._generations)
-        try:
-            for one in examples:
-                score = one.score if math.isfinite(one.score) else None
-                file.append(
-                    {"step": step, "input": one.prompt, "output": one.response, "score": score}
-                )
-        finally:
-            file.close()
+        """Write nothing: responses are in the run's files."""
 
     def close(self) -> None:
         self._metrics.close()

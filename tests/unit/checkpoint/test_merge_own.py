@@ -134,3 +134,19 @@ def test_the_command_merges_and_compares(checkpoint: Path, tmp_path: Path) -> No
     assert "dtype bfloat16 instead of float32" in differs.output
     nowhere = RUNNER.invoke(commands, ["merge", str(checkpoint)])
     assert isinstance(nowhere.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "file", ["actor/model_world_size_2_rank_0.pt", "actor/lora_adapter/adapter_config.json"]
+)
+def test_weights_are_compared_only_with_a_checkpoint_that_holds_them_whole(
+    checkpoint: Path, tmp_path: Path, file: str
+) -> None:
+    other = tmp_path / "other" / file
+    other.parent.mkdir(parents=True)
+    other.touch()
+    refused = RUNNER.invoke(
+        commands, ["merge", str(checkpoint), "--compare", str(tmp_path / "other")]
+    )
+    assert isinstance(refused.exception, CheckpointError)
+    assert "holds no whole weights" in str(refused.exception)

@@ -91,6 +91,27 @@ def test_a_gpu_is_found_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
         select_device("cuda:2")
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A40", 150e12),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+    ],
+)
+def test_a_gpus_peak_follows_from_the_whole_words_of_its_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: name)
+    assert select_device("cuda").peak_flops() == peak
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_a_missing_gpu_is_named_with_the_remedy() -> None:
     with pytest.raises(

@@ -218,6 +218,20 @@ def test_what_nothing_makes_fit_is_said(estimating: Sequence[RunConfig]) -> None
     assert found.trainer.peak > found.device.usable_bytes
 
 
+def test_a_change_that_the_dry_run_refuses_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(config: RunConfig, model: Mapping[str, object]) -> PassBytes:
+        if config.actor_rollout_ref.model.enable_gradient_checkpointing:
+            raise ConfigError("the family recomputes nothing")
+        return counted(config, model)
+
+    answer_dry_runs(monkeypatch, refusing)
+    found = separate(
+        "Qwen3-8B", RECOMPUTE.replace("true", "false"), "data.max_response_length=16000"
+    )
+    assert not found.fits
+    assert RECOMPUTE not in (found.fits_with or ())
+
+
 def test_a_model_is_a_folder_or_a_published_name(tmp_path: Path) -> None:
     content = {**planned_model("Qwen3-8B").content, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": content}), encoding="utf-8")

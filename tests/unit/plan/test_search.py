@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sluice.config.device_split import DeviceSplit
 from sluice.config.loading.loader import load_config
@@ -14,9 +15,11 @@ FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollou
 SPLIT = DeviceSplit(8, 8, 1, 1)
 
 
-def changes(*overrides: str) -> Sequence[tuple[str, ...]]:
+def changes(
+    *overrides: str, model: str = "Qwen3-8B", own_experts: bool = True
+) -> Sequence[tuple[str, ...]]:
     config = load_config(None, overrides)
-    shape = published_shape("Qwen3-8B")
+    shape = replace(published_shape(model), adaptable_experts=own_experts)
     found = trainer_changes(config, shape, SPLIT, [SPLIT])
     return [change.overrides for change in found]
 
@@ -51,3 +54,9 @@ def test_an_engine_that_divides_its_experts_divides_them_still() -> None:
         f"{ROLLOUT}.tensor_model_parallel_size=4",
         f"{ROLLOUT}.expert_parallel_size=4",
     )
+
+
+def test_ranks_are_offered_experts_only_of_a_family_that_the_trainer_divides() -> None:
+    divided = (f"{FSDP}.expert_parallel_size=2",)
+    assert divided in changes(model="Qwen3-30B-A3B")
+    assert divided not in changes(model="Qwen3-30B-A3B", own_experts=False)

@@ -160,7 +160,7 @@ def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
         {
             **learner,
             **host_memory_metrics(),
-            **PublishReport(1, 2, 1, 0.5, 0.1, 10, 100).metrics,
+            **PublishReport(2, 1, 0.5, 0.1, 10, 100).metrics,
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),
         FleetInterval(400, 6.0, 2, prompt_tokens=8, reused_tokens=4, replica_busy_s=(4.0, 2.0)),

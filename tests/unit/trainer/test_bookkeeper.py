@@ -288,6 +288,16 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
     assert "tokens_residual" not in named
 
 
+async def test_the_last_accounts_take_so_many_seconds_at_most(
+    accounting: ScriptedCounters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_SETTLE_S", 0.0, raising=False)
+    accounting.register("a", load(50), load(70), load(90), load(100))
+    accounting.reported = [reported(trained=50.0), reported(trained=100.0)]
+    named = await accounting.run_accounting.settle()
+    assert (named["generated_tokens"], named["tokens/trained"]) == (70, 50)
+
+
 async def test_the_reward_services_answers_are_taken_in_their_order(
     accounting: ScriptedCounters,
 ) -> None:

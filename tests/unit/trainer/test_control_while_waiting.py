@@ -94,7 +94,7 @@ async def test_a_pause_holds_a_run_that_waits_for_a_batch_and_the_batch_is_asked
 async def test_a_stop_ends_a_run_that_waits_for_replicas() -> None:
     world = World()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run(world.loop(replica_wait_timeout_s=1000.0)))
+        tasks.create_task(run(world.loop(overrides=["sluice.trainer.replica_wait_timeout_s=1000"])))
         await until(lambda: world.state.phase is RunPhase.WAITING_FOR_REPLICAS)
         world.state.stop("enough")
     assert not takes(world)

@@ -140,6 +140,20 @@ async def test_a_call_that_still_runs_after_the_reaction_is_cancelled() -> None:
     assert "given up: another failed" in str(answers.failed["b"])
 
 
+async def test_the_trainers_own_part_that_is_given_up_has_its_name() -> None:
+    async def call(peer: str | None) -> None:
+        if peer is not None:
+            raise broken(peer)
+        await asyncio.Event().wait()
+
+    async def react() -> None:
+        """Does not help."""
+
+    async with asyncio.timeout(60):
+        answers = await fan_out((None, "b"), call, on_failure=react)
+    assert str(answers.failed[None]).startswith("trainer: ")
+
+
 async def test_without_a_failure_nothing_is_reacted_to() -> None:
     async def call(peer: str) -> str:
         return peer

@@ -52,6 +52,15 @@ def test_a_replica_is_pending_until_it_has_proven_the_weights(
     assert fleet.members()[0].version == 3
 
 
+def test_two_replicas_of_one_name_are_warned_about_by_their_addresses(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.register(replica(), LAYOUT, 0.0)
+    beat(fleet, replica(), 3.0, draining=False)
+    fleet.register(replace(replica(instance_id="2"), address="b:1"), LAYOUT, 4.0)
+    assert "replica a at b:1 takes the place of the one at a:1, heard 1.0 s ago" in caplog.text
+
+
 def test_a_replica_with_another_layout_of_weights_is_not_taken_in(fleet: Fleet) -> None:
     with pytest.raises(InvalidRequestError, match=r"replica a: .* use the same model path"):
         fleet.register(replica(), "other", 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from sluice.algorithm.accounting import ReplicaCounters
 from sluice.algorithm.publishing import held_for_validation
 from sluice.algorithm.routing import ReplicaUse
 from sluice.types import ReplicaInfo
-from tests.support.loop_world import SETTINGS, World, run, until
+from tests.support.loop_world import World, run, until
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 
 HELD = partial(held_for_validation, max_staleness=1)
@@ -95,8 +94,7 @@ def test_a_held_replica_without_work_is_not_stalled_and_one_that_hangs_is(fleet:
 
 @asynccontextmanager
 async def _running(world: World, **settings: Any) -> AsyncIterator[None]:
-    terms = replace(SETTINGS.terms, max_staleness=settings.pop("staleness", 1))
-    loop = world.loop(terms=terms, validates=True, **settings)
+    loop = world.loop(validates=True, **{"staleness": 1, **settings})
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(loop))
         yield
@@ -145,17 +143,13 @@ async def test_the_others_swap_only_when_the_reward_service_knows_what_is_held()
         ended.set()
 
 
-@pytest.mark.parametrize(
-    ("names", "staleness", "engines_sleep"), [("a", 1, False), ("ab", 0, False), ("ab", 1, True)]
-)
+@pytest.mark.parametrize(("names", "staleness"), [("a", 1), ("ab", 0)])
 async def test_a_fleet_that_cannot_be_divided_validates_before_the_next_publish(
-    names: str, staleness: int, engines_sleep: bool
+    names: str, staleness: int
 ) -> None:
     world = _world(names)
     ended = _held(world, "evaluate 0")
-    async with _running(
-        world, staleness=staleness, engines_sleep=engines_sleep, val_before_train=True
-    ):
+    async with _running(world, staleness=staleness, val_before_train=True):
         await until(lambda: world.state.phase is RunPhase.EVALUATING)
         assert "freeze 1" not in world.events
         ended.set()

@@ -204,6 +204,7 @@ def test_the_checkpoint_under_validation_stays_while_train_steps_end(tmp_path: P
     found.stepped(5, {"actor/entropy": 1.0})
     assert set(found.protected({4, 5})) == {4}
     found.validated(4, report(0.9))
+    found.validating(None)
     assert set(found.protected({4, 5})) == set()
 
 

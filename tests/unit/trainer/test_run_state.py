@@ -102,6 +102,18 @@ async def test_finishing_twice_is_harmless(state: RunState) -> None:
     assert state.phase is RunPhase.FINISHED
 
 
+async def test_a_guards_hold_outlasts_a_lease_of_the_operator(state: RunState) -> None:
+    state.hold("the reward has collapsed")
+    state.pause(lease_s=0.01)
+    async with asyncio.timeout(60):
+        while "" in state.holders:
+            await state.control_call()
+    assert state.is_paused
+    assert state.hold_reason == "the reward has collapsed"
+    state.resume()
+    assert not state.is_paused
+
+
 @pytest.mark.parametrize("call", ["resume", "stop", "saved"])
 async def test_a_paused_run_wakes_for_every_call_it_has_to_look_at(
     state: RunState, call: str

@@ -145,14 +145,6 @@ async def test_a_full_disk_is_one_warning_and_not_the_end(
     assert last == "logger jsonl: 3 writes failed"
 
 
-async def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
-    (sink,) = await open_sinks(["jsonl"], SinkTarget(tmp_path))
-    sink.write_generations(5, [Example("1 + 1", "2\n", "2", 1.0)])
-    sink.close()
-    found = lines(tmp_path / "generations.jsonl")
-    assert found == [{"step": 5, "input": "1 + 1", "output": "2\n", "score": 1.0}]
-
-
 def test_the_same_prompts_are_shown_at_every_validation() -> None:
     first = [Example(f"prompt {i}", "a", "", 0.0) for i in range(20)]
     later = [Example(f"prompt {i}", "b", "", 1.0) for i in reversed(range(20))]

@@ -89,6 +89,17 @@ async def test_engines_that_share_devices_sleep_from_the_batch_until_the_next_we
     assert order.count("sleep") == order.count("train") == 3
 
 
+async def test_the_time_of_an_update_begins_when_engines_sleep(world: World) -> None:
+    world.holds["sleep"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(engines_sleep=True)))
+        await until(lambda: "sleep" in world.events)
+        await asyncio.sleep(0.2)
+        world.holds["sleep"].set()
+    step = world.recorded["step 1"]
+    assert step["timing_s/train"] < 0.2 < step["timing_s/step"]
+
+
 @pytest.mark.parametrize("engines_sleep", [True, False])
 async def test_a_newcomer_gets_weights_beside_training_only_if_engines_do_not_sleep(
     world: World, engines_sleep: bool
@@ -259,7 +270,8 @@ async def test_a_service_that_restarts_during_a_step_learns_that_its_batch_is_in
 
 async def test_too_few_replicas_within_the_deadline_end_the_run_with_a_remedy() -> None:
     with only(DeadlineError) as caught:
-        await run(World().loop(replica_wait_timeout_s=0.05, min_replicas=2))
+        waits = ("sluice.trainer.replica_wait_timeout_s=0.05", "sluice.trainer.min_replicas=2")
+        await run(World().loop(overrides=waits))
     (error,) = leaves(caught.value)
     assert "rollout fleet" in str(error)
     assert "waiting for 2 replicas" in str(error)
@@ -375,6 +387,17 @@ async def test_a_stop_without_validation_ends_the_running_one_and_saves(world: W
     assert not [event for event in world.events if event.startswith("evaluated")]
     assert "save 1 at 10" in world.events
     assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_a_skipped_validation_protects_no_checkpoint(world: World) -> None:
+    world.holds["evaluate 0"] = asyncio.Event()  # it never ends
+    loop = world.loop(validates=True, val_before_train=True)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(loop))
+        await until(lambda: "evaluate 0" in world.events)
+        assert 0 in world.guards.protected({0})
+        world.state.stop("interrupted", skips_validation=True)
+    assert 0 not in world.guards.protected({0})
 
 
 async def test_a_stop_that_saves_also_saves_a_run_that_saves_no_steps(world: World) -> None:

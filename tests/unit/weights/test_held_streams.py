@@ -259,7 +259,7 @@ def test_ranks_are_steered_over_tls_and_refuse_callers_without_it(stack: ExitSta
     fleet.form()
     fleet.freeze(1)
     report, staged = fleet.send(1)
-    assert report.digest == staged["one", 0].digest
+    assert report.bases[0].digest == staged["one", 0].digest
     plain = SendingRankClient(1, "127.0.0.1", fleet.servers[0].port, _KEY)
     with closing(plain), pytest.raises(WeightSyncError, match="trainer rank 1"):
         plain.probe(2.0)

@@ -70,7 +70,7 @@ def test_a_group_forms_at_any_address_of_either_family(
         assert [done.result(10) for done in joined] == [specs["r0"].plan_digest] * 2
         staged = [pool.submit(receiver.stage, 1) for receiver in receivers.values()]
         report = sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER)
-        assert {done.result(10).digest for done in staged} == {report.digest}
+        assert {done.result(10).digest for done in staged} == {report.bases[0].digest}
         for receiver in receivers.values():
             receiver.close()
     assert wait_for_retired_threads(10) == 0

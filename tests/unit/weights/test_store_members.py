@@ -167,7 +167,8 @@ def test_a_group_forms_over_tls() -> None:
         assert joined.result(_WAIT_S) == spec.plan_digest
         staged = pool.submit(receiver.stage, 1)
         assert (
-            sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER).digest == staged.result(_WAIT_S).digest
+            sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER).bases[0].digest
+            == staged.result(_WAIT_S).digest
         )
 
 
