@@ -92,6 +92,41 @@ def post(
     return _checked(to, response.status, answer, max_response_bytes)
 
 
+def post_until(
+    ends_at: float,
+    to: Endpoint,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    attempts: int,
+    first_pause_s: float,
+    timeout_s: float,
+    max_response_bytes: int,
+) -> bytes:
+    """Return `post`'s answer; repeat the request after temporary faults, with doubling pauses.
+
+    Args:
+        ends_at: of all attempts, by the monotonic clock.
+        timeout_s: of one attempt.
+
+    Raises:
+        HttpFault: the last attempt's.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        left_s = max(min(timeout_s, ends_at - time.monotonic()), 0.001)
+        try:
+            return post(to, body, headers, timeout_s=left_s, max_response_bytes=max_response_bytes)
+        except HttpFault as fault:
+            pause_s = first_pause_s * 2 ** (attempt - 1)
+            is_late = time.monotonic() + pause_s >= ends_at
+            if attempt >= attempts or is_late or not fault.temporary:
+                text = f"{fault} (attempt {attempt})"
+                raise HttpFault(text, temporary=fault.temporary) from fault
+            time.sleep(pause_s)
+
+
 def _checked(to: Endpoint, status: int, answer: bytes, max_response_bytes: int) -> bytes:
     if status != OK:
         shown = answer[: 4 * SHOWN_CHARACTERS].decode(errors="replace")[:SHOWN_CHARACTERS]
