@@ -310,6 +310,6 @@ def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function
             f"a tool {str(value)[:200]} ({raised(error)}); write OpenAI's form, or give a function "
             "with type hints and a docstring"
         ) from error
-    if not (isinstance(tool.name, str) and isinstance(tool.description, str)):
+    if not all(isinstance(one, str) for one in (tool.name, tool.description)):
         raise ValueError(f"a tool {value!r:.200}; its name and description are texts")
     return tool
