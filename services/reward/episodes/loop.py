@@ -249,12 +249,10 @@ class FirstTurns:
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         self._ready.clear()
+        is_only = len(bundles) == 1 and not self._alone
         for indexes in bundles.values():
-            self._start(indexes, is_only=len(bundles) == 1 and not self._alone)
-
-    def _start(self, indexes: Sequence[int], *, is_only: bool) -> None:
-        name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-        self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
+            name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
+            self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
 
     async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]
