@@ -50,10 +50,8 @@ class MethodThreads:
                 await asyncio.wait([ended], timeout=_PAUSE_S)
             await asyncio.wait([ended])
         except asyncio.CancelledError:
-            # However often it is cancelled: the next call must not overlap it, and it counts.
-            while not (call.cancel() or ended.done()):
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([ended])
+            if not call.cancel():
+                await _until(ended)
             raise
         finally:
             self._num_calls -= 1
@@ -80,3 +78,13 @@ class MethodThreads:
         while (found := self._calls.get()) is not None:
             settle(*found)
             del found
+
+
+async def _until(ended: asyncio.Future[None]) -> None:
+    """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
+    and it counts as running."""
+    try:
+        await asyncio.wait([ended])
+    except asyncio.CancelledError:
+        await _until(ended)
+        raise
