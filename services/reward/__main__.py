@@ -103,7 +103,7 @@ async def _environments(
                 source,
                 settings,
                 Path(config.sluice.run_dir),
-                as_variable(config.sluice.sandbox),
+                as_variable(config.sluice.sandbox, config.reward.sandbox_fusion),
             )
             address_for = (await stack.enter_async_context(workers)).address_for
         else:

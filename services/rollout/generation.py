@@ -10,7 +10,7 @@ On failure: a failing engine ends the call with the engine's error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -278,7 +278,7 @@ class GenerationRunner:
         new_tokens = 0
         # Tokens of a sample that is sent whole in this event need no deltas of their own.
         finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
-        for chunk in chunks:
+        for chunk in chain.from_iterable(map(_by_token, chunks)) if options.every_token else chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
             new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
@@ -312,6 +312,16 @@ class GenerationRunner:
             answer = options.read_answer(ids)
         text = before_stop(self._decode(ids), stops)
         return sample.grown.rollout(chunk.sample_index, reason, text, chunk.routing, answer)
+
+
+def _by_token(chunk: SampleChunk) -> Iterator[SampleChunk]:
+    """Split a chunk, since an engine may join tokens, and each has a text of its own."""
+    last = max(chunk.token_ids.size - 1, 0)
+    ids, logprobs = chunk.token_ids, chunk.behavior_logprobs
+    for one in range(last):
+        of_one = slice(one, one + 1)
+        yield SampleChunk(chunk.sample_index, ids[of_one], logprobs[of_one], chunk.version, None)
+    yield replace(chunk, token_ids=ids[last:], behavior_logprobs=logprobs[last:])
 
 
 def _with_texts(found: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:

@@ -193,9 +193,19 @@ class RunMonitor:
         await unary_call(self._trainer.Pause, request, peer=_TRAINER, phase="asking it to pause")
 
     async def _renew(self, holder: str) -> None:
+        """Renew the pause; fail only when the trainer has not answered for as long as it lasts."""
+        ends_at, pause_s = time.monotonic() + _LEASE_S, _LEASE_S / _RENEWALS_PER_LEASE
         while True:
-            await asyncio.sleep(_LEASE_S / _RENEWALS_PER_LEASE)
-            await self._lease(holder)
+            await asyncio.sleep(pause_s)
+            asked_at = time.monotonic()
+            try:
+                async with deadline(ends_at - asked_at, peer=_TRAINER, phase="renewing the pause"):
+                    await self._lease(holder)
+                ends_at, pause_s = asked_at + _LEASE_S, _LEASE_S / _RENEWALS_PER_LEASE
+            except (PeerError, DeadlineError):
+                pause_s = _LEASE_S / 15
+                if time.monotonic() + pause_s >= ends_at:
+                    raise
 
     async def _until_held(self, timeout_s: float) -> RunSnapshot:
         phase = "waiting for the present step to end"

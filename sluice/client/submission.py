@@ -126,11 +126,11 @@ def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
 class RefusedPrompts:
     """Prompts that a full service refused, by id, the longest held first.
 
-    One held prompt is sent again for each outcome, which frees capacity, and one after each pause,
-    because other clients' prompts end too. The pause grows while that fails. Each one that is
-    accepted lets another follow at once. So vain tries are at most one for each outcome and one for
-    each pause; prompts that were in flight when the service became full, and all open ones after a
-    broken call, add one each.
+    One held prompt is sent again for each prompt that is accepted or ends, since there is or was
+    capacity, and one after each pause, because other clients' prompts end too. The pause grows
+    until one is accepted or ends. So vain tries are at most one for each of these; prompts that
+    were in flight when the service became full, and all open ones after a broken call, add one
+    each.
 
     Args:
         policy: the pauses, and with `gives_up` the patience without progress.
@@ -150,7 +150,6 @@ class RefusedPrompts:
         self._clock = clock
         self._gives_up = gives_up or policy.patience_s <= 0
         self._refusals: dict[str, PromptEvent] = {}
-        self._tried: set[str] = set()  # released, and not answered yet
         self._capacity = 0
         self._num_pauses = 0
         self._next_pause_ends_s = 0.0
@@ -164,11 +163,9 @@ class RefusedPrompts:
         """Hold a refused prompt, and return all that are given up."""
         now_s = self._clock()
         if self._full_since_s is None:
-            self._full_since_s = now_s
-        if not self._refusals and not self._tried:
-            self._num_pauses = 0
-            self._next_pause_ends_s = now_s + self._pause_s()
-        self._tried.discard(refusal.prompt_id)
+            self._full_since_s, self._num_pauses = now_s, 0
+            if not self._refusals:
+                self._next_pause_ends_s = now_s + self._pause_s()
         self._refusals[refusal.prompt_id] = refusal
         if not self._gives_up or now_s - self._full_since_s < self._policy.patience_s:
             self._warn(refusal.detail, now_s, now_s - self._full_since_s)
@@ -177,21 +174,12 @@ class RefusedPrompts:
         self._refusals.clear()
         return given_up
 
-    def accepted(self, prompt_id: str) -> None:
-        """Note an accepted prompt, held before or not."""
-        self._full_since_s = None
-        if prompt_id in self._tried:
-            self._tried.discard(prompt_id)
-            self._num_pauses = 0
-            self._capacity += 1
-
     def drop(self, prompt_id: str) -> None:
         """Forget a prompt that is done."""
         self._refusals.pop(prompt_id, None)
-        self._tried.discard(prompt_id)
 
-    def ended(self) -> None:
-        """Note an ended prompt, which frees capacity for another."""
+    def progressed(self) -> None:
+        """Note that a prompt, held before or not, was accepted or has ended."""
         self._full_since_s = None
         if self._refusals:
             self._capacity += 1
@@ -200,7 +188,6 @@ class RefusedPrompts:
         """Forget all held prompts: a new call sends them again."""
         self._full_since_s = None
         self._refusals.clear()
-        self._tried.clear()
 
     def take_due(self) -> str | None:
         """Release the prompt to send again now and return its id; ``None``: there is none."""
@@ -217,7 +204,6 @@ class RefusedPrompts:
             return None
         prompt_id = next(iter(self._refusals))
         del self._refusals[prompt_id]
-        self._tried.add(prompt_id)
         return prompt_id
 
     def wait_s(self) -> float | None:
@@ -467,13 +453,13 @@ class OpenPrompts:
         if event.event == "refused":
             return self._news_of_refused(event)
         self._end(event.prompt_id)
-        self._held.ended()
+        self._held.progressed()
         return (event,) if self._until_outcome else ()
 
     def _news_of_accepted(self, event: PromptEvent) -> Sequence[PromptEvent]:
         was_accepted = event.prompt_id in self._accepted
         self._accepted.add(event.prompt_id)
-        self._held.accepted(event.prompt_id)
+        self._held.progressed()
         if not self._until_outcome:
             self._end(event.prompt_id)
         return () if was_accepted else (event,)

@@ -59,20 +59,46 @@ def endpoint(url: str, *, key: str) -> Endpoint:
     raise ConfigError(f"{key} = {url!r} is no URL; write http://HOST:PORT/PATH")
 
 
-def post(
+def post_until(
+    ends_at: float,
     to: Endpoint,
     body: bytes,
     headers: Mapping[str, str],
     *,
+    attempts: int,
+    first_pause_s: float,
     timeout_s: float,
     max_response_bytes: int,
 ) -> bytes:
     """Return the body of the answer, whose status was 200.
 
+    After a temporary fault the request is repeated; the pauses double.
+
+    Args:
+        ends_at: of all attempts, by the monotonic clock.
+        timeout_s: of one attempt in all, however slowly the peer sends.
+
     Raises:
-        HttpFault: no connection, another status, too large an answer, or none after `timeout_s`
-            in all, however slowly the peer sends.
+        HttpFault: no connection, another status, too large an answer, or none in time.
     """
+    attempt = 0
+    while True:
+        attempt += 1
+        left_s = max(min(timeout_s, ends_at - time.monotonic()), 0.001)
+        try:
+            return _post(to, body, headers, left_s, max_response_bytes)
+        except HttpFault as fault:
+            pause_s = first_pause_s * 2 ** (attempt - 1)
+            is_late = time.monotonic() + pause_s >= ends_at
+            if attempt >= attempts or is_late or not fault.temporary:
+                text = f"{fault} (attempt {attempt})"
+                raise HttpFault(text, temporary=fault.temporary) from fault
+            time.sleep(pause_s)
+
+
+def _post(
+    to: Endpoint, body: bytes, headers: Mapping[str, str], timeout_s: float, max_response_bytes: int
+) -> bytes:
     kind = http.client.HTTPSConnection if to.is_secure else http.client.HTTPConnection
     connection = kind(to.host, to.port, timeout=timeout_s)
     ends_at = time.monotonic() + timeout_s

@@ -21,6 +21,7 @@ from sluice.environment.episodes import (
     defect,
     grade_of,
     is_cancelled,
+    raised,
     text_of,
 )
 from sluice.environment.schemas import method_tool, openai_call, openai_tool
@@ -300,6 +301,15 @@ def _call(value: Any) -> ToolCall:  # noqa: ANN401  what an author gives
 
 
 def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function
-    if callable(value):
-        return method_tool(value, f"tool {value.__name__}", is_method=False).tool
-    return openai_tool(value.get("function", value))
+    try:
+        if callable(value):
+            return method_tool(value, f"tool {value.__name__}", is_method=False).tool
+        tool = openai_tool(value.get("function", value))
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        raise ValueError(
+            f"a tool {str(value)[:200]} ({raised(error)}); write OpenAI's form, or give a function "
+            "with type hints and a docstring"
+        ) from error
+    if not all(isinstance(one, str) for one in (tool.name, tool.description)):
+        raise ValueError(f"a tool {value!r:.200}; its name and description are texts")
+    return tool

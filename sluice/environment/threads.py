@@ -1,49 +1,32 @@
-"""Threads that run plain methods: one after the other while they are quick, side by side once they
-make others wait.
-
-A call of its own thread costs several times what a quick method does, and most are quick.
-"""
+"""Threads that run plain methods. Unlike an executor's, they never hold the end of the process, and
+a start that the system refuses loses no call."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 
-_PATIENCE_S = 0.005
-"""A call that has waited this long gets another thread."""
+from sluice.concurrency.threads import settle
 
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call; `answered` belongs to the event loop."""
-
-    function: Callable[[], object]
-    answered: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    returned: object = None
-    error: BaseException | None = None
+_PAUSE_S = 0.02
+"""Before the system is asked again for a thread."""
 
 
 class MethodThreads:
-    """Runs calls in threads, in their order. All of one event loop.
+    """Runs calls in threads, begun in their order. All of one event loop.
 
     Args:
         most: calls that run at once; further ones wait.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._starts = SimpleQueue[asyncio.AbstractEventLoop | None]()
-        self._lock = threading.Lock()  # of all that follows
-        self._waiting: deque[_Call] = deque()
-        self._ended: list[_Call] = []
-        self._num_threads = self._num_idle = 0  # those that make calls, and those that may
-        self._is_watched = self._is_closed = False  # of the event loop alone
+        self._most, self._num_threads, self._num_calls = most, 0, 0
+        self._calls = SimpleQueue[tuple[Future[object], Callable[[], object]] | None]()
+        self._is_closed = False
 
     async def run(self, function: Callable[[], object]) -> object:
         """Return what the function returns, or raise what it raises.
@@ -52,113 +35,56 @@ class MethodThreads:
         """
         if self._is_closed:
             raise RuntimeError("the threads are closed")
-        call, loop = _Call(function), asyncio.get_running_loop()
-        with self._lock:
-            self._waiting.append(call)
-            is_idle = self._num_threads == 0
-        is_made = is_idle and self._add_thread(loop)
-        if not (is_made or self._is_watched):
-            self._is_watched = True
-            loop.call_later(_PATIENCE_S, self._look, loop, call)
+        call, loop = Future[object](), asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def deliver(_call: Future[object]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and so has who waited
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+        call.add_done_callback(deliver)
+        self._calls.put((call, function))
+        self._num_calls += 1
         try:
-            await asyncio.wait([call.answered])
+            while not (self._has_thread() or ended.done()):
+                await asyncio.wait([ended], timeout=_PAUSE_S)
+            await asyncio.wait([ended])
         except asyncio.CancelledError:
-            if not self._taken_back(call):
-                await _until(call.answered)
+            if not call.cancel():
+                await _until(ended)
             raise
-        if call.error is not None:
-            raise call.error
-        return call.returned
+        finally:
+            self._num_calls -= 1
+        return call.result()
 
     def close(self) -> None:
         """Let running threads end with the process; take no further call."""
-        with self._lock:
-            self._is_closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._starts.put(None)
+        self._is_closed = True
+        for _ in range(self._num_threads):
+            self._calls.put(None)
 
-    def _serve(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        while loop is not None and self._work(loop):
-            loop = self._starts.get()
-
-    def _work(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Make calls until none waits; return whether the thread may be needed again."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._num_threads -= 1
-                    self._num_idle += not self._is_closed
-                    return not self._is_closed
-                call = self._waiting.popleft()
-            try:
-                call.returned = call.function()
-            except BaseException as error:  # noqa: BLE001  the waiter raises it
-                call.error = error
-            with self._lock:
-                self._ended.append(call)
-                is_first = len(self._ended) == 1
-            if is_first:
-                try:
-                    loop.call_soon_threadsafe(self._deliver)
-                except RuntimeError:  # the loop has ended, and so has who waited
-                    return False
-            del call
-
-    def _deliver(self) -> None:
-        with self._lock:
-            ended, self._ended = self._ended, []
-        for call in ended:
-            call.answered.set_result(None)
-
-    def _look(self, loop: asyncio.AbstractEventLoop, known: _Call) -> None:
-        """Double the threads if a call still waits that was the last one at the look before."""
-        with self._lock:
-            self._is_watched = bool(self._waiting)
-            if not self._waiting:
-                return
-            num_more = 0
-            if known in self._waiting:
-                num_more = min(max(1, self._num_threads), self._most - self._num_threads)
-            newest = self._waiting[-1]
-        for _ in range(num_more):
-            if not self._add_thread(loop):
-                break  # until the next look
-        loop.call_later(_PATIENCE_S, self._look, loop, newest)
-
-    def _add_thread(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Start a thread, unless the system has none now."""
-        with self._lock:
-            self._num_threads += 1
-            has_idle = self._num_idle > 0
-            self._num_idle -= has_idle
-        if has_idle:
-            self._starts.put(loop)
+    def _has_thread(self) -> bool:
+        """Start a thread for a call if it needs one; return whether the system has refused none."""
+        if self._num_threads >= min(self._num_calls, self._most):
             return True
         try:
-            # One that hangs need not hold the end of the process.
-            threading.Thread(
-                target=self._serve, args=(loop,), name="environment", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, name="environment", daemon=True).start()
         except RuntimeError:
-            with self._lock:
-                self._num_threads -= 1
             return False
+        self._num_threads += 1
         return True
 
-    def _taken_back(self, call: _Call) -> bool:
-        with self._lock:
-            if call not in self._waiting:
-                return False
-            self._waiting.remove(call)
-            return True
+    def _serve(self) -> None:
+        while (found := self._calls.get()) is not None:
+            settle(*found)
+            del found
 
 
-async def _until(answered: asyncio.Future[None]) -> None:
+async def _until(ended: asyncio.Future[None]) -> None:
     """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
     and it counts as running."""
     try:
-        await asyncio.wait([answered])
+        await asyncio.wait([ended])
     except asyncio.CancelledError:
-        await _until(answered)
+        await _until(ended)
         raise

@@ -33,7 +33,7 @@ from sluice.environment.episodes import (
 )
 from sluice.environment.loading import file_module
 from sluice.environment.schemas import json_object, method_tool, openai_call, openai_tool
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, SluiceError
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -194,12 +194,18 @@ class VerlEpisode:
         return None
 
     async def close(self) -> None:
-        """Release each created instance."""
+        """Release each created instance; raise the first error."""
+        errors = list[SluiceError]()
         while self._ids:
             name, instance = self._ids.popitem()
             release = self._tools[name].state.release
             given = self._given(name, "release_kwargs")
-            await self._calls.required(f"{name}.release", release, instance, **given)
+            try:
+                await self._calls.required(f"{name}.release", release, instance, **given)
+            except SluiceError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
         one = self._tools[call.name]

@@ -63,7 +63,7 @@ def write_page(
         most_responses: of each prompt and evaluation.
 
     Raises:
-        DataError: a file of responses was damaged since.
+        DataError: a file of responses was written again since.
         OSError: a file cannot be read or written.
     """
     benchmarks = compared_benchmarks(evaluations)
@@ -253,7 +253,8 @@ def _texts(
     keys = [one.key for one in shown if one.key in have]
     if not keys:
         return {}
-    found = read_at(evaluation.files[name], [have[key].offset for key in keys])
+    places = [(have[key].offset, have[key].key) for key in keys]
+    found = read_at(evaluation.files[name], places)
     prompts = (_shown_prompt(prompt, most_responses) for prompt in found)
     return dict(zip(keys, prompts, strict=True))
 

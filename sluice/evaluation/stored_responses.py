@@ -8,6 +8,7 @@ is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -163,22 +164,32 @@ def read_responses(file: Path) -> Iterator[tuple[int, StoredPrompt]]:
                 yield place, prompt
 
 
-def read_at(file: Path, offsets: Sequence[int]) -> Iterator[StoredPrompt]:
-    """Yield the prompts whose lines begin at `offsets`, as `read_responses` gave them."""
+def read_at(file: Path, places: Sequence[tuple[int, bytes]]) -> Iterator[StoredPrompt]:
+    """Yield the prompts at some offsets, as `read_responses` gave them, each with its key.
+
+    Raises:
+        DataError: another prompt is there, or none: the file was written again.
+        OSError: the file cannot be read.
+    """
     decoder = msgspec.json.Decoder(StoredPrompt)
     with file.open("rb") as lines:
-        for offset in offsets:
+        for offset, key in places:
             lines.seek(offset)
-            yield _decoded(decoder, lines.readline(), file, None)
+            found = None
+            with suppress(*DECODE_ERRORS):
+                found = decoder.decode(lines.readline())
+            if found is None or found.key != key:
+                raise DataError(f"{file}: an evaluation has written it again; repeat the command")
+            yield found
 
 
 def _decoded(
-    decoder: msgspec.json.Decoder[StoredPrompt], line: bytes, file: Path, number: int | None
+    decoder: msgspec.json.Decoder[StoredPrompt], line: bytes, file: Path, number: int
 ) -> StoredPrompt:
     try:
         return decoder.decode(line)
     except DECODE_ERRORS as error:
-        place = file if number is None else f"{file}, line {number}"
         raise DataError(
-            f"{place}: {error}; delete the line, and evaluate again: only its prompt is sampled"
+            f"{file}, line {number}: {error}; delete the line, and evaluate again: only its prompt "
+            "is sampled"
         ) from error

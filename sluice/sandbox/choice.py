@@ -57,8 +57,9 @@ def process_sandbox(sandbox: SandboxConfig) -> ProcessSandbox:
     if sandbox.backend == "command":
         return CommandSandbox(sandbox.command, limits_of(sandbox), sandbox.python)
     raise ConfigError(
-        f"sluice.sandbox.backend = {sandbox.backend}: a program that keeps its state needs a "
-        "sandbox on this machine; set bubblewrap or command"
+        f"the sandbox is {sandbox.backend or 'not set'}, but a program that keeps its state, such "
+        "as the Python tool, needs one on this machine; set sluice.sandbox.backend=bubblewrap or "
+        "command"
     )
 
 
@@ -111,8 +112,11 @@ def proven_sandbox(
     return chosen
 
 
-def as_variable(sandbox: SandboxConfig) -> Mapping[str, str]:
+def as_variable(
+    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
+) -> Mapping[str, str]:
     """Return the environment variable that hands the configuration to a worker."""
+    sandbox = msgspec.structs.replace(sandbox, backend=backend_of(sandbox, fusion))
     return {VARIABLE: msgspec.json.encode(sandbox).decode()}
 
 

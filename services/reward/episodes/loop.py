@@ -2,7 +2,8 @@
 
 Consumes: requests for samples, as the dispatcher does. Each sample has a task. All open their
 environments first; then the first turns of samples with equal prompts are one request, so that the
-replica reads the prompt once. Every further turn is a request of its own. Waits for: environments
+replica reads the prompt once. A sample whose environment opens `PATIENCE_S` after the group's first
+one has a request of its own, as has every further turn. Waits for: environments
 and the dispatcher, see `episode`. Produces: whole groups, whose samples may hold their outcomes.
 On failure: of an environment: its sample alone; of the prompt: the group. On shutdown: cancelling a
 call closes its episodes, each within `drivers.ABANDON_S`.
@@ -44,6 +45,9 @@ from sluice.types import (
     RolloutGroup,
     Tool,
 )
+
+PATIENCE_S = 1.0
+"""Longest wait of a first turn for those of its siblings."""
 
 
 class EpisodeGenerator:
@@ -189,6 +193,8 @@ class _Waiter:
 class FirstTurns:
     """Requests the first turns, when each sample of a group waits for its own or has failed.
 
+    It does so at the latest `PATIENCE_S` after the first sample is ready.
+
     Args:
         alone: request each sample's turn at once, in a request of its own.
     """
@@ -206,6 +212,7 @@ class FirstTurns:
         self._batch, self._alone = batch, alone
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
+        self._ready: list[int] = []
 
     async def turn(
         self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -221,23 +228,31 @@ class FirstTurns:
         if index not in self._awaited:
             return
         self._awaited.remove(index)
-        if self._alone:
-            if index in self._waiters:
-                self._start([index])
-            return
+        if index in self._waiters:
+            self._ready.append(index)
+        if self._alone or not self._awaited:
+            self._start_ready()
+        elif len(self._ready) == 1:
+            asyncio.get_running_loop().call_later(PATIENCE_S, self._start_late)
+
+    def _start_late(self) -> None:
+        """Request what is ready, and each further turn alone."""
         if self._awaited:
-            return
+            self._alone = True
+            self._start_ready()
+
+    def _start_ready(self) -> None:
         bundles: dict[str, list[int]] = {}
-        for number, waiter in sorted(self._waiters.items()):
+        for number in sorted(self._ready):
+            waiter = self._waiters[number]
             if not waiter.answered.done():  # else its episode had no time left, or was cancelled
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
+        self._ready.clear()
+        is_only = len(bundles) == 1 and not self._alone
         for indexes in bundles.values():
-            self._start(indexes, is_only=len(bundles) == 1)
-
-    def _start(self, indexes: Sequence[int], *, is_only: bool = False) -> None:
-        name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-        self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
+            name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
+            self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
 
     async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]

@@ -46,26 +46,26 @@ def test_nothing_is_due_before_the_pause_has_ended_and_then_one() -> None:
 def test_a_prompt_that_is_done_with_is_held_no_longer() -> None:
     held, _ = holding("ab")
     held.drop("a")
-    held.ended()
-    held.ended()
+    held.progressed()
+    held.progressed()
     assert due(held) == "b"
 
 
 def test_each_outcome_lets_one_follow() -> None:
     held, _ = holding("abc")
-    held.ended()
-    held.ended()
+    held.progressed()
+    held.progressed()
     assert due(held) == "ab"
 
 
 def test_capacity_without_a_held_prompt_is_not_kept_for_later() -> None:
     held, _ = holding("")
-    held.ended()
+    held.progressed()
     assert due(held) == ""
     held.hold(refusal("a"))
     assert due(held) == ""
-    held.ended()
-    held.ended()
+    held.progressed()
+    held.progressed()
     assert due(held) == "a"
     held.hold(refusal("b"))
     assert due(held) == ""
@@ -75,8 +75,8 @@ def test_capacity_found_after_a_pause_is_used_at_once() -> None:
     held, clock = holding("abcdefg")
     clock.now_s += 1.0
     assert due(held) == "a"
-    for accepted, following in ("ab", "bc", "cd"):
-        held.accepted(accepted)
+    for following in "bcd":
+        held.progressed()
         assert due(held) == following
 
 
@@ -105,7 +105,7 @@ def test_prompts_are_given_up_together_when_nothing_got_on_for_the_patience() ->
     clock.now_s += 50.0
     assert due(held) == "a"
     assert not held.hold(refusal("a"))
-    held.ended()  # patience starts again
+    held.progressed()  # patience starts again
     assert due(held) == "b"
     clock.now_s += 50.0
     assert not held.hold(refusal("b"))

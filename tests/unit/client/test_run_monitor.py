@@ -88,12 +88,49 @@ async def test_holding_waits_for_the_step_under_way_and_lets_go_afterwards() -> 
 async def test_the_hold_is_a_lease_that_is_renewed_as_long_as_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_monitor, "_LEASE_S", 0.03)
+    monkeypatch.setattr(run_monitor, "_LEASE_S", 0.3)
     trainer = ScriptedTrainer(step=1)
     async with monitored(trainer) as monitor, monitor.held(20):
         while len(trainer.leases_s) < 3:
             await asyncio.sleep(0.01)
-    assert set(trainer.leases_s) == {0.03}
+    assert set(trainer.leases_s) == {0.3}
+
+
+class FailingTrainer(ScriptedTrainer):
+    """Refuses to renew a pause, as often as it should."""
+
+    num_refusals = 1
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        if self.leases_s and self.num_refusals:
+            self.num_refusals -= 1
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "busy")
+        return await super().Pause(request, context)
+
+
+async def test_a_renewal_that_fails_once_does_not_end_the_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_monitor, "_LEASE_S", 1.5)
+    trainer = FailingTrainer(step=1)
+    async with monitored(trainer) as monitor, monitor.held(20):
+        async with asyncio.timeout(10):
+            while len(trainer.leases_s) < 2:
+                await asyncio.sleep(0.01)
+    assert trainer.num_refusals == 0
+
+
+async def test_a_hold_ends_when_its_lease_could_not_be_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_monitor, "_LEASE_S", 0.3)
+    trainer = FailingTrainer(step=1)
+    trainer.num_refusals = 1000
+    async with monitored(trainer) as monitor:
+        with pytest.raises(ExceptionGroup) as found:
+            async with monitor.held(20):
+                await asyncio.sleep(10)
+    assert isinstance(found.value.exceptions[0], DeadlineError)
 
 
 async def test_a_failure_while_it_is_held_lets_go_too() -> None:

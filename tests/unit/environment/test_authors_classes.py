@@ -254,6 +254,26 @@ async def run(task, policy):
             await episode(servers).open()
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "'look'",
+        "{'function': {'description': 'Look.'}}",
+        "{'function': None}",
+        "{'name': 5}",
+        "lambda jar: jar",
+    ],
+)
+async def test_a_malformed_tool_of_a_loop_is_a_value_error(tmp_path: Path, tool: str) -> None:
+    text = f"""
+async def run(task, policy):
+    await policy.chat(task.prompt, [{tool}])
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        with pytest.raises(EpisodeFailedError, match=r"ValueError: a tool .*; "):
+            await episode(servers).open()
+
+
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
     text = """
 from sluice.environment.loops import EpisodeOver
@@ -416,6 +436,36 @@ class History(BaseTool):
         second = await played.step(1, called, STOP)
         texts = [one.content for seen in (first, second) for one in seen.messages]
         assert texts == ["1 ['Hm.']", """2 ['Hm.', "1 ['Hm.']", 'Hm.']"""]
+
+
+async def test_each_tool_of_verls_is_released_though_another_release_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "verl_releases.py").write_text("""
+from pathlib import Path
+from verl.tools.base_tool import BaseTool
+
+class Held(BaseTool):
+    async def release(self, instance_id, **kwargs):
+        Path(__file__).with_name(self.name).touch()
+        raise OSError(self.name)
+""")
+    entry = (
+        "{{class_name: verl_releases.Held, config: {{type: native}}, tool_schema: "
+        "{{type: function, function: {{name: {0}, description: Hold., parameters: "
+        "{{type: object, properties: {{}}}}}}}}}}"
+    )
+    config = tmp_path / "releases.yaml"
+    config.write_text(f"tools: [{entry.format('one')}, {entry.format('two')}]")
+    source = EnvironmentSource(tool_config_path=str(config))
+    async with served(source, tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        with pytest.raises(EpisodeFailedError, match=r"two\.release raised OSError"):
+            await played.close()
+    assert (tmp_path / "one").exists()
+    assert (tmp_path / "two").exists()
 
 
 def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSource) -> None:

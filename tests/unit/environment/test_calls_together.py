@@ -437,7 +437,7 @@ async def test_a_close_that_hangs_holds_neither_other_calls_nor_the_end_of_the_s
     calls.close()
 
 
-async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
+async def test_methods_run_side_by_side() -> None:
     threads, loop, all_run = MethodThreads(8), asyncio.get_running_loop(), asyncio.Event()
     running: set[int] = set()
 

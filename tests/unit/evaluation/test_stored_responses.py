@@ -49,8 +49,18 @@ def test_a_prompt_stored_twice_counts_once(tmp_path: Path) -> None:
 
 def test_a_prompt_is_read_again_at_its_offset(tmp_path: Path) -> None:
     file = store(tmp_path, [graded(0, 1.0), graded(7, 0.0), graded(2, 0.0)])
-    offsets = [offset for offset, _ in read_responses(file)]
-    assert [one.position for one in read_at(file, offsets[::-1])] == [2, 7, 0]
+    places = [(offset, prompt.key) for offset, prompt in read_responses(file)]
+    assert [one.position for one in read_at(file, places[::-1])] == [2, 7, 0]
+
+
+@pytest.mark.parametrize("left_out", [1, 2])
+def test_a_file_that_was_written_again_is_no_damaged_one(tmp_path: Path, left_out: int) -> None:
+    prompts = [graded(number, 1.0) for number in range(4)]
+    file = store(tmp_path, prompts)
+    places = [(offset, prompt.key) for offset, prompt in read_responses(file)]
+    store(tmp_path, prompts[left_out:])
+    with pytest.raises(DataError, match=r"math\.jsonl: .*written it again; repeat the command"):
+        list(read_at(file, places))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from transformers import AutoTokenizer
 
+from services.reward.episodes import loop
 from services.reward.generation.request import GroupFailedError, GroupProgress
 from services.reward.grading.grader import Grader
 from sluice.algorithm.groups.stragglers import StragglerRules
@@ -413,6 +414,25 @@ async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> N
         group = await played.generator.generate(group_request(2))
     early, late = (rollout.turns[0].seconds for rollout in group.rollouts)
     assert early["queue"] > late["queue"]
+
+
+async def test_an_environment_that_opens_late_does_not_hold_up_its_siblings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PATIENCE_S", 0.05)
+
+    async def open_last(call: str, episode_id: str, _context: Any) -> None:
+        if call == "open" and index_of(episode_id) == 1:
+            async with asyncio.timeout(5):
+                while len(world.closed) < 2:
+                    await asyncio.sleep(0.01)
+
+    world = ScriptedEnvironment(before=open_last)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(3))
+    assert [rollout.end for rollout in group.rollouts] == [EpisodeEnd.DONE] * 3
+    # One request for the first turns of the two, one for the late one, and one for each second.
+    assert len(played.engine.prompts) == 5
 
 
 async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:

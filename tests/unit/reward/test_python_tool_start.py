@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from services.reward.episodes.worker_main import loaded
+from sluice.config.schema.reward import SandboxFusionConfig
+from sluice.config.schema.sandbox import SandboxConfig
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
-from sluice.sandbox.choice import VARIABLE
+from sluice.sandbox.choice import VARIABLE, as_variable
 
+FUSION = SandboxFusionConfig(url="http://127.0.0.1:1/run_code")
 _FILE = """
 from sluice.sandbox.python_tool import Python
 
@@ -24,7 +27,7 @@ class World(Python):
     ("config", "reason"),
     [
         ('{"backend": "command", "command": ["false"]}', "sandbox"),
-        ('{"backend": "sandbox_fusion"}', "set bubblewrap or command"),
+        (as_variable(SandboxConfig(), FUSION)[VARIABLE], "backend=bubblewrap or command"),
     ],
 )
 def test_a_worker_refuses_the_python_tool_where_no_sandbox_works(

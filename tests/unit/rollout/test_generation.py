@@ -176,7 +176,17 @@ async def test_tokens_come_as_they_are_sampled_and_their_texts_add_up() -> None:
     assert "".join(delta.text for delta in deltas) == "abcd" == rollouts(events)[0].text
     tokens = np.concatenate([delta.chunk.token_ids for delta in deltas])
     assert tokens.tolist() == rollouts(events)[0].token_ids.tolist()
-    assert [delta.chunk.version for delta in deltas] == [0, 0, 1]
+    assert [delta.chunk.version for delta in deltas] == [0, 0, 0, 1]
+
+
+async def test_tokens_that_an_engine_joins_have_a_text_each() -> None:
+    engine = ScriptedEngine([chunk(0, "ab")], [chunk(0, "cd", 1, STOP)])
+    events = await generate(engine, 0, every_token=True)
+    deltas = [delta for event in events for delta in event.deltas]
+    assert [delta.text for delta in deltas] == ["a", "b", "c", "d"]
+    assert [delta.chunk.behavior_logprobs.tolist() for delta in deltas] == [[-1], [-2], [-2], [-3]]
+    assert sum(event.new_tokens for event in events) == 4
+    assert rollouts(events)[0].text == "abcd"
 
 
 @pytest.mark.parametrize("last", [b"!", b""], ids=["with a last token", "without"])
@@ -267,6 +277,7 @@ async def test_text_ends_before_a_stop_string_that_is_not_sent_and_tokens_are_ke
     assert [delta.text for event in events for delta in event.deltas] == [
         "a",
         "b",
+        "",
         "<c",
         "",
         "",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -67,7 +70,7 @@ def test_a_program_goes_there_as_verl_sends_it() -> None:
     assert request["code"] == "print(4)"
     assert request["language"] == "python"
     assert request["stdin"] == "ü"
-    assert (request["run_timeout"], request["memory_limit_MB"]) == (3, 512)
+    assert (request["run_timeout"], request["memory_limit_MB"]) == (pytest.approx(2.375), 512)
     assert base64.b64decode(request["files"]["b"]).decode() == "é"
 
 
@@ -114,6 +117,15 @@ def test_a_busy_server_is_asked_again_and_another_status_is_an_error(
             with pytest.raises(SandboxUnavailableError, match=str(status)):
                 sandbox.run([PYTHON, "a.py"], {"a.py": "x"})
             assert len(requests) == asked
+
+
+def test_a_server_that_hangs_ends_with_the_time_of_the_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sandbox = SandboxFusionSandbox(f"http://127.0.0.1:{silent.getsockname()[1]}/", LIMITS)
+        since_s = time.monotonic()
+        with pytest.raises(SandboxUnavailableError, match="no whole answer in time"):
+            sandbox.run([PYTHON, "a.py"], {"a.py": "x"}, limits=replace(LIMITS, wall_s=0.5))
+    assert time.monotonic() - since_s < 2.0
 
 
 def test_an_address_that_is_none_is_an_error_with_the_key() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sluice.concurrency.bounded_http import Endpoint, HttpFault, endpoint, post
+from sluice.concurrency.bounded_http import Endpoint, HttpFault, endpoint, post_until
 from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
 from sluice.json_objects import DECODE_ERRORS
@@ -94,27 +94,20 @@ class RewardModelScorer:
         }
 
     def _ask(self, body: bytes) -> str:
-        ends_at = time.monotonic() + self._budget_s
-        for attempt in range(self._settings.max_attempts):
-            last = attempt == self._settings.max_attempts - 1
-            try:
-                return _content(self._post(body, ends_at - time.monotonic()))
-            except HttpFault as fault:
-                pause_s = FIRST_PAUSE_S * 2**attempt
-                if last or not fault.temporary or time.monotonic() + pause_s >= ends_at:
-                    phase = f"grading (attempt {attempt + 1})"
-                    raise PeerError(PEER, phase, str(fault)) from fault
-                time.sleep(pause_s)
-        raise AssertionError("max_attempts is at least 1")
-
-    def _post(self, body: bytes, left_s: float) -> bytes:
-        return post(
-            self._endpoint,
-            body,
-            self._headers,
-            timeout_s=max(min(self._settings.request_timeout_s, left_s), 0.001),
-            max_response_bytes=MAX_RESPONSE_BYTES,
-        )
+        try:
+            answer = post_until(
+                time.monotonic() + self._budget_s,
+                self._endpoint,
+                body,
+                self._headers,
+                attempts=self._settings.max_attempts,
+                first_pause_s=FIRST_PAUSE_S,
+                timeout_s=self._settings.request_timeout_s,
+                max_response_bytes=MAX_RESPONSE_BYTES,
+            )
+        except HttpFault as fault:
+            raise PeerError(PEER, "grading", str(fault)) from fault
+        return _content(answer)
 
 
 def filled(template: str, values: Mapping[str, object]) -> str:
@@ -173,9 +166,9 @@ def _content(answer: bytes) -> str:
     try:
         completion = msgspec.json.decode(answer, type=_Completion)
     except DECODE_ERRORS as error:
-        raise HttpFault(f"no chat completion: {error}: {answer!r:.200}", temporary=False) from error
+        raise PeerError(PEER, "grading", f"no chat completion: {error}: {answer!r:.200}") from error
     if not completion.choices:
-        raise HttpFault("a chat completion without choices", temporary=False)
+        raise PeerError(PEER, "grading", "a chat completion without choices")
     return completion.choices[0].message.content
 
 
