@@ -354,7 +354,8 @@ class Learner:
             raise CheckpointError(
                 f"{file} cannot be read ({error}); choose another checkpoint"
             ) from error
-        self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
+        if self._update.kl_controller.type == "adaptive":  # else the configuration's holds
+            self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
     def _check_equal_weights(self, sums: list[float]) -> None:
         # Ranks read the files separately; a difference would spoil training without any error.
