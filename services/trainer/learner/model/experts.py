@@ -21,6 +21,7 @@ Routers", arXiv:2510.11370).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -454,6 +455,20 @@ def routing_tape(model: nn.Module) -> RoutingTape | None:
     """Return the tape of a model with own experts."""
     tape: RoutingTape | None = getattr(model, _TAPE, None)
     return tape
+
+
+@contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """Leave the experts' loads as they are, whatever is chosen inside the block."""
+    tape = routing_tape(model)
+    if tape is None:
+        yield
+        return
+    load, tape._load = tape._load, {}
+    try:
+        yield
+    finally:
+        tape._load = load
 
 
 def balance_metrics(load: Tensor) -> Mapping[str, float]:
