@@ -1,5 +1,5 @@
-"""Ranks that share the work of a pass, and what they exchange in it (docs/architecture.md, "Ranks that
-share a sequence" and "Ranks that cut layers").
+"""Ranks that share the work of a pass, and what they exchange in it (docs/architecture.md, "Ranks
+that share a sequence" and "Ranks that cut layers").
 
 *Ranks that share a packed sequence* are Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
