@@ -139,11 +139,11 @@ def majority_responses(predictions: Sequence[str | None], draws: Indices) -> Ind
     Among equally frequent predictions the one sampled first wins. (Responses of one prediction may
     differ in reward through their length.)
     """
-    codes = {prediction: code for code, prediction in enumerate(dict.fromkeys(predictions))}
-    drawn = np.asarray([codes[prediction] for prediction in predictions])[draws]
+    numbers = {prediction: number for number, prediction in enumerate(dict.fromkeys(predictions))}
+    codes = np.asarray([numbers[prediction] for prediction in predictions])
     rows = np.arange(len(draws))
-    cells = rows[:, None] * len(codes) + drawn
-    votes = np.bincount(cells.ravel(), minlength=len(draws) * len(codes))
+    cells = rows[:, None] * len(numbers) + codes[draws]
+    votes = np.bincount(cells.ravel())
     # argmax returns the first maximum: first member of the first-sampled winner.
     winners: Indices = draws[rows, votes[cells].argmax(axis=1)]
     return winners
