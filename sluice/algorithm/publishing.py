@@ -1,20 +1,10 @@
 """When the transfer of a version may run beside the next step, how many replicas swap at once, and
-how many keep a version that is being validated.
+how many keep a version that is being validated (docs/architecture.md, "Weights").
 
-*Beside the next step.* While the fleet still serves version v, the batch of v is trained and in
-transfer, and the trainer takes the batch of v + 1. Groups that start meanwhile start under v, so
-the batches of v + 2, ..., v + S are left for them: none at S = 1. An earlier take frees no batch
-slot and takes none: the groups already held them. The trainer only waits less. At S = 1 it would
-gain nothing: the batch of v + 1 waits until no group of v runs.
-
-*In turns.* A replica that swaps weights samples no token. If replicas swap one after another, the
-fleet keeps the capacity of all others. Where generation and training alternate (S = 0), the fleet
-is idle anyway, and all swap together.
-
-*Held for a validation.* A validation samples with one version only. If the next version is ready
-before it ends, a quarter of the replicas keep the version and serve the validation, and the others
-swap and sample for training. A fleet of one has nothing to divide, and at S = 0 nothing is sampled
-for training before the swap: the next version waits there.
+While the fleet still serves version v, the batch of v is trained and in transfer, and the trainer
+takes the batch of v + 1. Groups that start meanwhile start under v, so the batches of v + 2, ...,
+v + S are left for them: none at S = 1. There it would gain nothing: the batch of v + 1 waits until
+no group of v runs.
 """
 
 from __future__ import annotations

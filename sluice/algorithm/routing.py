@@ -199,7 +199,7 @@ class ReplicaRouter:
         self._context = MeanContext()
         self._num_free: Counter[Offer] = Counter()  # sequences
         self._least_capacity = 0
-        self._paused: set[RoutedReplica] = set()  # since the last announcement
+        self._failed: set[RoutedReplica] = set()  # those that may be paused or on probation
 
     @property
     def num_slots_in_use(self) -> int:
@@ -225,7 +225,7 @@ class ReplicaRouter:
         self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
-        self._paused.clear()
+        self._failed = {member for member in self._members.values() if member.on_probation}
         self._arrange()
         return tuple(previous.values())
 
@@ -272,16 +272,16 @@ class ReplicaRouter:
         for offer, count in self._num_free.items():  # asked at every start: no generator
             if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
-        if not self._paused:
+        if not self._failed:
             return free
-        paused = sum(
+        refused = sum(
             member.num_free
-            for member in self._paused
-            if member.paused_until > now
+            for member in self._failed
+            if (member.paused_until > now or (member.on_probation and member.num_groups))
             and member.announced.policy_version >= lowest_version
             and member.announced.use is not ReplicaUse.VALIDATION
         )
-        return free - paused
+        return free - refused
 
     def _num_beyond(self, lowest_version: int, now: float, group_size: int) -> int:
         """Return what idle replicas take of a group beyond their capacity, in sequences."""
@@ -333,7 +333,7 @@ class ReplicaRouter:
             member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
             member.on_probation = True
             if not member.removed:
-                self._paused.add(member)
+                self._failed.add(member)
         return member.paused_until
 
     def _arrange(self) -> None:

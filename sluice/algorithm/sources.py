@@ -104,17 +104,3 @@ def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
         for index, group in enumerate(own)
     ]
     return [group for _, _, group in sorted(places, key=lambda place: place[:2])]
-
-
-def share_error(groups: Mapping[str, float], shares: Mapping[str, float]) -> float:
-    """Return the largest relative distance of a source's part from its share; 0: none is off.
-
-    Args:
-        groups: trained groups, by source.
-        shares: wanted, by source; they add up to 1.
-    """
-    total = sum(groups.values())
-    return max(
-        (abs(groups.get(name, 0.0) / total - share) / share for name, share in shares.items()),
-        default=0.0,
-    )

@@ -20,6 +20,7 @@ BOOTSTRAP_SEED = 42
 CORE_PREFIXES = ("mean", "maj", "best")
 
 Values = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,10 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
     for prompt in prompts:
         variables = by_source.setdefault(prompt.data_source, {})
         votes = prompt.data_source in voting
-        predictions = [score.prediction for score in prompt.scores] if votes else None
+        majority = majorities([s.prediction for s in prompt.scores]) if votes else None
         for variable, values in _variables(prompt.scores).items():
             found = variables.setdefault(variable, {})
-            for name, value in prompt_metrics(values, predictions).items():
+            for name, value in prompt_metrics(values, majority).items():
                 found.setdefault(name, []).append(value)
     return {
         f"{_section(variable, name, variables)}/{source}/{variable}/{name}": values
@@ -77,13 +78,12 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
     }
 
 
-def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> dict[str, float]:
+def prompt_metrics(values: Values, majority: Mapping[int, Indices] | None) -> dict[str, float]:
     """Return all metrics of one variable over the responses to one prompt.
 
     Args:
         values: float64 [N].
-        predictions: the N extracted answers to vote with, or ``None`` for no maj@k. An answer that
-            is ``None`` is a vote like any other.
+        majority: `majorities` of the N responses, or ``None`` for no maj@k.
 
     Returns:
         ``mean@N`` and for N > 1 ``std@N`` (population) and, for k = 2, 4, 8, ... below N and for
@@ -98,8 +98,8 @@ def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> 
         draws = bootstrap_indices(num, size)
         sampled = values[draws]
         estimates = {"best": sampled.max(axis=1), "worst": sampled.min(axis=1)}
-        if predictions is not None:
-            estimates["maj"] = majority_values(values, predictions, draws)
+        if majority is not None:
+            estimates["maj"] = values[majority[size]]
         for name, estimate in estimates.items():
             metrics[f"{name}@{size}/mean"] = float(estimate.mean())
             metrics[f"{name}@{size}/std"] = float(estimate.std())
@@ -113,31 +113,40 @@ def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def bootstrap_indices(num_responses: int, size: int) -> npt.NDArray[np.int64]:
+def bootstrap_indices(num_responses: int, size: int) -> Indices:
     """Return response indices chosen with replacement, int64 [1000, size], read-only."""
     state = np.random.RandomState(BOOTSTRAP_SEED)
-    draws: npt.NDArray[np.int64] = state.randint(
-        0, num_responses, size=(NUM_BOOTSTRAP_SAMPLES, size), dtype=np.int64
-    )
+    draws = state.randint(0, num_responses, size=(NUM_BOOTSTRAP_SAMPLES, size), dtype=np.int64)
+    draws = np.asfortranarray(draws)  # reductions over a draw are many times faster
     draws.setflags(write=False)
     return draws
 
 
-def majority_values(
-    values: Values, predictions: Sequence[str | None], draws: npt.NDArray[np.int64]
-) -> Values:
-    """Value of the most frequent prediction of each draw, float64 [draws].
+def majorities(predictions: Sequence[str | None]) -> dict[int, Indices]:
+    """Return the response that stands for each draw's majority, int64 [1000], by size of a draw.
 
-    Among equally frequent predictions the one sampled first wins. It takes the value of its first
-    member sampled (members of one prediction may differ in reward through their length).
+    Args:
+        predictions: the extracted answers to vote with. ``None`` is a vote like any other.
     """
-    numbers = {prediction: number for number, prediction in enumerate(predictions)}
-    codes = np.asarray([numbers[prediction] for prediction in predictions])[draws]
-    votes = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
+    num = len(predictions)
+    sizes = bootstrap_sizes(num) if num > 1 else ()
+    return {size: majority_responses(predictions, bootstrap_indices(num, size)) for size in sizes}
+
+
+def majority_responses(predictions: Sequence[str | None], draws: Indices) -> Indices:
+    """Return the first response of each draw with its most frequent prediction, int64 [draws].
+
+    Among equally frequent predictions the one sampled first wins. (Responses of one prediction may
+    differ in reward through their length.)
+    """
+    numbers = {prediction: number for number, prediction in enumerate(dict.fromkeys(predictions))}
+    codes = np.asarray([numbers[prediction] for prediction in predictions])
+    rows = np.arange(len(draws))
+    cells = rows[:, None] * len(numbers) + codes[draws]
+    votes = np.bincount(cells.ravel())
     # argmax returns the first maximum: first member of the first-sampled winner.
-    winners = votes.argmax(axis=1)
-    picked: Values = values[draws[np.arange(draws.shape[0]), winners]]
-    return picked
+    winners: Indices = draws[rows, votes[cells].argmax(axis=1)]
+    return winners
 
 
 def _variables(scores: Sequence[Scored]) -> dict[str, Values]:

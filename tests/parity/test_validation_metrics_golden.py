@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.algorithm.validation_metrics import bootstrap_indices, prompt_metrics
+from sluice.algorithm.validation_metrics import bootstrap_indices, majorities, prompt_metrics
 
 
 def test_best_and_worst_of_k_equal_verls() -> None:
@@ -21,7 +21,7 @@ def test_best_and_worst_of_k_equal_verls() -> None:
 
 
 def test_majority_of_k_equals_verls() -> None:
-    found = prompt_metrics(np.array([1.0, 0.0, 1.0, 0.0]), ["a", "b", "a", "c"])
+    found = prompt_metrics(np.array([1.0, 0.0, 1.0, 0.0]), majorities(["a", "b", "a", "c"]))
     assert found["maj@2/mean"] == pytest.approx(0.513)
     assert found["maj@4/mean"] == pytest.approx(0.598)
 

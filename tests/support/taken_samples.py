@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from services.trainer.learner.sample_reader import RewardSamples
 from sluice.codec.train_batch import (
     outline_from_bytes,
     outline_to_bytes,
@@ -34,11 +34,11 @@ async def streamed(messages: Any) -> AsyncIterator[Any]:
         yield message
 
 
-@dataclass
-class MadeSamples:
-    """A `SampleReader` of batches that every process can make by their id."""
+class MadeSamples(RewardSamples):
+    """Samples of batches that every process can make by their id."""
 
-    make: Callable[[str], TrainBatch]
+    def __init__(self, make: Callable[[str], TrainBatch]) -> None:
+        self.make = make
 
     def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
         """Return the batch with these samples."""

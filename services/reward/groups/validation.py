@@ -239,7 +239,7 @@ class Validator:
             prompts = found.prompts
             await self._dumps.validated([s for p in prompts for s in p.samples], version)
             check_failures([o for p in prompts for o in p.outcomes], phase)
-            return found.result()
+            return await asyncio.to_thread(found.result)
         finally:
             self.num_prompts_done = self.num_prompts = 0
             self._turn.release()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
-from services.trainer.learner.model.experts import check_own_experts, routing_tape
+from services.trainer.learner.model.experts import check_own_experts, routing_tape, uncounted
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
 from services.trainer.learner.model.lora import on_the_wire
@@ -147,12 +147,13 @@ class Learner:
         """Try the model on packed tokens. A stage has own layers, which tests compare."""
         if self._policy.stage is not None:
             return
-        check_packing(
-            self._model,
-            DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],
-            self._parallel.naming_failures("trying the model on packed tokens"),
-            self._parallel.share,
-        )
+        with uncounted(self._model):
+            check_packing(
+                self._model,
+                DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],
+                self._parallel.naming_failures("trying the model on packed tokens"),
+                self._parallel.share,
+            )
         self._reshard()  # the check ran without a backward pass
 
     def _load_policy(self, total_steps: int) -> TrainedModel:
@@ -354,7 +355,8 @@ class Learner:
             raise CheckpointError(
                 f"{file} cannot be read ({error}); choose another checkpoint"
             ) from error
-        self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
+        if self._update.kl_controller.type == "adaptive":  # else the configuration's holds
+            self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
     def _check_equal_weights(self, sums: list[float]) -> None:
         # Ranks read the files separately; a difference would spoil training without any error.

@@ -22,7 +22,7 @@ from services.trainer.learner.batch.train_batch import check_routing
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
-from services.trainer.learner.sample_reader import SampleReader, reward_samples
+from services.trainer.learner.sample_reader import RewardSamples, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
 from sluice.concurrency.process import exempt_start_up
 from sluice.concurrency.threads import OwnerThread
@@ -82,7 +82,7 @@ class RankLeader:
         self,
         learner: Learner,
         parallel: DataParallel,
-        samples: SampleReader,
+        samples: RewardSamples,
         frozen: FrozenWeights | None = None,
     ) -> None:
         self._learner = learner
@@ -253,7 +253,7 @@ class RankSamples:
     the batch is taken again.
     """
 
-    def __init__(self, learner: Learner, parallel: DataParallel, samples: SampleReader) -> None:
+    def __init__(self, learner: Learner, parallel: DataParallel, samples: RewardSamples) -> None:
         self._learner = learner
         self._parallel = parallel
         self._reader = samples
@@ -335,7 +335,7 @@ def _agreed(
 def follow(
     learner: Learner,
     parallel: DataParallel,
-    reader: SampleReader,
+    reader: RewardSamples,
     frozen: FrozenWeights | None = None,
 ) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.

@@ -1,19 +1,14 @@
-"""Ranks that share the work of a pass, and what they exchange in it.
+"""Ranks that share the work of a pass, and what they exchange in it (docs/architecture.md, "Ranks
+that share a sequence" and "Ranks that cut layers").
 
-*Ranks that share a packed sequence* compute a part of its tokens each (Ulysses). Every layer but
-attention works on the rank's own tokens. Around attention an all-to-all exchanges tokens for heads,
-so that each rank sees all tokens with a part of the heads, and back. So attention does not know
-that ranks share a sequence (Jacobs et al. 2023, "DeepSpeed Ulysses"). The ranks of a share have the
-same micro-batches, and after `whole_tokens` the same values of all tokens: they compute the same
-loss, and its gradients add up over them.
+*Ranks that share a packed sequence* are Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-*Ranks that cut layers* compute a part of every product of matrices each. A matrix is cut by rows
-where its outputs are apart (queries, keys and values by heads; gates), and by columns where its
-inputs are (what follows them). Between matrices each rank has a part of the tokens, so what works
-on one token at a time, as norms do, is not done twice (Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models"). All ranks gather the tokens before a matrix
-that is cut by rows. After one that is cut by columns each has a part of every sum; the sums come to
-the rank of the token.
+*Ranks that cut layers* cut a matrix by rows where its outputs are apart (queries, keys and values
+by heads; gates), and by columns where its inputs are (what follows them). Between matrices each
+rank has a part of the tokens, so what works on one token at a time, as norms do, is not done twice
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). All
+ranks gather the tokens before a matrix that is cut by rows. After one that is cut by columns each
+has a part of every sum; the sums come to the rank of the token.
 
 Tensors of equal sizes travel: a sequence, or a packed line, is padded to a multiple of the ranks.
 """

@@ -289,9 +289,7 @@ class TorchDistributed(DataParallel):
     ) -> None:
         self.timeout_s = timeout_s
         super().__init__(device.torch_device.type)
-        self._meshes: dict[int, DeviceMesh] = {}
-        self._expert_meshes: dict[int, DeviceMesh] = {}
-        self._whole_meshes: dict[int, DeviceMesh] = {}
+        self._meshes: dict[tuple[int | str, ...], DeviceMesh] = {}
         self._group: ProcessGroup | None = None  # all ranks, as torch forms it
         backend = rank_backends(device.torch_device.type)
         device.set_device()  # before the group exists: its backend binds to the current device
@@ -335,31 +333,26 @@ class TorchDistributed(DataParallel):
         return content.numpy().tobytes()
 
     def shard_mesh(self, size: int) -> DeviceMesh:
-        """Return the mesh of this size, made once; all ranks ask for sizes in the same order."""
-        if size not in self._meshes:
-            with self.naming_failures(f"forming groups of {size} ranks that share a model"):
-                self._meshes[size] = self._make_mesh(size)
-        return self._meshes[size]
+        # Neighboring ranks share a copy: they are likely on one machine, with fast links.
+        grid = self._by_stage().unflatten(1, (-1, size, self.layout.tensor))
+        names: tuple[str, ...] = (COPY_DIM, SHARD_DIM, TENSOR_DIM)
+        if self.layout.tensor == 1:
+            grid, names = grid.squeeze(-1), names[:2]
+        return self._mesh_of(grid, names, f"{size} ranks that share a model")
 
     def whole_mesh(self, size: int) -> DeviceMesh:
-        if size not in self._whole_meshes:
-            of_copy = size * (self.tensor.size if self.tensor else 1)
-            grid = self._by_stage().unflatten(1, (-1, of_copy))
-            with self.naming_failures(f"forming groups of {of_copy} ranks that share a tower"):
-                self._whole_meshes[size] = self._grid_mesh(grid, (COPY_DIM, SHARD_DIM))
-        return self._whole_meshes[size]
+        of_copy = size * self.layout.tensor
+        grid = self._by_stage().unflatten(1, (-1, of_copy))
+        return self._mesh_of(grid, (COPY_DIM, SHARD_DIM), f"{of_copy} ranks that share a tower")
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         super().expert_mesh(size)
         experts, tensor = self.layout.experts, self.layout.tensor
         if experts == tensor == 1:
             return None
-        if size not in self._expert_meshes:
-            grid = self._by_stage().unflatten(1, (-1, size * tensor // experts, experts))
-            names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
-            with self.naming_failures(f"forming groups of {experts} ranks with experts"):
-                self._expert_meshes[size] = self._grid_mesh(grid, names)
-        return self._expert_meshes[size]
+        grid = self._by_stage().unflatten(1, (-1, size * tensor // experts, experts))
+        names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
+        return self._mesh_of(grid, names, f"{experts} ranks with experts")
 
     def divide(self, layout: ParallelLayout) -> None:
         super().divide(layout)
@@ -498,30 +491,29 @@ class TorchDistributed(DataParallel):
                 return ", ".join(found)
             time.sleep(_RETRY_S)
 
-    def _make_mesh(self, size: int) -> DeviceMesh:
-        """Make the groups here: those that DeviceMesh makes do not get the deadline."""
-        tensor = self.layout.tensor
-        if size == self.world_size:
-            world = dist.group.WORLD
-            assert world is not None
-            return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=(SHARD_DIM,))
-        # Neighboring ranks share a copy: they are likely on one machine, with fast links.
-        grid = self._by_stage().unflatten(1, (-1, size, tensor))
-        if tensor > 1:
-            return self._grid_mesh(grid, (COPY_DIM, SHARD_DIM, TENSOR_DIM))
-        return self._grid_mesh(grid.squeeze(-1), (COPY_DIM, SHARD_DIM))
-
     def _by_stage(self) -> Tensor:
         """Return the numbers of all ranks, [stages, ranks of a stage]."""
         return torch.arange(self.world_size).view(self.layout.pipeline, -1)
 
-    def _grid_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make a mesh of this rank's stage, the first dimension; the second is left out if it is 1.
+    def _mesh_of(self, grid: Tensor, names: tuple[str, ...], sharing: str) -> DeviceMesh:
+        """Return the mesh of a grid of all ranks, made once; all ask for grids in the same order.
 
-        Every stage has one of its own.
+        It is of this rank's stage, the first dimension; the second is left out if it is 1.
         """
+        key = (*grid.shape, *names)
+        if key not in self._meshes:
+            with self.naming_failures(f"forming groups of {sharing}"):
+                self._meshes[key] = self._make_mesh(grid, names)
+        return self._meshes[key]
+
+    def _make_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """Make the groups here: those that DeviceMesh makes do not get the deadline."""
         if grid.shape[1] == 1:
             grid, names = grid[:, 0], names[1:]
+        if grid.shape == (1, self.world_size):
+            world = dist.group.WORLD
+            assert world is not None
+            return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=names)
         own = [self._own_group(grid, dim)[0] for dim in range(1, grid.ndim)]
         stage = grid[self.stages.number if self.stages else 0].clone()
         return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)

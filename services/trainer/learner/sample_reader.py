@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.train_batch import with_samples
@@ -20,31 +19,8 @@ from sluice.types import TrainBatch
 _PEER = "reward service"
 
 
-class SampleReader(Protocol):
-    """Where a rank gets its samples from."""
-
-    def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
-        """Return the batch with the samples of these numbers; the others stay absent. Blocks.
-
-        Args:
-            outline: the leased batch, with absent tokens.
-            rows: numbers of samples in the batch, rising.
-            step: the step to train with it.
-
-        Raises:
-            InvalidRequestError: the samples do not fit the outline.
-            PeerError: the service or the lease is gone; the batch can be taken again.
-            DeadlineError: the next part did not come in time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what reads use, after the last one."""
-        ...
-
-
 class RewardSamples:
-    """`SampleReader` of the reward service.
+    """Reads samples from the reward service.
 
     All reads share one event loop, in which gRPC may still have events of earlier ones. Each has a
     connection of its own.
@@ -66,13 +42,24 @@ class RewardSamples:
         self._runner = asyncio.Runner()
 
     def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
-        """Call `TakeSamples`; see `SampleReader`. Without rows there is no call."""
+        """Return the batch with the samples of these numbers; the others stay absent. Blocks.
+
+        Args:
+            outline: the leased batch, with absent tokens.
+            rows: numbers of samples in the batch, rising; without any there is no call.
+            step: the step to train with it.
+
+        Raises:
+            InvalidRequestError: the samples do not fit the outline.
+            PeerError: the service or the lease is gone; the batch can be taken again.
+            DeadlineError: the next part did not come in time.
+        """
         if not rows:
             return outline
         return self._runner.run(self._read(outline, rows, f"taking samples of step {step}"))
 
     def close(self) -> None:
-        """Close the event loop."""
+        """Close the event loop, after the last read."""
         self._runner.close()
 
     async def _read(self, outline: TrainBatch, rows: Sequence[int], phase: str) -> TrainBatch:

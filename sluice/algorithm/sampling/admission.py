@@ -1,45 +1,19 @@
-"""How many new groups to start now (over-generation by continuous refill), and which first.
+"""How many new groups to start now, and which first (docs/sampling.md, "Stream" and "Staleness").
 
-Every kept group needs a slot in a train batch before it is too stale. A group started under
-version v may be trained in the batches of v, ..., v + S: slots for ``(S + 1) * B`` kept groups,
-less those leased to the trainer already. Groups start while
+A group started under version v may be trained in the batches of v, ..., v + S. Of batches of B
+groups, A groups generated ahead are wanted. Groups start while both hold:
 
     kept + upper bound on how many of those in flight will be kept <= (S + 1) * B - in training
-
-*Never waste.* With the trivial bound (everything in flight is kept) no kept group can ever be left
-over: batches take the oldest groups first, so every group counted above has a slot in time. That
-bound is used at S = 0 where a run has to repeat; it means at most ``B - kept - in flight`` new
-groups. A prompt then starts only if all before it, were they all kept, would leave a batch
-unfilled. So, for any timing, the prompts issued for a batch are the shortest run of the stream that
-yields B kept groups, and none is left over.
-
-*As many as are expected to be needed.* With the trivial bound a batch fills in several
-rounds, and each round waits for its slowest sample. Where an on-policy run need not repeat,
-``(B - kept) / mean yield`` groups run: those that are kept fill the batch on average. When it is
-full, the groups still running are preempted and generated again by the next policy
-(`GroupAges.without_slot`): tokens are lost, never a kept group.
-
-At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
-``mean + Z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
-early are not typical of those still running (short answers are more often all right), which is
-why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
-if even those are full, `GroupAges.without_slot` names the groups to cancel while they run.
-
-*No older than wanted.* All slots except one batch's are for groups that will be trained by a later
-policy than the one that sampled them. Where at most A of them are wanted, groups start while
-
     kept + mean of how many of those in flight will be kept < B + A - in training
 
-too. This bound may err: the one above ensures that every kept group has its slot.
+The first ensures that every kept group has its slot; the second may err.
 
-*Those that take long start early in a version's time.* A group started under version v has to end
-before the batch of v + S is formed, or that batch waits for it. So what starts late in the time
-between two announcements should be short. Of the prompts that are next in line the longest is
-started that is expected to end in time; if none is, the shortest. Expected is what the prompt's
-earlier attempts took, in tokens, times the seconds that groups have lately taken for each of their
-mean tokens (their longest sample and the wait for a slot included). No prompt waits for long: one
-that was skipped for two announcements goes first. At S = 0 prompts keep the order of issue, and a
-run repeats.
+Where a run at S = 0 has to repeat, the bound is all of those in flight, and a prompt starts only if
+all before it, were they all kept, would leave a batch unfilled. So the prompts issued for a batch
+are the shortest run of the stream that yields B kept groups. Where a run at S = 0 need not repeat,
+``(B - kept) / mean yield`` groups run. At S >= 1 the bound is ``mean + Z * sd`` of a binomial whose
+rate is itself an upper confidence limit, since groups that end early are not typical of those still
+running (short answers are more often all right).
 
 State without I/O; the reward service and the simulator drive the same objects, each with its clock.
 """

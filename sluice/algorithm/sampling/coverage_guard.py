@@ -1,24 +1,18 @@
-"""Keeps hard prompts among the trained ones as frequent as plain sampling would (coverage guard).
+"""Keeps hard prompts among the trained ones as frequent as plain sampling would (docs/sampling.md,
+"Coverage guard").
 
-Prompts and groups that are not worth their tokens are started all the same with a probability that
-is known. So each kept group represents ``1 / probability`` groups of plain sampling (Horvitz and
-Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain sampling
-would train. Kept groups fall into four classes: *sure* ones that met no such choice, *plain* ones
-that are worth their tokens but less likely hard than kept groups are on average, and those that
-passed a choice on the *easy* or on the *hard* side.
-
-The easy side is started as rarely as allowed, with e = exploration; the plain one with s; the hard
-side with ``w * worth``, so that surely hopeless prompts are started less often than merely hard
-ones. With plain sampling the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of them
-hard; W' and Wh' are W and Wh weighted by their worth. The share of hard ones is t if
+Kept groups fall into four classes: *sure* ones that met no choice, *plain* ones that are worth
+their tokens but less likely hard than kept groups are on average, and those that passed a choice on
+the *easy* or on the *hard* side. The easy side is started with probability e, the plain one with s,
+the hard side with ``w * worth``. With plain sampling the classes would number M, P, E and W groups,
+Mh, Ph, Eh and Wh of them hard; W' and Wh' are W and Wh weighted by their worth. The share of hard
+ones is t if
 
     Mh + s Ph + e Eh + w Wh' = t (M + s P + e E + w W')
 
-which is solved for w with s = 1. Where that takes more than `MOST_HARD_FACTOR`, most tokens would
-go into prompts that are hopeless; so w stays there and s is solved for, down to `LEAST_PLAIN`, and
-only then w is raised. Then fewer of the others are started, which holds the share. The aim t is
-a little over h (`AIM`), corrected by what the share was of late. If even the smallest w leaves more
-than `MOST` times h, e is raised instead.
+which is solved for w with s = 1. Where that takes more than `MOST_HARD_FACTOR`, w stays there and s
+is solved for, down to `LEAST_PLAIN`, and only then w is raised. If even the smallest w leaves more
+than `MOST` times the share of plain sampling, e is raised instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The belief about prompts' pass rates: a distribution over a grid, learnt as groups end.
+"""The belief about prompts' pass rates: a distribution over a grid, learnt as groups end
+(docs/sampling.md, "Coverage guard").
 
-The population's distribution is the prior of every prompt; a prompt's own samples, of earlier
-attempts and of this one, make its posterior (answers are independent given the pass rate p, so the
-likelihood of r right and w wrong ones is ``p^r (1 - p)^w``). The population is learnt by
-incremental expectation maximisation: each ended group adds its posterior to the weights, whose past
-decays. That stays right when a group was stopped after its first samples, since stopping depends on
-nothing but the samples seen.
+That stays right when a group was stopped after its first samples, since stopping depends on nothing
+but the samples seen.
 """
 
 from __future__ import annotations

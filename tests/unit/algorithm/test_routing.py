@@ -76,6 +76,7 @@ def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
         if m.announced.policy_version >= lowest
         and m.announced.use is not ReplicaUse.VALIDATION
         and m.paused_until <= now
+        and not (m.on_probation and m.num_groups)
     )
 
 
@@ -179,6 +180,20 @@ def test_capacity_of_a_removed_replica_never_comes_back() -> None:
     fleet.give_back(reservation)
     assert fleet.num_free(0, 0.0) == 4
     assert fleet.choose(wanted, 0.0) is not first
+
+
+def test_a_replica_that_proves_itself_with_one_group_offers_nothing_beyond_it() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([announced(0, 8, 0)])
+    failed = fleet._by_name["r0"]
+    fleet.failed(failed, 0.0)
+    fleet.announce([announced(0, 8, 1)])  # ends the pause, not the probation
+    assert fleet.num_free(0, 0.0) == 8
+    fleet.reservation(failed, 2)
+    assert fleet.choose(ReplicaRequirement(2, 0), 0.0) is None
+    assert fleet.num_free(0, 0.0) == 0
+    fleet.answered(failed)
+    assert fleet.num_free(0, 0.0) == 6
 
 
 def _loaded(*loads: int, slots: int = 8) -> ReplicaRouter:

@@ -13,7 +13,6 @@ from sluice.algorithm.sources import (
     SourceLoad,
     groups_by_share,
     interleaved,
-    share_error,
     shares_by_yield,
     source_to_start,
 )
@@ -72,9 +71,3 @@ def test_every_part_of_the_order_has_the_sources_in_their_shares(
         for number, count in enumerate(counts):
             share = count * size / max(len(found), 1)
             assert abs(sum(one.startswith(f"{number}-") for one in part) - share) <= len(counts)
-
-
-def test_the_error_of_shares_is_relative_to_each_share() -> None:
-    shares = {"fast": 0.75, "slow": 0.25}
-    assert share_error({"fast": 30, "slow": 10}, shares) == 0.0
-    assert share_error({"fast": 32, "slow": 8}, shares) == pytest.approx(0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from sluice.algorithm.validation_metrics import (
     ValidationPrompt,
     bootstrap_indices,
     bootstrap_sizes,
-    majority_values,
+    majority_responses,
     prompt_metrics,
     validation_metrics,
 )
@@ -99,20 +101,29 @@ def test_draws_are_of_powers_of_two_and_all(num: int, sizes: tuple[int, ...]) ->
 
 def test_ties_go_to_the_prediction_drawn_first_and_its_first_member() -> None:
     draws = np.array([[2, 1, 0, 3], [0, 1, 2, 3], [3, 1, 1, 0]])
-    found = majority_values(np.array([0.0, 1.0, 2.0, 3.0]), ["a", "b", "b", "a"], draws)
-    assert found.tolist() == [2.0, 0.0, 3.0]
+    assert majority_responses(["a", "b", "b", "a"], draws).tolist() == [2, 0, 3]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8))
 def test_the_majority_is_what_counting_each_draw_by_hand_gives(predictions: list[str]) -> None:
-    values = np.arange(len(predictions), dtype=np.float64)
     draws = bootstrap_indices(len(predictions), 4)[:50]
     expected = []
     for draw in draws:
         votes = [predictions[i] for i in draw]
         winner = max(dict.fromkeys(votes), key=votes.count)
-        expected.append(values[draw[votes.index(winner)]])
-    assert majority_values(values, predictions, draws).tolist() == expected
+        expected.append(draw[votes.index(winner)])
+    assert majority_responses(predictions, draws).tolist() == expected
+
+
+def test_a_vote_takes_memory_for_its_responses_not_for_their_pairs() -> None:
+    draws = bootstrap_indices(256, 256)
+    tracemalloc.start()
+    try:
+        majority_responses([str(number) for number in range(256)], draws)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * draws.nbytes  # 32 times as much for a table of pairs, in bytes
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=9))

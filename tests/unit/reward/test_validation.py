@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import re
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -185,6 +186,21 @@ def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
         return
     with pytest.raises(ValidationFailedError, match=r"version 7: 2 of 10 .*\(2 unscorable\)"):
         check_failures(outcomes, "validating version 7")
+
+
+async def test_metrics_are_computed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, served = threading.Event(), threading.Event()
+
+    def held(_prompts: object) -> dict[str, list[float]]:
+        begun.set()
+        assert served.wait(10.0), "the event loop serves no one meanwhile"
+        return {}
+
+    monkeypatch.setattr("services.reward.groups.validation.prompt_values", held)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(World(ScriptedClient(), 2).run())
+        await settled(begun.is_set)
+        served.set()
 
 
 class HeldPrompts:

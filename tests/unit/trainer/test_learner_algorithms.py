@@ -166,6 +166,27 @@ def test_divergence_in_the_reward_moves_its_coefficient_and_survives_a_checkpoin
     )
 
 
+def test_a_resumed_run_takes_a_fixed_divergence_coefficient_from_its_configuration(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    base = make_config(model_folder).algorithm.kl_ctrl
+    saved, resumed = (
+        train(
+            configured(
+                model_folder,
+                algorithm={
+                    "use_kl_in_reward": True,
+                    "kl_ctrl": structs.replace(base, kl_coef=coef),
+                },
+            )
+        )[0]
+        for coef in (0.5, 0.25)
+    )
+    saved.save(tmp_path / "actor")
+    resumed.load(tmp_path / "actor")
+    assert resumed.train_step(make_batch(), 1)["actor/reward_kl_penalty_coeff"] == 0.25
+
+
 def _timings(metrics: dict[str, float]) -> dict[str, float]:
     return {n: v for n, v in metrics.items() if n.startswith(("timing", "perf/"))}
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.experts import ExpertAdapter, use_own_experts
+from services.trainer.learner.model.experts import ExpertAdapter, RoutingTape, use_own_experts
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.lora import (
     adapted_layers,
@@ -165,6 +165,26 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert torch.equal(
         found, token_outputs(make_learner(folder)._model, tokens, temperature=1.0).logprobs
     )
+
+
+def test_the_balance_of_experts_is_that_of_the_policys_passes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loads, take_load = save_model(tmp_path, "qwen3_moe"), [], RoutingTape.take_load
+
+    def taken(tape: RoutingTape, device: torch.device) -> torch.Tensor:
+        loads.append(take_load(tape, device))
+        return loads[-1]
+
+    monkeypatch.setattr(RoutingTape, "take_load", taken)
+    for measures_divergence in (False, True):
+        learner = make_learner(folder, use_kl_loss=measures_divergence, kl_loss_coef=0.0)
+        learner._update._balance()
+        assert not loads.pop().any()  # the trial of packed tokens is no pass of the run
+        learner.train_step(make_batch(), 1)
+    without, beside_a_reference = loads
+    assert torch.equal(without, beside_a_reference)
+    assert without.any()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -77,6 +77,16 @@ def test_the_saved_model_is_an_ordinary_hugging_face_model(
     assert (folder / "tokenizer.json").is_file()
 
 
+def test_only_files_are_copied_from_the_models_folder(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    (folder / "tokenizer.model").symlink_to(folder / "blob_that_was_not_downloaded")
+    (folder / "tokenizer").mkdir()
+    make_learner(folder).save(tmp_path / "actor")
+    saved = {file.name for file in (tmp_path / "actor" / "huggingface").iterdir()}
+    assert "tokenizer.json" in saved
+    assert not {"tokenizer.model", "tokenizer"} & saved
+
+
 def test_a_rollback_multiplies_the_scheduled_learning_rate(
     tmp_path: Path, model_folder: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""Mixture of experts: the block of Qwen3-MoE, whose experts may lie on several ranks.
+"""Mixture of experts: the block of Qwen3-MoE, whose experts may lie on several ranks
+(docs/architecture.md, "Ranks that divide the experts").
 
     probabilities = softmax(tokens @ gate.weight.T)    float32 [tokens, experts]
     output        = sum over the k best experts of weight * expert(token)
@@ -6,21 +7,12 @@
 (Shazeer et al. 2017, "Outrageously Large Neural Networks"; Qwen3 technical report, 2025.)
 Parameters have transformers' names: ``gate.weight``, ``experts.gate_up_proj``,
 ``experts.down_proj``.
-
-Where ranks divide the experts, two all-to-alls send counts and tokens to the experts' ranks and one
-brings the results back. The counts are the only values that a layer reads on the host. A layer's
-choices and counts are kept for as long as its pass: the backward pass may run a layer again and
-must neither choose nor read anything else. Choices that are given to a later pass are routing
-replay: their counts travel once more, as other ranks' rows are those of another pass, but those of
-all passes of an optimizer step at once, before the first (`RoutingTape.exchange`).
-The first pass may take the choices of the engine that sampled the tokens ("rollout routing replay",
-R3: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
-Routers", arXiv:2510.11370).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -454,6 +446,20 @@ def routing_tape(model: nn.Module) -> RoutingTape | None:
     """Return the tape of a model with own experts."""
     tape: RoutingTape | None = getattr(model, _TAPE, None)
     return tape
+
+
+@contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """Leave the experts' loads as they are, whatever is chosen inside the block."""
+    tape = routing_tape(model)
+    if tape is None:
+        yield
+        return
+    load, tape._load = tape._load, {}
+    try:
+        yield
+    finally:
+        tape._load = load
 
 
 def balance_metrics(load: Tensor) -> Mapping[str, float]:

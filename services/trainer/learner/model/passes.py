@@ -1,4 +1,5 @@
-"""Lists of micro-batches through a model: one by one, or through the stages of a pipeline.
+"""Lists of micro-batches through a model: one by one, or through the stages of a pipeline
+(docs/architecture.md, "Stages").
 
 A pipeline runs one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"), without interleaving. Of
@@ -8,11 +9,8 @@ three stages and four micro-batches, forward 1-4, backward a-d:
     stage 2   . 1 2 . a 3 b 4 c . d
     stage 3   . . 1 a 2 b 3 c 4 d
 
-A model in one piece is the last stage, and the first. Micro-batches have unequal lengths. All ranks
-of a pipeline pack the same rows, so each knows the shape of what it gets. What travels is a rank's
-own part of the tokens: a rank talks to the ranks that have its place in the neighboring stages. The
-loss is computed on the last stage, and what later steps need of it they get as tables and metrics
-of all ranks.
+A model in one piece is the last stage, and the first. What travels is a rank's own part of the
+tokens: a rank talks to the ranks that have its place in the neighboring stages.
 """
 
 from __future__ import annotations

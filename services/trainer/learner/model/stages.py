@@ -1,10 +1,7 @@
-"""The part of a model that one stage of a pipeline holds.
+"""The part of a model that one stage of a pipeline holds (docs/architecture.md, "Stages").
 
-Every rank builds the whole model, whose memory is only reserved, and drops what other stages hold
-before any weight is read. What stays keeps its name: ``model.layers.7`` is the model's layer 7 on
-whichever stage it is. The first stage has the embedding, and the vision tower with the layers that
-it adds to; the last one the last norm and the head, of a critic its value head. Where embedding and
-head are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
+``model.layers.7`` is the model's layer 7 on whichever stage it is. Where embedding and head are one
+weight, both stages hold it, and sum its gradient (`ShardedGradients`).
 """
 
 from __future__ import annotations

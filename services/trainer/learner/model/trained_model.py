@@ -199,7 +199,8 @@ class PolicyState:
         # Copied, not saved again: transformers might write them in another form.
         for pattern in TOKENIZER_FILES:
             for file in Path(self._model_path).glob(pattern):
-                shutil.copyfile(file, self._directory / HUGGINGFACE_FOLDER / file.name)
+                if file.is_file():  # not a folder, nor the broken link of a partial download
+                    shutil.copyfile(file, self._directory / HUGGINGFACE_FOLDER / file.name)
         text = json.dumps(self._extra)
         (self._directory / EXTRA_STATE_FILE).write_text(text, encoding="utf-8")
 
