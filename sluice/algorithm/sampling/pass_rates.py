@@ -1,8 +1,8 @@
 """The belief about prompts' pass rates: a distribution over a grid, learnt as groups end
 (docs/sampling.md, "Coverage guard").
 
-That stays right when a group was stopped after its first samples, since stopping depends on nothing
-but the samples seen.
+What is learnt stays right when a group was stopped after its first samples, since stopping depends
+on nothing but the samples seen.
 """
 
 from __future__ import annotations
