@@ -78,7 +78,7 @@ class Crew:
 
     Attributes:
         restarts: how often the crew was started again, since it last ran for long.
-        began_s: when its last start ended or failed, on the monotonic clock: a wait for capacity is no life.
+        began_s: when its last start ended or failed, by the monotonic clock: it lives from then.
         released: set once it must not be started again.
         is_dismissed: whether it is leaving while the run is active.
     """
