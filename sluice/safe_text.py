@@ -16,7 +16,7 @@ SECRET_NAME = re.compile(
     r"(?:KEY|TOKEN|(?i:(?:access|api|auth|openai|private|secret)_?key|password|secret"
     r"|(?<![^._])token))$"
 )
-"""The name of a variable, or a dotted key, whose value is a secret. A ``prompt_key`` is a column."""
+"""A variable, or a dotted key, whose value is a secret; that of a ``prompt_key`` is a column."""
 HIDDEN = "(hidden)"
 
 _KEPT = "\n\t"

@@ -136,8 +136,7 @@ def test_a_configuration_that_cannot_be_read_is_empty(tmp_path: Path) -> None:
 def test_secrets_of_a_configuration_are_not_shown(tmp_path: Path, name: str) -> None:
     shown_too = "max_token: 5, pad_token: <pad>, label_key: answer"
     (tmp_path / "config.yaml").write_text(
-        "reward:\n  custom_reward_function:\n"
-        f"    reward_kwargs: {{{name}: sk-1, {shown_too}}}\n"
+        f"reward:\n  custom_reward_function:\n    reward_kwargs: {{{name}: sk-1, {shown_too}}}\n"
     )
     shown = str(settings_object(tmp_path))
     assert "sk-1" not in shown
