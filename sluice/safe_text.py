@@ -1,8 +1,23 @@
-"""Untrusted text made safe for terminals and logs, and for what encodes it."""
+"""Untrusted text made safe for terminals and logs, and for what encodes it; settings without their
+secrets.
+"""
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Mapping
+from typing import TypeVar
+
+ValueT = TypeVar("ValueT")
+
+SECRET_NAME = re.compile(
+    r"(?:^|\.)(?!(?i:bos|cls|eos|mask|max|min|pad|per|sep|stop|unk)_(?i:token)$)[^.]*"
+    r"(?:KEY|TOKEN|(?i:(?:access|api|auth|openai|private|secret)_?key|password|secret"
+    r"|(?<![^._])token))$"
+)
+"""A variable, or a dotted key, whose value is a secret; that of a ``prompt_key`` is a column."""
+HIDDEN = "(hidden)"
 
 _KEPT = "\n\t"
 _UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -31,3 +46,11 @@ def encodable(text: str) -> str:
     """Return `text` with a mark in place of what UTF-8 and JSON cannot hold: half a surrogate pair
     would end the process that sends or writes it."""
     return text.encode(errors="replace").decode()
+
+
+def without_secrets(settings: Mapping[str, ValueT]) -> dict[str, ValueT | str]:
+    """Return settings by dotted key, with `HIDDEN` for each secret: what shows them is shared."""
+    return {
+        key: HIDDEN if value and SECRET_NAME.search(key) else value
+        for key, value in settings.items()
+    }

@@ -44,6 +44,7 @@ def _blind_accuracy(run_dir: Path) -> float:
         "trainer.val_only=true",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={checkpoint}",
+        f"sluice.environment.path={Path(__file__).with_name('blind_jars.py')}",
         "sluice.environment.name=BlindJars",
         f"sluice.run_dir={run_dir / 'blind'}",
     )

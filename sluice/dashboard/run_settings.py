@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_settings, flat_tree
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.safe_text import without_secrets
 from sluice.service_contract import CONFIG_NAME
 
 _RUN = "RUN"
-# Of a reward function's or a logger's own arguments: the page and the report may be shared.
-_SECRET = re.compile(r"(?i)(api_?key|secret|password|(^|[.]|access_|auth_|hf_)token)$")
-_HIDDEN = "(hidden)"
 _RUN_DIR = "sluice.run_dir"
 # Of a start, not of a run: the ports are chosen at each.
 _OF_A_START = (_RUN_DIR, ".port")
@@ -34,10 +31,7 @@ def run_settings(run_dir: Path) -> dict[str, str]:
     flat = flat_tree(document)
     # Where it is, and where it was when it started: a run may be copied.
     folders = [str(run_dir.absolute()), str(flat.get(_RUN_DIR, run_dir))]
-    return {
-        key: _HIDDEN if value and _SECRET.search(key) else _text(value, folders)
-        for key, value in flat.items()
-    }
+    return {key: _text(value, folders) for key, value in without_secrets(flat).items()}
 
 
 def settings_object(run_dir: Path) -> dict[str, Any]:

@@ -169,7 +169,9 @@ def _replica_devices(
             f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
             f"{most} replica(s) of {found.devices_per_replica}{remedy}"
         )
-    return all_that_it_sees if is_by_hand else replica_environment(config, number, shared)
+    if is_by_hand:
+        return all_that_it_sees | dict(shared.items() - os.environ.items())
+    return replica_environment(config, number, shared)
 
 
 async def _supervise(

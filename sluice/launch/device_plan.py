@@ -323,7 +323,8 @@ def replica_environment(config: RunConfig, index: int, given: Mapping[str, str])
     """Return a replica's variables for its devices, on top of `given`.
 
     Raises:
-        ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
+        ConfigError: there are fewer NPUs than the run takes, or it names one by its number; or the
+            replica comes to those of the configuration, and no GPU is left for it.
     """
     device, endpoint = config.sluice.rollout.device, config.sluice.rollout.endpoint
     _refuse_number("sluice.rollout.device", device)
@@ -331,7 +332,22 @@ def replica_environment(config: RunConfig, index: int, given: Mapping[str, str])
     environment = launch_environment(config, device, endpoint, given)
     each = npus.devices_per_replica
     environment |= _npus(npus, npus.of_replica(index), each, f"replica {index}")
+    if index >= config.sluice.rollout.replicas:
+        _refuse_occupied(config, gpus, index)
     return environment | _gpus(config, gpus.of_replica(index), gpus.devices_per_replica, given)
+
+
+def _refuse_occupied(config: RunConfig, gpus: DeviceShare, index: int) -> None:
+    """Refuse a replica that would take a GPU of another process, which only gloo permits."""
+    left, each = len(gpus.of_replica(index)), gpus.devices_per_replica
+    by_hand = config.sluice.weights.backend == "gloo" or host.is_cpu_torch()
+    if gpus.numbers and left < each and not by_hand:
+        raise ConfigError(
+            f"replica {index} would take {each} GPU(s) of its own, but of {len(gpus.numbers)} "
+            f"({', '.join(gpus.numbers)}) {left} are left for it; scale to at most "
+            f"{gpus.beside_trainer()}, or start the run again with more GPUs visible "
+            f"({host.CUDA_VISIBLE_VARIABLE})"
+        )
 
 
 def _refuse_number(key: str, device: str | None) -> None:

@@ -78,6 +78,7 @@ class ReplicaScale:
         """Start or drain replicas until `wanted` are left; return the changes begun.
 
         Raises:
+            ConfigError: no device is left for a replica; none is started.
             InvalidRequestError: a number that a run cannot have.
             NotReadyError: the run is starting or ending.
         """
@@ -94,8 +95,8 @@ class ReplicaScale:
             if (number := replica_number(state.name)) is not None:
                 (draining if state.is_draining else serving).append(number)
         change = scale_change(serving, draining, wanted)
-        for number in change.start:
-            self.processes.add(self.make_replica(number))
+        for replica in [self.make_replica(number) for number in change.start]:
+            self.processes.add(replica)
         for number in change.drain:
             self.processes.dismiss(replica_name(number))
         return change

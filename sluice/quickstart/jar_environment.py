@@ -15,13 +15,3 @@ class Jars:
             jar: its letter.
         """
         return str(self._jars[jar])
-
-
-class BlindJars(Jars):
-    """The same, but what the policy reads has nothing to do with the jars: a test of a policy."""
-
-    def reset(self, extra_info: dict[str, dict[str, int]], **row: object) -> None:
-        """Fill the jars with the numbers of their neighbours."""
-        super().reset(extra_info, **row)
-        letters = sorted(self._jars)
-        self._jars = {one: self._jars[letters[k - 1]] for k, one in enumerate(letters)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from sluice import installed_version, own_version
@@ -33,6 +34,7 @@ def versions_of_run(run_dir: Path) -> Mapping[str, str]:
     return {str(name): str(value) for name, value in noted.items()}
 
 
+@cache
 def _commit() -> str:
     """Return the commit of the checkout that holds this file; empty: it is in none."""
     root = Path(__file__).parents[2]

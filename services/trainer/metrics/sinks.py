@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
 from sluice.report.progress import TimeLeft, step_line
 from sluice.report.run_record import accuracy_of
+from sluice.safe_text import without_secrets
 from sluice.telemetry import metric_names
 from sluice.whole_file import write_whole
 
@@ -164,7 +165,7 @@ class SinkTarget:
         run_dir: files go below it.
         project: ``trainer.project_name``, the vendor's project or experiment.
         experiment: ``trainer.experiment_name``, the vendor's run.
-        settings: the run's configuration by dotted key, shown beside the curves.
+        settings: the run's configuration by dotted key, shown beside the curves without secrets.
         replaces_after: an earlier process may have recorded steps above this one, which are
             recorded again now; None: there was no earlier process.
     """
@@ -232,6 +233,7 @@ async def open_sinks(
         DeadlineError: a server does not answer.
     """
     check_sinks(names)
+    target = replace(target, settings=without_secrets(target.settings))
     sinks = {
         name: BackgroundSink(name, partial(_open, name, target), close_timeout_s)
         for name in dict.fromkeys(names)

@@ -97,6 +97,8 @@ def _home(value: object) -> object:
 PATH_KEYS = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.lora_adapter_path",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
     "critic.model.path",
     "data.train_files",
     "data.val_files",
@@ -105,6 +107,7 @@ PATH_KEYS = (
     "trainer.resume_from_path",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
+    "sluice.environment.path",
     "sluice.run_dir",
     *(f"sluice.security.{name}" for name in FILE_FIELDS),
 )

@@ -67,6 +67,13 @@ def _paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
         path = config.reward.custom_reward_function.path
         if path and not path.startswith("pkg://"):
             yield "reward.custom_reward_function.path", path
+        turns = config.actor_rollout_ref.rollout.multi_turn
+        played = {
+            "sluice.environment.path": config.sluice.environment.path,
+            "actor_rollout_ref.rollout.multi_turn.function_tool_path": turns.function_tool_path,
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path": turns.tool_config_path,
+        }
+        yield from ((key, file) for key, file in played.items() if file)
     for name in FILE_FIELDS:
         if path := getattr(config.sluice.security, name):
             yield f"sluice.security.{name}", path

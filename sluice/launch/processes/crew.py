@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -77,6 +78,7 @@ class Crew:
 
     Attributes:
         restarts: how often the crew was started again, since it last ran for long.
+        began_s: when its last start ended or failed, by the monotonic clock: it lives from then.
         released: set once it must not be started again.
         is_dismissed: whether it is leaving while the run is active.
     """
@@ -91,6 +93,7 @@ class Crew:
     ) -> None:
         self.specs = tuple(specs)
         self.restarts = 0
+        self.began_s = time.monotonic()
         self.released = asyncio.Event()
         self.is_dismissed = False
         self._log_dir = log_dir
@@ -186,7 +189,10 @@ class Crew:
     async def _start(self, spec: ServiceSpec) -> Child:
         starts = str(spec.starts_before + self._starts)
         environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: starts}
-        child = await self._host.start(replace(spec, environment=environment))
+        try:
+            child = await self._host.start(replace(spec, environment=environment))
+        finally:
+            self.began_s = time.monotonic()
         self._running[spec.name] = child
         return child
 

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _FIRST_PAUSE_S = 0.5  # from one start to the next: who lived longer starts again at once
-# A process that ran this long was not in a crash loop: its restarts count from 0 again.
-_STABLE_S = 120.0
+# A process that ran this long was not in a crash loop: its restarts count from 0 again. No process
+# reports here that it serves, so this is longer than most need to load a model and fail.
+_STABLE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,6 @@ class Supervisor:
     async def _run_again(self, crew: Crew) -> None:
         """Run one crew as often as its policy allows."""
         while True:
-            began_s = time.monotonic()
             try:
                 end = await crew.run_once()
             except ConfigError as error:
@@ -217,7 +217,7 @@ class Supervisor:
             if crew.is_dismissed or end.cause.code == 0 or _was_asked_to_leave(end):
                 self._note_end(crew, end)
                 return
-            lived_s = time.monotonic() - began_s
+            lived_s = time.monotonic() - crew.began_s
             if lived_s > _STABLE_S:
                 crew.restarts = 0
             if not await self._may_restart(crew, end, lived_s):

@@ -21,6 +21,7 @@ from typing import IO
 
 from sluice.config.loading.yaml_files import VERLS_OWN
 from sluice.errors import ConfigError, DeadlineError
+from sluice.safe_text import SECRET_NAME
 
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
@@ -35,7 +36,6 @@ _CONFIG_OPTIONS = {
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
-_SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 _SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
 PRINTERS = (
@@ -117,8 +117,8 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     Args:
         script: a bash script that calls ``python3 -m verl.trainer.main_ppo key=value ...``, also
             below ``ray job submit --`` and the like.
-        arguments: overrides: the script gets them as ``"$@"``; if it passes none on, they follow
-            its own.
+        arguments: overrides: the script gets them as ``"$@"``; those that it does not pass on
+            follow its own.
         isolated: as of `record`.
 
     Raises:
@@ -140,8 +140,7 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     assert start is not None
     given = call[start + 1 :]
     settings = [word for word in given if _SETTING.match(word)]
-    if not set(arguments) & set(settings):
-        settings += arguments
+    settings += _not_passed_on(arguments, given)
     others = [one for one in dict.fromkeys(recording.calls) if one not in launches]
     folder = Path(os.path.relpath(recording.exported.get("PWD", os.curdir)))
     words = [word for word in given if not _SETTING.match(word)]
@@ -160,6 +159,25 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
             if os.environ.get(name) != value and not _OF_BASH.fullmatch(name)
         },
     )
+
+
+def _not_passed_on(arguments: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the arguments that a launch with the words `given` lacks, the last for each key.
+
+    A launch that has all of them in a row got them from the script, whose order counts. A script
+    that passes on some may have used a word that is no setting.
+    """
+    count = len(arguments)
+    if any(given[at : at + count] == tuple(arguments) for at in range(len(given) - count + 1)):
+        return []
+    effective = {_key_of(word): word for word in given}
+    only_settings = bool(set(arguments) & set(given))
+    wanted = {_key_of(w): w for w in arguments if _SETTING.match(w) or not only_settings}
+    return [word for key, word in wanted.items() if effective.get(key) != word]
+
+
+def _key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path | None, list[str]]:
@@ -273,7 +291,7 @@ class Recording:
     def shown(self, call: Sequence[str]) -> str:
         """Return a call as a line for people, cut if it is long, with exported secrets by name."""
         for name, value in self.exported.items():
-            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
+            if SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
                 call = [word.replace(value, f"${name}") for word in call]
         line = shlex.join(call).replace("\n", " ")
         return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

@@ -191,3 +191,5 @@ def test_a_path_may_start_at_the_home_folder(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert config.data.train_files == ["/users/me/a.parquet", "b.parquet"]
     assert config.actor_rollout_ref.model.path == "/users/me/m"
+    played = load_config(None, ["sluice.environment.path=~/e.py"])
+    assert played.sluice.environment.path == "/users/me/e.py"

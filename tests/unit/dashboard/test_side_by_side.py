@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sluice.dashboard.run_data import compare_folders
 from sluice.dashboard.run_settings import settings_object
 from tests.support.dashboard_run import add_lines, make_run, step_row
@@ -124,9 +126,18 @@ def test_a_configuration_that_cannot_be_read_is_empty(tmp_path: Path) -> None:
     assert settings_object(tmp_path) == {"settings": []}
 
 
-def test_secrets_of_a_configuration_are_not_shown(tmp_path: Path) -> None:
-    text = "reward:\n  custom_reward_function:\n    reward_kwargs: {api_key: sk-1, max_token: 5}\n"
-    (tmp_path / "config.yaml").write_text(text)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("api_key", "OPENAI_KEY", "private_key", "aws_secret_access_key", "client_secret"),
+        *("token", "github_token", "password"),
+    ],
+)
+def test_secrets_of_a_configuration_are_not_shown(tmp_path: Path, name: str) -> None:
+    shown_too = "max_token: 5, pad_token: <pad>, label_key: answer"
+    (tmp_path / "config.yaml").write_text(
+        f"reward:\n  custom_reward_function:\n    reward_kwargs: {{{name}: sk-1, {shown_too}}}\n"
+    )
     shown = str(settings_object(tmp_path))
     assert "sk-1" not in shown
-    assert "'5'" in shown
+    assert all(f"'{value}'" in shown for value in ("5", "<pad>", "answer"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -17,8 +18,15 @@ from sluice.config.loading.loader import load_config
 from sluice.errors import NotFoundError, NotReadyError
 from sluice.launch.processes import crew as crew_module
 from sluice.launch.processes import supervisor as supervisor_module
+from sluice.launch.processes.child import Child, ThisMachine
 from sluice.launch.processes.crew import CrewEnd, Exit
-from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
+from sluice.launch.processes.supervisor import Supervisor
+from sluice.launch.service_spec import (
+    RESTARTS_AFTER_ERRORS_TOO,
+    ServiceSpec,
+    local_services,
+    with_ports,
+)
 from sluice.service_contract import RESTARTS_VARIABLE
 from tests.support.scripted_children import (
     POLITE,
@@ -222,3 +230,27 @@ async def test_a_process_that_waits_for_its_restart_can_be_dismissed(
             await asyncio.sleep(0.01)
         end_self(signal.SIGINT)()
     assert (ending.result().exit_code, ending.result().failures) == (130, ())
+
+
+async def test_a_wait_for_capacity_is_no_life_after_which_restarts_count_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(ThisMachine):
+        """A host on which a start waits, or finds no place, for longer than a stable life."""
+
+        waits = 0
+
+        async def start(self, spec: ServiceSpec) -> Child:
+            self.waits += 1
+            await asyncio.sleep(0.7)
+            if self.waits % 2:
+                raise OSError(errno.EAGAIN, "no place")
+            return await super().start(spec)
+
+    monkeypatch.setattr(supervisor_module, "_STABLE_S", 0.6)
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.0)
+    fails = ServiceSpec("rollout-0", ("/bin/false",), restarts=RESTARTS_AFTER_ERRORS_TOO)
+    supervisor = Supervisor((fails,), tmp_path, lambda *_: None, WAIT_S, Full())
+    async with asyncio.timeout(WAIT_S):
+        end = await supervisor.run()
+    assert end.failures[0].startswith("rollout-0 ended with code 1 after 5 restarts:")

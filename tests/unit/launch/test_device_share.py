@@ -142,6 +142,22 @@ def test_with_too_few_gpus_every_process_sees_all(monkeypatch: pytest.MonkeyPatc
     assert set(_gpus(monkeypatch, "0", *_ON_GPUS).values()) == {None}
 
 
+def test_a_replica_that_joins_later_gets_a_gpu_of_its_own_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.device.host.is_cpu_torch", lambda: False)
+    monkeypatch.setenv(_GPUS, "0,1,2")
+    monkeypatch.setenv(_VISIBLE, "")
+    config = load_config(None, _ON_GPUS)
+    assert rollout_service(config, Path("c"), 1).environment[_GPUS] == "2"
+    with pytest.raises(
+        ConfigError, match=r"replica 2 would take 1 GPU.* of 3 \(0, 1, 2\) 0 are left.*at most 2"
+    ):
+        rollout_service(config, Path("c"), 2)
+    by_hand = load_config(None, [*_ON_GPUS, "sluice.weights.backend=gloo"])
+    assert _GPUS not in rollout_service(by_hand, Path("c"), 2).environment
+
+
 def test_gpus_are_what_an_automatic_device_takes_where_there_is_no_npu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

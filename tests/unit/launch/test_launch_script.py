@@ -72,6 +72,12 @@ def test_overrides_are_the_scripts_own_arguments() -> None:
 
 def test_overrides_that_a_script_does_not_pass_on_follow_its_own() -> None:
     assert launch(f"{VERL} a.b=1", "a.b=2").settings == ("a.b=1", "a.b=2")
+    # One that is the script's own as well does not show that it passes on the others.
+    assert launch(f"{VERL} a.b=1 a.c=1", "a.b=1", "a.c=2", "a.d=3", "a.d=4").settings == (
+        *("a.b=1", "a.c=1"),
+        *("a.c=2", "a.d=4"),
+    )
+    assert launch(f'n=$1; shift\n{VERL} a.b=$n "$@"', "8", "a.c=3").settings == ("a.b=8", "a.c=3")
 
 
 def test_other_arguments_and_other_programs_are_reported() -> None:

@@ -26,6 +26,7 @@ from sluice.launch.plan import with_absolute_paths
 from sluice.launch.service_spec import placed_replica, placed_trainer
 
 ADDRESS = "10.0.0.7"
+TOOL_FILES = ("function_tool_path", "tool_config_path")
 FACTS = NodeFacts(ADDRESS, "/opt/venv/bin/python", {"HCCL_IF_IP": ADDRESS}, ())
 
 
@@ -191,6 +192,9 @@ def test_only_files_that_a_service_opens_have_to_be_on_its_node() -> None:
         "data.val_files[0]": "/v.parquet",
         "reward.custom_reward_function.path": "/r.py",
     }
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    for key in ("sluice.environment.path", *(f"{turns}.{one}" for one in TOOL_FILES)):
+        assert paths_of("reward", run(f"{key}=/e.py"))[key] == "/e.py"
     assert missing_paths({"here": os.curdir, "there": "/no/such/file"}) == ["there = /no/such/file"]
 
 
@@ -199,6 +203,8 @@ def test_every_relative_path_becomes_absolute_and_others_stay() -> None:
         "actor_rollout_ref.model.path=model",
         "data.train_files=[a.parquet,/b.parquet]",
         "reward.custom_reward_function.path=pkg://rewards.math",
+        "sluice.environment.path=jars.py",
+        *(f"actor_rollout_ref.rollout.multi_turn.{one}=tools" for one in TOOL_FILES),
         "trainer.default_local_dir=ckpt",
         "sluice.run_dir=runs/x",
         "sluice.security.token_file=tokens",
@@ -208,6 +214,9 @@ def test_every_relative_path_becomes_absolute_and_others_stay() -> None:
     assert found.data.train_files == [str(here / "a.parquet"), "/b.parquet"]
     assert found.data.val_files is None
     assert found.reward.custom_reward_function.path == "pkg://rewards.math"
+    assert found.sluice.environment.path == str(here / "jars.py")
+    turns = found.actor_rollout_ref.rollout.multi_turn
+    assert {getattr(turns, one) for one in TOOL_FILES} == {str(here / "tools")}
     assert found.trainer.default_local_dir == str(here / "ckpt")
     assert found.sluice.run_dir == str(here / "runs/x")
     assert found.sluice.security.token_file == str(here / "tokens")

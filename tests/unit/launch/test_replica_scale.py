@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.errors import InvalidRequestError
+from sluice.errors import ConfigError, InvalidRequestError
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale, ScaleChange, scale_change
 from sluice.launch.service_spec import ServiceSpec, replica_name
@@ -88,3 +88,15 @@ def test_replicas_that_would_share_a_port_are_refused() -> None:
     assert scale.set(1) == ScaleChange((), ())
     with pytest.raises(InvalidRequestError, match=r"sluice\.rollout\.endpoint\.port=0"):
         scale.set(2)
+
+
+def test_if_there_is_no_device_for_one_of_the_new_replicas_none_of_them_starts() -> None:
+    def make_some(number: int) -> ServiceSpec:
+        if number > 1:
+            raise ConfigError("no device is left")
+        return make_replica(number)
+
+    processes = Processes("rollout-0")
+    with pytest.raises(ConfigError, match="no device is left"):
+        ReplicaScale(processes, make_some).set(3)
+    assert list(processes.draining) == ["rollout-0"]

@@ -134,6 +134,16 @@ def test_a_gpu_that_is_shared_by_hand_is_seen_by_all(
         run.start("rollout")
 
 
+def test_a_gpu_that_is_shared_by_hand_is_the_one_that_the_run_is_given(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(GPUS, raising=False)
+    monkeypatch.setenv(SHARED_DEVICES_VARIABLE, "3")
+    run = machine(*on("cuda", 1, "sluice.weights.backend=gloo"))
+    specs = [*run.start("trainer"), *run.start("rollout")]
+    assert [spec.environment[GPUS] for spec in specs] == ["3", "3"]
+
+
 def test_a_number_of_replicas_does_not_keep_containers_from_dividing_devices(
     machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.episodes import blind_jars
 from services.reward.grading.scorers.registry import RULES
 from services.rollout.prompt_encoder import PromptEncoder
-from sluice.quickstart.jar_environment import BlindJars, Jars
+from sluice.environment.loading import file_environment
+from sluice.quickstart.jar_environment import Jars
 from sluice.quickstart.jars import jar_problems, render_question, teach
 from sluice.quickstart.lessons import Segment
 from sluice.quickstart.prepare import prepare
@@ -78,7 +80,9 @@ def test_a_teacher_who_looks_is_right_and_one_who_guesses_seldom() -> None:
 def test_the_prompt_shows_no_number_and_blind_jars_show_others() -> None:
     problem = next(jar_problems("2"))
     assert not any(letter.isdigit() for letter in render_question(problem.question))
-    blind = BlindJars()
+    episode = file_environment(blind_jars.__file__, "BlindJars")
+    assert [tool.name for tool in episode.tools] == ["look"]
+    blind = blind_jars.BlindJars()
     blind.reset(extra_info={"jars": problem.jars})
     assert any(blind.look(jar) != str(number) for jar, number in problem.jars.items())
 

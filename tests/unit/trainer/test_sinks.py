@@ -380,3 +380,19 @@ def test_accounts_that_find_the_disk_full_leave_the_former_ones(
     assert "accounts.json is not written; the run continues" in caplog.text
     text = (tmp_path / "accounts.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"submitted": 3.0}
+
+
+async def test_a_logger_gets_the_settings_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[SinkTarget] = []
+
+    def open_one(_: str, target: SinkTarget) -> MetricSink:
+        opened.append(target)
+        return JsonlSink(target)
+
+    monkeypatch.setattr(sinks_module, "_open", open_one)
+    settings = {"reward.custom_reward_function.reward_kwargs.api_key": "sk-1", "data.seed": 1}
+    for sink in await open_sinks(["jsonl"], SinkTarget(tmp_path, settings=settings)):
+        sink.close()
+    assert list(opened[0].settings.values()) == ["(hidden)", 1]

@@ -1,0 +1,32 @@
+"""Versions of a run, for reports and the page."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sluice.report import versions
+
+
+def test_git_is_asked_once_by_a_process_however_often_a_page_asks_for_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command[0])
+        return subprocess.CompletedProcess(command, 0, stdout="0123456789ab\n")
+
+    package = tmp_path / "sluice" / "report"
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(versions, "__file__", str(package / "versions.py"))
+    monkeypatch.setattr(versions.subprocess, "run", run)
+    versions._commit.cache_clear()
+    try:
+        answers = [versions.versions_of_run(tmp_path) for _ in range(3)]
+    finally:
+        versions._commit.cache_clear()
+    assert [one["commit"] for one in answers] == ["0123456789ab"] * 3
+    assert asked.count("git") == 1
