@@ -280,6 +280,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             async for request in requests:
                 await session.wait_to_receive()
+                if session.is_ended:
+                    return None
                 self._submit(request, session)
         except SluiceError as error:
             session.end()

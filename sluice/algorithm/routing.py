@@ -325,6 +325,7 @@ class ReplicaRouter:
         """End the probation of a replica that works."""
         member.on_probation = False
         member.next_pause_s = FIRST_PAUSE_S
+        self._failed.discard(member)
 
     def failed(self, member: RoutedReplica, now: float) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends."""

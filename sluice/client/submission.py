@@ -126,11 +126,11 @@ def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
 class RefusedPrompts:
     """Prompts that a full service refused, by id, the longest held first.
 
-    One held prompt is sent again for each prompt that is accepted or ends, since there is or was
-    capacity, and one after each pause, because other clients' prompts end too. The pause grows
-    until one is accepted or ends. So vain tries are at most one for each of these; prompts that
-    were in flight when the service became full, and all open ones after a broken call, add one
-    each.
+    One held prompt is sent again for each prompt that is accepted or ends, since each
+    shows capacity, and one after each pause, because other clients' prompts end too. The pause
+    grows until one is accepted or ends. So vain tries are at most one for each of these; prompts
+    that were in flight when the service became full, and all open ones after a broken call, add
+    one each.
 
     Args:
         policy: the pauses, and with `gives_up` the patience without progress.

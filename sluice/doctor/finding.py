@@ -157,7 +157,7 @@ def examined_of(
 
 def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
     """Return the files of a key, as the reward service opens them, and decoded rows: the first
-    `ROWS_LOOKED_AT`, and one of each file after them.
+    `ROWS_LOOKED_AT`, and one of each further file.
 
     Raises:
         DataError: a file or a row cannot be used.

@@ -39,14 +39,14 @@ class MethodThreads:
         ended = loop.create_future()
 
         def deliver(_call: Future[object]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and so has who waited
+            with suppress(RuntimeError):  # the loop has ended, and nothing waits any more
                 loop.call_soon_threadsafe(ended.set_result, None)
 
         call.add_done_callback(deliver)
         self._calls.put((call, function))
         self._num_calls += 1
         try:
-            while not (self._has_thread() or ended.done()):
+            while not (ended.done() or self._has_thread()):
                 await asyncio.wait([ended], timeout=_PAUSE_S)
             await asyncio.wait([ended])
         except asyncio.CancelledError:
@@ -64,7 +64,7 @@ class MethodThreads:
             self._calls.put(None)
 
     def _has_thread(self) -> bool:
-        """Start a thread for a call if it needs one; return whether the system has refused none."""
+        """Start a thread for a call if it needs one; return False if the system refuses it."""
         if self._num_threads >= min(self._num_calls, self._most):
             return True
         try:

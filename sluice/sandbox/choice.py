@@ -112,9 +112,7 @@ def proven_sandbox(
     return chosen
 
 
-def as_variable(
-    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
-) -> Mapping[str, str]:
+def as_variable(sandbox: SandboxConfig, fusion: SandboxFusionConfig) -> Mapping[str, str]:
     """Return the environment variable that hands the configuration to a worker."""
     sandbox = msgspec.structs.replace(sandbox, backend=backend_of(sandbox, fusion))
     return {VARIABLE: msgspec.json.encode(sandbox).decode()}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from sluice.config.schema.reward import SandboxFusionConfig
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox import python_tool
 from sluice.sandbox.choice import VARIABLE, as_variable
@@ -26,7 +27,7 @@ def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         need_bubblewrap()
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(VARIABLE, as_variable(OWN_COMMAND)[VARIABLE])
+        monkeypatch.setenv(VARIABLE, as_variable(OWN_COMMAND, SandboxFusionConfig())[VARIABLE])
     # Time enough for a Python that starts on busy cores, unless the test waits for its end.
     monkeypatch.setattr(python_tool, "CALL_S", 2.0 if _waits(request) else 20.0)
     tool = Python()

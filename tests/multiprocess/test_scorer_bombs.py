@@ -156,7 +156,7 @@ def ignores_everything():
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return globals()[solution_str]() if solution_str in globals() else 1.0
 """
-LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=0.7, memory_mb=600)
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0, memory_mb=600)
 HANGS = (
     *("huge_power", "forks", "sessions", "orphans"),
     *("programs", "memory_of_many", "threads", "files", "ignores_everything"),

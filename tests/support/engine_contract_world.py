@@ -145,7 +145,7 @@ class Trainer:
             )
             staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
         assert staged.result().version == self.version
-        assert staged.result().digest == sent.result().digest
+        assert {staged.result().digest} == {*sent.result().digests.values()}
         if not self.engine.weight_shares:
             assert staged.result().digest == plain_digest(weights)
         self.received_bytes = staged.result().received_bytes

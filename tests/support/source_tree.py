@@ -31,6 +31,8 @@ def name_of(path: Path) -> str:
 @cache
 def syntax_tree(path: Path) -> ast.Module:
     """The parsed file; a search for garbage in what was parsed would take most of the time."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()  # what is frozen is never found to be garbage
     is_enabled = gc.isenabled()
     gc.disable()
     try:

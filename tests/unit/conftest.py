@@ -17,6 +17,10 @@ def tried_scorers(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     def note(config: RunConfig, _rows: Sequence[object]) -> None:
         tried.append(config)
 
+    def grade(*_: object) -> None:
+        raise AssertionError("`sluice prepare` grades nothing: a judge may be out of its reach")
+
     monkeypatch.setattr("sluice.cli.run.prepare.try_scorer", note)
+    monkeypatch.setattr("sluice.doctor.reward.try_responses", grade)
     monkeypatch.setattr("sluice.doctor.prompts.measure", lambda _, rows: [1] * len(rows))
     return tried

@@ -61,8 +61,8 @@ PLAYED_BY = {"workers": "kill_environment", "leases": "kill_front"}
 """How a run may play episodes, and the kind that kills what plays them."""
 WITHOUT_EPISODES = tuple(kind for kind in KINDS if kind not in PLAYED_BY.values())
 REPLICAS = 2  # of the launcher at the beginning
-# The supervisor gives a process up that dies six times in a row, with no life of ten minutes.
-_MOST_RESTARTS, _LONG_LIFE_S = 4, 605.0
+# The supervisor gives a process up that dies six times in a row, with no life of two minutes.
+_MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _STATE_FIELD, _PARENT_FIELD = 0, 1
 _ENDED = ("Z", "X")
 _DEATH_S, _DEATH_POLL_S = 1.0, 0.01

@@ -209,10 +209,11 @@ class FirstTurns:
         alone: bool = False,
     ) -> None:
         self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
-        self._batch, self._alone = batch, alone
+        self._batch, self._alone, self._are_apart = batch, alone, alone
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
         self._ready: list[int] = []
+        self._keys: set[str] = set()
 
     async def turn(
         self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -249,14 +250,15 @@ class FirstTurns:
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         self._ready.clear()
-        is_only = len(bundles) == 1 and not self._alone
+        self._keys.update(bundles)
+        is_only = len(self._keys) == 1 and not self._are_apart
         for indexes in bundles.values():
             name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
             self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
 
     async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]
-        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
+        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 and not is_only else ""
         turn = TurnRequest(
             0,
             waiter.messages,

@@ -178,7 +178,7 @@ class ScoreRequests:
         scorers: SampleScorer,
         max_client_items: int = DEFAULT_CLIENT_ITEMS,
         *,
-        reads_question: bool = False,
+        reads_question: bool,
     ) -> None:
         self._scorers, self._reads_question = scorers, reads_question
         self._client_calls = ClientQuota(MAX_CLIENT_CALLS, "Score calls", "RewardService/Score")

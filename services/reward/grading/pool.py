@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -128,10 +129,16 @@ class ScorerPool:
                 await end_left_behind(self._family)
         first, *others = self._slots
         await self._fill(first)  # alone: one process reports what all would meet
+        cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+        async def fill(slot: _WorkerSlot) -> None:
+            async with cores:  # more at once would take longer than one may
+                await self._fill(slot)
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, slot in enumerate(others, start=1):
-                    tasks.create_task(self._fill(slot), name=f"scorer process {number}")
+                    tasks.create_task(fill(slot), name=f"scorer process {number}")
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
@@ -210,7 +217,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def _replaced(self, slot: _WorkerSlot) -> ScorerWorker:
-        """Start a process in a slot without one; that it starts was seen, so a failure may pass."""
+        """Start a process in an empty slot. Others have started: a failure may be temporary."""
         try:
             slot.worker = worker = await self._new_worker()
         except (ConfigError, DeadlineError) as error:

@@ -198,7 +198,7 @@ class ScorerWorker:
         while True:
             left_s = self._time_left()
             try:
-                async with asyncio.timeout(max(left_s, LAST_READ_S)):
+                async with asyncio.timeout(left_s if left_s > 0 else LAST_READ_S):
                     return await self._read_body()
             except TimeoutError:
                 if left_s > 0 or self._time_left() > 0:

@@ -217,7 +217,7 @@ def training_stream(
     *,
     total_epochs: int,
     images: ImageLimits | None = None,
-    check_data_source: DataSourceCheck | None = None,
+    check_data_source: DataSourceCheck | None,
 ) -> PromptStream:
     """Return the stream of training rows as configured."""
     return PromptStream(
@@ -233,8 +233,8 @@ def training_stream(
 def validation_stream(
     files: PromptFiles,
     data: DataConfig,
-    images: ImageLimits | None = None,
-    check_data_source: DataSourceCheck | None = None,
+    images: ImageLimits | None,
+    check_data_source: DataSourceCheck | None,
 ) -> PromptStream:
     """Return the validation set once, in the same order every time.
 

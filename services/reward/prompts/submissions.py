@@ -57,6 +57,7 @@ class SubmissionSession:
         self._may_receive = asyncio.Event()  # cleared while the client reads too slowly
         self._may_receive.set()
         self.num_open = 0
+        self.is_ended = False
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Queue an event; it is sent once the ledger's changes so far are durable."""
@@ -79,8 +80,8 @@ class SubmissionSession:
         self._events.put_nowait(None)
 
     def end(self) -> None:
-        """End the call with the service, even if prompts are unfinished."""
-        self.num_open = 0
+        """End the call with the service, even if prompts are unfinished; accept no more."""
+        self.is_ended = True
         self.close_input()
 
     async def next_event(self) -> Receipt | PromptOutcome | None:
@@ -89,7 +90,7 @@ class SubmissionSession:
         Raises:
             DataError, DeadlineError: the ledger cannot be written.
         """
-        while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
+        while not (self._is_closed and self._has_all() and self._events.empty()):
             reported = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
                 self._may_receive.set()
@@ -98,6 +99,9 @@ class SubmissionSession:
                 await self._ledger.durable(change_number)
                 return event
         return None
+
+    def _has_all(self) -> bool:
+        return self.is_ended or self.num_open <= 0
 
 
 class Submissions:

@@ -18,6 +18,8 @@ from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
 from sluice.service_contract import CONFIG_NAME
 
+_OF_REWARD_SERVICE = frozenset({"reward", "environment"})
+
 
 def checked_run(
     file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
@@ -65,7 +67,7 @@ def examined_to_start(
         console: where to print.
         notes: to print before those that are found.
         is_local: whether the run's processes start on this host.
-        grades: whether this host can do what grading needs, such as reach a judge.
+        grades: whether this host can grade and play, such as reach a judge or load an environment.
 
     Raises:
         ConfigError: as `checked_run`.
@@ -73,7 +75,9 @@ def examined_to_start(
     examined = examined_of(run, is_local=is_local)
     found = preflight(
         examined,
-        lambda check: (is_local or not check.of_host) and (grades or check.name != "reward"),
+        lambda check: (
+            (is_local or not check.of_host) and (grades or check.name not in _OF_REWARD_SERVICE)
+        ),
     )
     for note in [*notes, *(one for one in found if one.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -109,8 +109,25 @@ def parse_override_value(text: str, source: str) -> object:
     if text == "":
         return ""
     if text[0] in "[{\"'":
-        return parse_document(_with_spaces(text), source)
+        return _parse_flow(text, source)
     return parse_scalar(text)
+
+
+def _parse_flow(text: str, source: str) -> object:
+    """Return what a flow value means to Hydra, whose keys' colons need no space: ``{a:1}``."""
+    try:
+        found = parse_document(text, source)
+    except ConfigError:
+        return parse_document(_with_spaces(text), source)
+    return parse_document(_with_spaces(text), source) if _joins_keys(found) else found
+
+
+def _joins_keys(value: object) -> bool:
+    """Return whether YAML has taken ``key:value`` for a key without a value."""
+    if isinstance(value, Mapping):
+        is_joined = any(one is None and ":" in str(key) for key, one in value.items())
+        return is_joined or any(map(_joins_keys, value.values()))
+    return isinstance(value, list) and any(map(_joins_keys, value))
 
 
 def _with_spaces(flow: str) -> str:

@@ -93,7 +93,7 @@ def all_problems(
     Args:
         settings: the keys as the user set them, including keys that only verl has.
         shape: the model's; without it rules about heads and experts are left out.
-        files: require folders and a length for the run, too.
+        files: also check the run's folders and its length.
     """
     if config.sluice.sources:
         check = partial(_rule_problems, settings=settings, shape=shape)

@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _FIRST_PAUSE_S = 0.5  # from one start to the next: who lived longer starts again at once
-# A process that ran this long was not in a crash loop: its restarts count from 0 again. No process
-# reports here that it serves, so this is longer than most need to load a model and fail.
-_STABLE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ class Supervisor:
                 self._note_end(crew, end)
                 return
             lived_s = time.monotonic() - crew.began_s
-            if lived_s > _STABLE_S:
+            if lived_s > end.cause.spec.restarts.stable_s:
                 crew.restarts = 0
             if not await self._may_restart(crew, end, lived_s):
                 return

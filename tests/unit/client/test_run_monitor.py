@@ -88,12 +88,12 @@ async def test_holding_waits_for_the_step_under_way_and_lets_go_afterwards() -> 
 async def test_the_hold_is_a_lease_that_is_renewed_as_long_as_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_monitor, "_LEASE_S", 0.3)
+    monkeypatch.setattr(run_monitor, "_RENEWALS_PER_LEASE", 300)
     trainer = ScriptedTrainer(step=1)
     async with monitored(trainer) as monitor, monitor.held(20):
         while len(trainer.leases_s) < 3:
             await asyncio.sleep(0.01)
-    assert set(trainer.leases_s) == {0.3}
+    assert set(trainer.leases_s) == {15.0}
 
 
 class FailingTrainer(ScriptedTrainer):
@@ -131,6 +131,7 @@ async def test_a_hold_ends_when_its_lease_could_not_be_renewed(
             async with monitor.held(20):
                 await asyncio.sleep(10)
     assert isinstance(found.value.exceptions[0], DeadlineError)
+    assert trainer.num_refusals < 999  # it asked again
 
 
 async def test_a_failure_while_it_is_held_lets_go_too() -> None:

@@ -362,6 +362,9 @@ def test_an_override_of_no_known_form_is_refused(text: str) -> None:
         ("{a:/x/y.py}", {"a": "/x/y.py"}),
         ("{a:12:30}", {"a": "12:30"}),
         ("{a:b@c}", {"a": "b@c"}),
+        ("{data:x*: y}", {"data:x*": "y"}),
+        ("{aime:2024: math, b: 1}", {"aime:2024": "math", "b": 1}),
+        ("{http://h/x: y}", {"http://h/x": "y"}),
     ],
 )
 def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:

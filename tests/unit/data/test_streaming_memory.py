@@ -33,7 +33,8 @@ before = peak_mib()
 once = sys.argv[2] == "deduplicated"
 data = DataConfig(train_files=sys.argv[1], shuffle_buffer_rows=4096, deduplicate=once)
 files = training_files(data)
-stream = training_stream(files, data, total_epochs=1, progress=DataProgress(0))
+progress = DataProgress(0)
+stream = training_stream(files, data, progress, total_epochs=1, check_data_source=None)
 drawn = 0
 while draws := stream.take(64):
     drawn += len(draws)

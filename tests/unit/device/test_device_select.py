@@ -100,6 +100,8 @@ def test_a_gpu_is_found_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_a_folder_without_safetensors_or_tokenizer_is_no_model(tmp_path: Path) -
     assert "holds no tokenizer" in reported(tmp_path)
     assert "is no folder" in reported(tmp_path / "none")
     assert severities(model_findings(KEY, "")) == ["problem"]
+
+
+def test_without_safetensors_the_weights_are_left_out_and_the_rest_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = write_model(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert severities(model_findings(KEY, str(tmp_path))) == ["warning"]
+    second.unlink()
+    assert severities(model_findings(KEY, str(tmp_path))) == ["problem", "warning"]
 
 
 def test_a_critic_that_starts_from_another_model_is_looked_at(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import errno
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,15 +244,18 @@ async def test_a_wait_for_capacity_is_no_life_after_which_restarts_count_again(
 
         async def start(self, spec: ServiceSpec) -> Child:
             self.waits += 1
-            await asyncio.sleep(0.7)
             if self.waits % 2:
                 raise OSError(errno.EAGAIN, "no place")
             return await super().start(spec)
 
-    monkeypatch.setattr(supervisor_module, "_STABLE_S", 0.6)
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.0)
-    fails = ServiceSpec("rollout-0", ("/bin/false",), restarts=RESTARTS_AFTER_ERRORS_TOO)
-    supervisor = Supervisor((fails,), tmp_path, lambda *_: None, WAIT_S, Full())
+    host = Full()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * host.waits)
+    monkeypatch.setattr(crew_module, "time", clock)
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    restarts = replace(RESTARTS_AFTER_ERRORS_TOO, stable_s=900)
+    fails = ServiceSpec("rollout-0", ("/bin/false",), restarts=restarts)
+    supervisor = Supervisor((fails,), tmp_path, lambda *_: None, WAIT_S, host)
     async with asyncio.timeout(WAIT_S):
         end = await supervisor.run()
     assert end.failures[0].startswith("rollout-0 ended with code 1 after 5 restarts:")

@@ -65,6 +65,12 @@ def test_every_service_may_be_started_again_but_only_replicas_after_errors_of_th
     assert [each.name for each in specs if each.restarts.retries_errors] == ["rollout-0"]
 
 
+def test_a_service_is_in_a_crash_loop_as_long_as_it_may_take_to_start() -> None:
+    specs = services("sluice.trainer.replica_wait_timeout_s=700", "trainer.n_gpus_per_node=2")
+    lives = {name: spec.restarts.stable_s for name, spec in specs.items()}
+    assert lives == {"reward": 120, "trainer": 120, "trainer-1": 120, "rollout-0": 700}
+
+
 def test_the_trainer_is_reported_which_checkpoints_were_there_before_the_run(
     tmp_path: Path,
 ) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,7 @@ async def test_a_process_whose_errors_are_final_is_started_again_only_after_a_si
     )
 
 
-async def test_a_process_that_lived_long_enough_is_no_crash_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_module, "_STABLE_S", 0.0)
+async def test_a_process_that_lived_long_enough_is_no_crash_loop(tmp_path: Path) -> None:
     dies_thrice = f"""
     import pathlib, sys, time
     starts = pathlib.Path({str(tmp_path / "starts")!r})
@@ -178,7 +176,9 @@ async def test_a_process_that_lived_long_enough_is_no_crash_loop(
     print("ready")
     time.sleep(600)
     """
-    run = Supervised(tmp_path, spec("rollout-0", dies_thrice, max_restarts=1))
+    dying = spec("rollout-0", dies_thrice, max_restarts=1)
+    restarts = replace(dying.restarts, stable_s=0.0)
+    run = Supervised(tmp_path, replace(dying, restarts=restarts))
     end = await run.run(end_self(signal.SIGINT))
     assert (end.exit_code, end.failures) == (130, ())
 

@@ -14,7 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.reward.episodes import loop
-from services.reward.generation.request import GroupFailedError, GroupProgress
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupProgress,
+    OverlongPromptError,
+)
+from services.reward.generation.stream import CollectedSamples
 from services.reward.grading.grader import Grader
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.overlong import OverlongShaping
@@ -419,11 +424,11 @@ async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> N
 async def test_an_environment_that_opens_late_does_not_hold_up_its_siblings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(loop, "PATIENCE_S", 0.5)
 
     async def open_last(call: str, episode_id: str, _context: Any) -> None:
         if call == "open" and index_of(episode_id) == 1:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while len(world.closed) < 2:
                     await asyncio.sleep(0.01)
 
@@ -433,6 +438,24 @@ async def test_an_environment_that_opens_late_does_not_hold_up_its_siblings(
     assert [rollout.end for rollout in group.rollouts] == [EpisodeEnd.DONE] * 3
     # One request for the first turns of the two, one for the late one, and one for each second.
     assert len(played.engine.prompts) == 5
+
+
+async def test_a_row_that_is_too_long_is_left_out_though_an_environment_opens_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PATIENCE_S", 0.01)
+
+    async def open_last(call: str, episode_id: str, _context: Any) -> None:
+        if call == "open" and index_of(episode_id) == 1:
+            await asyncio.Event().wait()
+
+    async def refuse(_collected: CollectedSamples) -> None:
+        raise OverlongPromptError("a.parquet, row 7: prompt: 9 tokens exceed 4")
+
+    async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment(before=open_last)) as played:
+        monkeypatch.setattr(played.dispatcher, "collect", refuse)
+        with pytest.raises(OverlongPromptError):
+            await played.generator.generate(group_request(3))
 
 
 async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:

@@ -149,12 +149,16 @@ def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) 
     data = copies(tmp_path)
     opened = training_files(data)
     assert opened is not None
-    source = training_stream(opened, data, total_epochs=2, progress=DataProgress(0))
+    source = training_stream(
+        opened, data, total_epochs=2, progress=DataProgress(0), check_data_source=None
+    )
     rows = [row for _, row in sampled(source)]
     expected = [0, *(i for i in range(20) if i % 5)]
     assert source.rows_per_epoch == len(expected)
     assert rows == expected * 2
-    resumed = training_stream(opened, data, total_epochs=2, progress=DataProgress(20))
+    resumed = training_stream(
+        opened, data, total_epochs=2, progress=DataProgress(20), check_data_source=None
+    )
     assert [row for _, row in sampled(resumed)] == (expected * 2)[20:]
 
 
@@ -162,7 +166,9 @@ def test_max_samples_counts_rows_that_are_left_without_copies(tmp_path: Path) ->
     data = msgspec.structs.replace(copies(tmp_path), train_max_samples=7)
     opened = training_files(data)
     assert opened is not None
-    source = training_stream(opened, data, total_epochs=1, progress=DataProgress(0))
+    source = training_stream(
+        opened, data, total_epochs=1, progress=DataProgress(0), check_data_source=None
+    )
     assert [row for _, row in sampled(source)] == [0, 1, 2, 3, 4, 6, 7]
 
 
@@ -180,7 +186,9 @@ def test_validation_is_chosen_as_training_and_ordered_on_its_own(
     )
     opened = validation_files(data)
     assert opened is not None
-    rows, again = ([row for _, row in sampled(validation_stream(opened, data))] for _ in range(2))
+    rows, again = (
+        [row for _, row in sampled(validation_stream(opened, data, None, None))] for _ in range(2)
+    )
     assert rows == again
     assert (set(rows) == set(range(20))) is not shuffle
     assert (rows == sorted(rows)) is not validation_shuffle
@@ -213,7 +221,9 @@ def test_configured_keys_name_the_columns(tmp_path: Path) -> None:
     data = DataConfig(train_files=path, prompt_key="turns", reward_fn_key="source", shuffle=False)
     opened = training_files(data)
     assert opened is not None
-    source = training_stream(opened, data, total_epochs=1, progress=DataProgress(0))
+    source = training_stream(
+        opened, data, total_epochs=1, progress=DataProgress(0), check_data_source=None
+    )
     assert [d.row.messages[0].content for d in source.take(9)] == ["a", "b"]
 
 
@@ -314,4 +324,6 @@ def test_images_of_a_later_row_are_refused_before_it_is_trained_on(
 def issue_all(data: DataConfig) -> None:
     files = training_files(data)
     assert files is not None
-    training_stream(files, data, total_epochs=1, progress=DataProgress(0)).take(10)
+    training_stream(
+        files, data, total_epochs=1, progress=DataProgress(0), check_data_source=None
+    ).take(10)

@@ -54,7 +54,7 @@ async def under_way(
 
 async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() -> None:
     scorer = SlowScorer()
-    requests = ScoreRequests(scorer, max_client_items=4)
+    requests = ScoreRequests(scorer, 4, reads_question=False)
     reported = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
     async with asyncio.timeout(60), under_way(requests, scorer, client="a", num_items=3):
         with pytest.raises(ExhaustedError, match=reported):
@@ -66,12 +66,12 @@ async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() 
 
 async def test_more_responses_than_a_client_may_ever_have_are_no_request() -> None:
     with pytest.raises(InvalidRequestError, match="max_client_score_items allows 4"):
-        await ScoreRequests(SlowScorer(), max_client_items=4).score([ITEM] * 5, "a")
+        await ScoreRequests(SlowScorer(), 4, reads_question=False).score([ITEM] * 5, "a")
 
 
 async def test_one_client_cannot_take_all_calls() -> None:
     scorer = SlowScorer()
-    requests = ScoreRequests(scorer)
+    requests = ScoreRequests(scorer, reads_question=False)
     async with asyncio.timeout(60), AsyncExitStack() as calls:
         for _ in range(MAX_CLIENT_CALLS):
             await calls.enter_async_context(under_way(requests, scorer, client="a", num_items=1))
@@ -83,7 +83,7 @@ async def test_one_client_cannot_take_all_calls() -> None:
 async def test_by_default_a_client_may_have_four_of_the_largest_calls_at_once() -> None:
     assert LimitsConfig().max_client_score_items == DEFAULT_CLIENT_ITEMS
     scorer = SlowScorer()
-    requests = ScoreRequests(scorer)
+    requests = ScoreRequests(scorer, reads_question=False)
     async with asyncio.timeout(60), AsyncExitStack() as calls:
         for _ in range(4):
             call = under_way(requests, scorer, client="a", num_items=MAX_ITEMS)

@@ -72,4 +72,4 @@ async def test_a_reward_model_that_reads_the_question_grades_nothing_without_one
     with pytest.raises(InvalidRequestError, match=r"items\[1\]\.question: empty"):
         await requests.score([asked, unasked])
     assert len(await requests.score([asked])) == 1
-    assert len(await ScoreRequests(scorer).score([unasked])) == 1
+    assert len(await ScoreRequests(scorer, reads_question=False).score([unasked])) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,6 +193,29 @@ async def test_a_client_that_sends_nothing_is_left_in_order_when_the_service_end
         assert (await call.read()).receipt.sequence == 0
         submissions.end()
         assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_client_that_keeps_sending_is_left_in_order_when_the_service_ends(
+    submissions: Submissions,
+) -> None:
+    app: Any = SimpleNamespace(
+        submissions=submissions, traces=SimpleNamespace(receipt_sent=lambda _: None)
+    )
+
+    async def without_end() -> AsyncIterator[reward_pb2.SubmitPromptsRequest]:
+        for number in count():
+            one = reward_pb2.SubmitPromptsRequest(prompt_id=f"{number}", data_source="math_dapo")
+            one.messages.add(role="user", content="?")
+            yield one
+            await asyncio.sleep(0.001)
+
+    async with connected(reward=RewardServicer(app, RolloutConfig(), 16)) as channel:
+        call: Any = reward_stub(channel).SubmitPrompts(without_end(), timeout=30)
+        assert (await call.read()).receipt.sequence == 0
+        submissions.end()
+        while await call.read() is not grpc.aio.EOF:
+            pass
         assert await call.code() is grpc.StatusCode.OK
 
 

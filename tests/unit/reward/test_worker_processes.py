@@ -162,7 +162,7 @@ async def test_a_scorer_that_cannot_be_replaced_for_the_moment_fails_samples_and
     assert isinstance((await found.score([ITEM]))[0], Scored)
 
 
-async def test_scorers_load_at_the_same_time_once_the_first_has_loaded(
+async def test_as_many_scorers_load_at_once_as_there_are_cores_once_the_first_has_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_begun, release = 0, asyncio.Semaphore(0)
@@ -174,13 +174,16 @@ async def test_scorers_load_at_the_same_time_once_the_first_has_loaded(
         return Stuck(1, times_out=False)
 
     monkeypatch.setattr(pool, "start_worker", start_worker)
-    found = scorer_pool(ScorerPoolConfig(num_workers=4), CustomRewardFunctionConfig())
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    found = scorer_pool(ScorerPoolConfig(num_workers=6), CustomRewardFunctionConfig())
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(found.start())
         await settled(lambda: num_begun == 1)
         release.release()
         await settled(lambda: num_begun == 4)
-        for _ in range(3):
+        release.release()
+        await settled(lambda: num_begun == 5)
+        for _ in range(4):
             release.release()
     assert isinstance((await found.score([ITEM]))[0], Scored)
 

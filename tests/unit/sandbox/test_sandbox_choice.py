@@ -109,10 +109,10 @@ def test_nothing_of_the_environment_reaches_a_command_but_where_to_find_programs
 
 
 def test_a_worker_gets_the_configuration_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in as_variable(OWN_COMMAND).items():
+    for name, value in as_variable(OWN_COMMAND, SandboxFusionConfig()).items():
         monkeypatch.setenv(name, value)
     assert inherited_config() == OWN_COMMAND
-    for name, value in as_variable(SandboxConfig(memory_mb=7)).items():
+    for name, value in as_variable(SandboxConfig(memory_mb=7), SandboxFusionConfig()).items():
         monkeypatch.setenv(name, value)
     assert inherited_config() == msgspec.structs.replace(
         SandboxConfig(memory_mb=7), backend="bubblewrap"

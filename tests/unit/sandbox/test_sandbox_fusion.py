@@ -125,7 +125,7 @@ def test_a_server_that_hangs_ends_with_the_time_of_the_run() -> None:
         since_s = time.monotonic()
         with pytest.raises(SandboxUnavailableError, match="no whole answer in time"):
             sandbox.run([PYTHON, "a.py"], {"a.py": "x"}, limits=replace(LIMITS, wall_s=0.5))
-    assert time.monotonic() - since_s < 2.0
+    assert time.monotonic() - since_s < 8.0  # each of three tries had ten seconds more
 
 
 def test_an_address_that_is_none_is_an_error_with_the_key() -> None:

@@ -291,7 +291,7 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
 async def test_the_last_accounts_take_so_many_seconds_at_most(
     accounting: ScriptedCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_SETTLE_S", 0.0, raising=False)
+    monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_SETTLE_S", 0.0)
     accounting.register("a", load(50), load(70), load(90), load(100))
     accounting.reported = [reported(trained=50.0), reported(trained=100.0)]
     named = await accounting.run_accounting.settle()

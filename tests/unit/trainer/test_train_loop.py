@@ -97,7 +97,7 @@ async def test_the_time_of_an_update_begins_when_engines_sleep(world: World) -> 
         await asyncio.sleep(0.2)
         world.holds["sleep"].set()
     step = world.recorded["step 1"]
-    assert step["timing_s/train"] < 0.2 < step["timing_s/step"]
+    assert step["timing_s/step"] - step["timing_s/train"] > 0.19
 
 
 @pytest.mark.parametrize("engines_sleep", [True, False])
