@@ -7,16 +7,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
-from typing import TypeVar
 
-ValueT = TypeVar("ValueT")
-
-SECRET_NAME = re.compile(
-    r"(?:^|\.)(?!(?i:bos|cls|eos|mask|max|min|pad|per|sep|stop|unk)_(?i:token)$)[^.]*"
-    r"(?:KEY|TOKEN|(?i:(?:access|api|auth|openai|private|secret)_?key|password|secret"
-    r"|(?<![^._])token))$"
+_SECRET_NAME = re.compile(
+    r"(?:^|\.)(?!(?i:(?:\w+_)?(?:bos|cls|end|eos|image|mask|max|min|pad|per|sep|start|stop|think|unk"
+    r"|video)_token$))[^.]*(?:KEY|TOKEN|(?i:(?:access|api|auth|encryption|openai|private|secret"
+    r"|signing)[-_]?key|credentials?|passphrase|passw(?:or)?d|pwd|secret|(?<![^._-])token))$"
 )
-"""A variable, or a dotted key, whose value is a secret; that of a ``prompt_key`` is a column."""
+"""A dotted key whose value is a secret; that of a ``prompt_key`` is a column."""
 HIDDEN = "(hidden)"
 
 _KEPT = "\n\t"
@@ -48,9 +45,15 @@ def encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def without_secrets(settings: Mapping[str, ValueT]) -> dict[str, ValueT | str]:
+def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by dotted key, with `HIDDEN` for each secret: what shows them is shared."""
     return {
-        key: HIDDEN if value and SECRET_NAME.search(key) else value
+        key: HIDDEN if value and _SECRET_NAME.search(key) else _public(value)
         for key, value in settings.items()
     }
+
+
+def _public(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return [_public(one) for one in value] if isinstance(value, list) else value

@@ -44,6 +44,13 @@ def replica_wait_timeout_s(config: RunConfig) -> float:
     """
     if (chosen := config.sluice.trainer.replica_wait_timeout_s) is not None:
         return chosen
+    return longest_start_s(config)
+
+
+def longest_start_s(config: RunConfig) -> float:
+    """Return how long a process may take until it serves or trains: 120 s, 600 s with an engine
+    that compiles, and 4 s more for each GB of weights.
+    """
     compiles = config.actor_rollout_ref.rollout.name in _COMPILING_ENGINES
     return (_COMPILING_START_S if compiles else _START_S) + _reading_s(config)
 

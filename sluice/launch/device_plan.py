@@ -345,7 +345,7 @@ def _refuse_occupied(config: RunConfig, gpus: DeviceShare, index: int) -> None:
         raise ConfigError(
             f"replica {index} would take {each} GPU(s) of its own, but of {len(gpus.numbers)} "
             f"({', '.join(gpus.numbers)}) {left} are left for it; scale to at most "
-            f"{gpus.beside_trainer()}, or start the run again with more GPUs visible "
+            f"{gpus.beside_trainer()}, wait until a replica has left, or start with more GPUs "
             f"({host.CUDA_VISIBLE_VARIABLE})"
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.config.addresses import configured_ports, split_host_port
-from sluice.config.deadlines import command_timeout_s, replica_wait_timeout_s
+from sluice.config.deadlines import longest_start_s
 from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -259,7 +259,7 @@ def placed_trainer(
             _module("services.trainer", "--config", str(config_file)),
             environment
             | ({"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)} if ranks > 1 else {}),
-            restarts=replace(RESTARTS_AFTER_SIGNALS, stable_s=command_timeout_s(config)),
+            restarts=replace(RESTARTS_AFTER_SIGNALS, stable_s=longest_start_s(config)),
             ends_run=rank == 0,
             is_needed=True,
             crew=TRAINER,
@@ -319,7 +319,7 @@ def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -
         name,
         _module("services.rollout", "--config", str(config_file), "--name", name, *overrides),
         {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
-        restarts=replace(RESTARTS_AFTER_ERRORS_TOO, stable_s=replica_wait_timeout_s(config)),
+        restarts=replace(RESTARTS_AFTER_ERRORS_TOO, stable_s=longest_start_s(config)),
     )
 
 

@@ -251,14 +251,13 @@ class FirstTurns:
                 bundles.setdefault(key, []).append(number)
         self._ready.clear()
         self._keys.update(bundles)
-        is_only = len(self._keys) == 1 and not self._are_apart
         for indexes in bundles.values():
             name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-            self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
+            self._tasks.create_task(self._request_turns(indexes), name=name)
 
-    async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
+    async def _request_turns(self, indexes: Sequence[int]) -> None:
         waiter = self._waiters[indexes[0]]
-        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 and not is_only else ""
+        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
         turn = TurnRequest(
             0,
             waiter.messages,
@@ -275,7 +274,8 @@ class FirstTurns:
         try:
             await self._dispatcher.collect(collected)
         except GroupFailedError as error:
-            if is_only or error.kind is not None:
+            is_of_all = len(self._keys) == 1 and not self._are_apart  # as far as is known
+            if is_of_all or error.kind is not None:
                 raise
             self._refuse(indexes, error)
         for index, rollout in collected.rollouts.items():

@@ -53,6 +53,7 @@ from sluice.types import Failed, FailureKind, Scored
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAULTS = 3
+LOADS_PER_CORE = 4  # a load may wait for a disk or a network
 MAX_KNOWN_SOURCES = 256
 MAX_SOURCE_CHARS = 100
 
@@ -129,10 +130,10 @@ class ScorerPool:
                 await end_left_behind(self._family)
         first, *others = self._slots
         await self._fill(first)  # alone: one process reports what all would meet
-        cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        at_once = asyncio.Semaphore(LOADS_PER_CORE * len(os.sched_getaffinity(0)))
 
         async def fill(slot: _WorkerSlot) -> None:
-            async with cores:  # more at once would take longer than one may
+            async with at_once:  # more would take longer than one may
                 await self._fill(slot)
 
         try:

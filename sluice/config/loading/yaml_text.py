@@ -114,12 +114,17 @@ def parse_override_value(text: str, source: str) -> object:
 
 
 def _parse_flow(text: str, source: str) -> object:
-    """Return what a flow value means to Hydra, whose keys' colons need no space: ``{a:1}``."""
+    """Return what a flow value means to Hydra, whose keys' colons need no space: ``{a:1}``.
+
+    A key that holds a colon itself needs one: ``{org:name: rule}``.
+    """
     try:
-        found = parse_document(text, source)
-    except ConfigError:
         return parse_document(_with_spaces(text), source)
-    return parse_document(_with_spaces(text), source) if _joins_keys(found) else found
+    except ConfigError:
+        found = parse_document(text, source)
+        if _joins_keys(found):
+            raise
+        return found
 
 
 def _joins_keys(value: object) -> bool:

@@ -21,7 +21,6 @@ from typing import IO
 
 from sluice.config.loading.yaml_files import VERLS_OWN
 from sluice.errors import ConfigError, DeadlineError
-from sluice.safe_text import SECRET_NAME
 
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
@@ -36,6 +35,7 @@ _CONFIG_OPTIONS = {
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
+_SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)  # of a variable
 _SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
 PRINTERS = (
@@ -291,7 +291,7 @@ class Recording:
     def shown(self, call: Sequence[str]) -> str:
         """Return a call as a line for people, cut if it is long, with exported secrets by name."""
         for name, value in self.exported.items():
-            if SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
+            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
                 call = [word.replace(value, f"${name}") for word in call]
         line = shlex.join(call).replace("\n", " ")
         return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

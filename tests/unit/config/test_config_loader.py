@@ -365,6 +365,8 @@ def test_an_override_of_no_known_form_is_refused(text: str) -> None:
         ("{data:x*: y}", {"data:x*": "y"}),
         ("{aime:2024: math, b: 1}", {"aime:2024": "math", "b": 1}),
         ("{http://h/x: y}", {"http://h/x": "y"}),
+        ('{a:"x: y"}', {"a": "x: y"}),
+        ("[{a:{b:'c: d'}}]", [{"a": {"b": "c: d"}}]),
     ],
 )
 def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:

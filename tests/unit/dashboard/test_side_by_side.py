@@ -130,11 +130,11 @@ def test_a_configuration_that_cannot_be_read_is_empty(tmp_path: Path) -> None:
     "name",
     [
         *("api_key", "OPENAI_KEY", "private_key", "aws_secret_access_key", "client_secret"),
-        *("token", "github_token", "password"),
+        *("token", "github_token", "password", "api-key", "hf-token", "passwd", "MYSQL_PWD"),
     ],
 )
 def test_secrets_of_a_configuration_are_not_shown(tmp_path: Path, name: str) -> None:
-    shown_too = "max_token: 5, pad_token: <pad>, label_key: answer"
+    shown_too = "max_token: 5, pad_token: <pad>, think_end_token: x, label_key: answer"
     (tmp_path / "config.yaml").write_text(
         f"reward:\n  custom_reward_function:\n    reward_kwargs: {{{name}: sk-1, {shown_too}}}\n"
     )

@@ -440,6 +440,24 @@ async def test_an_environment_that_opens_late_does_not_hold_up_its_siblings(
     assert len(played.engine.prompts) == 5
 
 
+async def test_the_turns_of_a_lone_sample_share_what_the_replica_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+    async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
+        collect = played.dispatcher.collect
+
+        async def note(collected: CollectedSamples) -> None:
+            assert collected.request.turn is not None
+            named.append(collected.request.turn.affinity)
+            await collect(collected)
+
+        monkeypatch.setattr(played.dispatcher, "collect", note)
+        await played.generator.generate(group_request(1))
+    assert len(named) == 2
+    assert len(set(named)) == 1
+
+
 async def test_a_row_that_is_too_long_is_left_out_though_an_environment_opens_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,7 @@ async def test_a_scorer_that_cannot_be_replaced_for_the_moment_fails_samples_and
     assert isinstance((await found.score([ITEM]))[0], Scored)
 
 
-async def test_as_many_scorers_load_at_once_as_there_are_cores_once_the_first_has_loaded(
+async def test_some_scorers_for_each_core_load_at_once_when_the_first_has_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_begun, release = 0, asyncio.Semaphore(0)
@@ -175,6 +175,7 @@ async def test_as_many_scorers_load_at_once_as_there_are_cores_once_the_first_ha
 
     monkeypatch.setattr(pool, "start_worker", start_worker)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(pool, "LOADS_PER_CORE", 1)
     found = scorer_pool(ScorerPoolConfig(num_workers=6), CustomRewardFunctionConfig())
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(found.start())

@@ -392,7 +392,13 @@ async def test_a_logger_gets_the_settings_without_secrets(
         return JsonlSink(target)
 
     monkeypatch.setattr(sinks_module, "_open", open_one)
-    settings = {"reward.custom_reward_function.reward_kwargs.api_key": "sk-1", "data.seed": 1}
+    kwargs = "reward.custom_reward_function.reward_kwargs"
+    settings = {
+        f"{kwargs}.api_key": "sk-1",
+        f"{kwargs}.judges": [{"url": "a", "api_key": "sk-2"}],
+        "data.seed": 1,
+    }
     for sink in await open_sinks(["jsonl"], SinkTarget(tmp_path, settings=settings)):
         sink.close()
-    assert list(opened[0].settings.values()) == ["(hidden)", 1]
+    judges = [{"url": "a", "api_key": "(hidden)"}]
+    assert list(opened[0].settings.values()) == ["(hidden)", judges, 1]
