@@ -130,7 +130,7 @@ class ScorerPool:
                 await end_left_behind(self._family)
         first, *others = self._slots
         await self._fill(first)  # alone: one process reports what all would meet
-        at_once = asyncio.Semaphore(LOADS_PER_CORE * len(os.sched_getaffinity(0)))
+        at_once = asyncio.Semaphore(LOADS_PER_CORE * (os.cpu_count() or 1))
 
         async def fill(slot: _WorkerSlot) -> None:
             async with at_once:  # more would take longer than one may

@@ -174,7 +174,7 @@ async def test_some_scorers_for_each_core_load_at_once_when_the_first_has_loaded
         return Stuck(1, times_out=False)
 
     monkeypatch.setattr(pool, "start_worker", start_worker)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
     monkeypatch.setattr(pool, "LOADS_PER_CORE", 1)
     found = scorer_pool(ScorerPoolConfig(num_workers=6), CustomRewardFunctionConfig())
     async with asyncio.TaskGroup() as tasks:
