@@ -15,8 +15,8 @@ from sluice.errors import DataError
 from sluice.types import IMAGE_MARK, ChatMessage
 
 GROUND_TRUTH = "ground_truth"
-# Keys of a message that chat templates write; rows with a value there would lose it.
-_UNREAD_KEYS = ("tool_calls", "reasoning_content")
+UNREAD_KEYS = ("tool_calls", "reasoning_content")
+"""Keys of a message that chat templates write; rows with a value there would lose it."""
 IMAGE_RUNS = (
     "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or vllm and without a "
     "critic"
@@ -204,7 +204,7 @@ def _message(turn: object, place: str, column: str) -> ChatMessage:
             f"'{column}' holds a message without role or content as text: {short_repr(turn)}",
         )
     assert isinstance(turn, Mapping)
-    if lost := [key for key in _UNREAD_KEYS if turn.get(key)]:
+    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
         raise _bad_row(
             place,
             f"'{column}' holds a message with {lost[0]}, and only role and content are read: "
