@@ -17,10 +17,7 @@ from sluice.types import IMAGE_MARK, ChatMessage
 GROUND_TRUTH = "ground_truth"
 UNREAD_KEYS = ("tool_calls", "reasoning_content")
 """Keys of a message that chat templates write; rows with a value there would lose it."""
-IMAGE_RUNS = (
-    "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or vllm and without a "
-    "critic"
-)
+IMAGE_RUNS = "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without a critic"
 """The runs that read images, for refusals."""
 
 
