@@ -175,11 +175,12 @@ def truth_of(reward_model: object) -> object:
 
 
 def truth_text(truth: object) -> str | None:
-    """Return a ground truth as text: itself, or its JSON; ``None``: it is neither, or null."""
+    """Return a ground truth as text: itself, or its JSON, the same for mappings that are equal;
+    ``None``: it is neither, or null."""
     if truth is None or isinstance(truth, str):
         return truth
     try:
-        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return None
 
