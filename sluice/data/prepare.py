@@ -346,7 +346,7 @@ def _converted(
     """Yield places and rows to write."""
     seen: set[int] = set()
     index = 0
-    for path, row in ((path, row) for path in order.inputs for row in raw_rows(path)):
+    for path, row in ((file, row) for file in order.inputs for row in raw_rows(file)):
         made.num_read += 1
         if on_rows is not None:
             on_rows(made.num_read)

@@ -65,12 +65,7 @@ def follow_run(
         typer.Exit: an evaluation did not reach its end; has its exit code.
     """
     location = locate_run(run)
-    if adapts(location.config.actor_rollout_ref.model):
-        raise ConfigError(
-            f"--follow {run}: the run trains adapters (actor_rollout_ref.model.lora_rank), and its "
-            "checkpoints have no whole weights; for each, sluice merge global_step_N OUTPUT, then "
-            "sluice eval --model OUTPUT"
-        )
+    _refuse_adapters(run, location.config)
     order = replace(
         order,
         benchmarks=order.benchmarks or _validation_files(location.config),
@@ -101,6 +96,15 @@ def follow_run(
     if not _compare(checkpoints, order):
         raise DataError(f"{folder}: the run has ended without a checkpoint; set trainer.save_freq")
     print_line(display.console, f"the run has ended; page: {order.output / PAGE_NAME}")
+
+
+def _refuse_adapters(run: Path, config: RunConfig) -> None:
+    if adapts(config.actor_rollout_ref.model):
+        raise ConfigError(
+            f"--follow {run}: the run trains adapters (actor_rollout_ref.model.lora_rank), and its "
+            "checkpoints have no whole weights; for each, sluice merge global_step_N OUTPUT, then "
+            "sluice eval --model OUTPUT"
+        )
 
 
 def _evaluate_checkpoint(

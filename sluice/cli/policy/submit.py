@@ -30,7 +30,8 @@ from sluice.types import ChatMessage
 
 _NEEDS = (
     "prompt ([{role, content}]), data_source and ground_truth (or reward_model.ground_truth), each "
-    "a text; prompt_id, extra_info and images (paths, data: URIs or {bytes, path}) are optional"
+    "a text; prompt_id, extra_info, agent_name and images (paths, data: URIs or {bytes, path}) are "
+    "optional"
 )
 _STEM_LENGTH, _DIGEST_BYTES = 64, 8
 
@@ -119,7 +120,7 @@ def submit(
     """Submit prompts for training. Accepted prompts are trained on or filtered, never lost.
 
     \b
-    A line of the file, wrapped here; prompt_id, extra_info and images are optional:
+    A line of the file, wrapped here; prompt_id, extra_info, agent_name and images are optional:
       {"prompt_id": "a1", "data_source": "math_dapo", "ground_truth": "9",
        "prompt": [{"role": "user", "content": "<image>What is 2 + 3 + 4?"}],
        "images": ["sum.png"]}
