@@ -341,6 +341,7 @@ def _with_reward(snapshot: RunSnapshot, status: reward_pb2.GetStatusResponse) ->
         prompts={
             "submitted": status.prompts_submitted,
             "pending": status.prompts_pending,
+            "prompts_lost": int(status.statistics.get("reward/prompts_lost", 0)),
             **status.prompts_by_end,
         },
         awaited=tuple(Waiting(a.peer, a.phase, a.seconds) for a in status.awaited),
