@@ -59,13 +59,12 @@ def stop(
 
 
 async def _refuse_several(run_dir: Path) -> None:
-    """Raise ConfigError if other runs than that of the folder, which no argument named, are active."""
+    """Raise ConfigError if other runs than that of the folder are active; no argument named it."""
     known = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
     active = [run for run in sorted({run.absolute() for run in known}) if await is_active(run)]
     if len(active) > 1:
         raise ConfigError(
-            f"run: {len(active)} are active; name the one to stop: "
-            f"{', '.join(map(str, active))}"
+            f"run: {len(active)} are active; name the one to stop: {', '.join(map(str, active))}"
         )
 
 
