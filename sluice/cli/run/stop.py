@@ -59,13 +59,12 @@ def stop(
 
 
 async def _refuse_several(run_dir: Path) -> None:
-    """Raise ConfigError if other runs than that of the folder, which was not named, are active."""
+    """Raise ConfigError if other runs than that of the folder are active; no argument named it."""
     known = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
     active = [run for run in sorted({run.absolute() for run in known}) if await is_active(run)]
     if len(active) > 1:
         raise ConfigError(
-            f"run: none named, and {len(active)} are active; name the one to stop: "
-            f"{', '.join(map(str, active))}"
+            f"run: {len(active)} are active; name the one to stop: {', '.join(map(str, active))}"
         )
 
 
@@ -76,13 +75,13 @@ async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
         location.trainer, location.reward, credentials=location.credentials
     ) as monitor:
         try:
-            step = (await monitor.snapshot()).step
+            trainer = (await monitor.snapshot()).instance_id
         except (PeerError, DeadlineError) as error:
             raise NotReadyError(await _not_answering(location.run_dir)) from error
-        typer.echo(f"finishing step {step + 1} and saving", err=True)
+        typer.echo("ending after the present step, and saving", err=True)
         async with _until(timeout_s, location.run_dir):
             await monitor.stop("sluice stop", skip_validation=True, save=True)
-            await _until_ended(location.run_dir, monitor)
+            await _until_ended(location.run_dir, monitor, trainer)
 
 
 async def _not_answering(run_dir: Path) -> str:
@@ -104,7 +103,7 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
         raise NotReadyError(f"run: {run_dir} is not active; there is nothing to stop")
     os.kill(launcher.pid, signal.SIGTERM)
     async with _until(timeout_s, run_dir):
-        await _until_ended(run_dir, None)
+        await _until_ended(run_dir)
 
 
 def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]:
@@ -116,20 +115,30 @@ def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]
     )
 
 
-async def _until_ended(run_dir: Path, monitor: RunMonitor | None) -> None:
-    """Wait until neither the launcher nor the trainer, if it is given, answers."""
+async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer: str = "") -> None:
+    """Wait until neither the launcher nor the trainer of that instance id, if any, answers.
+
+    Raises:
+        NotReadyError: another trainer has taken its place, and knows of no stop.
+    """
     while True:
         is_launched = await launched_processes(run_dir) is not None
-        if not is_launched and not (monitor and await _trainer_answers(monitor)):
+        found = await _answering(monitor, trainer) if monitor else None
+        if found not in (None, trainer):
+            raise NotReadyError(
+                f"run: the trainer of {run_dir} died before it had ended, and was started again; "
+                "repeat the command"
+            )
+        if not is_launched and found is None:
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _trainer_answers(monitor: RunMonitor) -> bool:
+async def _answering(monitor: RunMonitor, trainer: str) -> str | None:
+    """Return the instance id of the trainer that answers, if any; a busy one is `trainer`."""
     try:
-        await monitor.snapshot()
+        return (await monitor.snapshot()).instance_id
     except DeadlineError:
-        return True
+        return trainer
     except PeerError:
-        return False
-    return True
+        return None

@@ -102,7 +102,7 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
 
 def test_a_run_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     past("mine", 60.0)
-    (past("damaged", 30.0) / "metrics.jsonl").write_bytes(b"\xff\n")
+    (past("damaged", 30.0) / "accounts.json").write_bytes(b"\xff\n")
     others = past("others")
 
     async def read(folder: Path) -> PastRun:
@@ -191,7 +191,8 @@ def test_of_several_active_runs_none_is_stopped_that_was_not_named(
             marks.enter_context(marked_process(run, "trainer"))
         refused = sluice("stop")
         assert isinstance(refused.exception, ConfigError)
-        assert str(refused.exception).endswith(f"name the one to stop: {active[0]}, {active[1]}")
+        named = f"name the one to stop: {active[0]}, {active[1]}"
+        assert str(refused.exception) == f"run: 2 are active; {named}"
         assert isinstance(sluice("stop", "runs/a").exception, NotReadyError)
     assert isinstance(sluice("stop").exception, NotReadyError)
 

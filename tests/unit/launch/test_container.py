@@ -22,7 +22,7 @@ from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.service_contract import CONFIG_NAME, MARK_VARIABLE
-from tests.support.scripted_children import WAIT_S, polite, spec
+from tests.support.scripted_children import STUBBORN, WAIT_S, polite, spec
 
 FAILS = "print('port 7 is in use'); raise SystemExit(1)"
 
@@ -175,6 +175,18 @@ def test_being_asked_to_stop_ends_the_service_and_not_the_run(
     stops.join()
     assert "bye" in folder.log(kind)
     assert folder.run.ending() is None
+
+
+def test_a_trainer_that_must_be_killed_when_asked_to_stop_does_not_end_the_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "launcher_grace_s", lambda _: 0.5)
+    stops = when(
+        lambda: "ready" in folder.log("trainer"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert folder.keep("trainer", spec("trainer", STUBBORN, is_needed=True)) == 130
+    stops.join()
+    assert folder.run.is_active
 
 
 def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Folder) -> None:
