@@ -142,10 +142,12 @@ class ReplicaQueue:
         self.fleet.give_back(reservation)
         self._capacity_changed()
 
-    def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica on probation works, which ends it."""
-        self.fleet.answered(member)
-        self._capacity_changed()
+    def answered(self, member: RoutedReplica, *, a_new_stream: bool) -> None:
+        """Note that a replica works. This ends its probation: if no new stream but an earlier one
+        shows it, only after the pause."""
+        if member.on_probation and (a_new_stream or member.paused_until <= time.monotonic()):
+            self.fleet.answered(member)
+            self._capacity_changed()
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
@@ -171,10 +173,10 @@ class ReplicaQueue:
             if any(waiter.wanted.takes(offer) for offer in offers):
                 yield waiter
 
-    def pause(self, member: RoutedReplica) -> None:
+    def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
         now = time.monotonic()
-        until = self.fleet.failed(member, now)
+        until = self.fleet.failed(member, now, may_be_sick=may_be_sick)
         asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
     def _capacity_changed(self) -> None:
@@ -341,9 +343,9 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self.queue.pause(member)
-        except ExhaustedError:
-            self.queue.pause(member)  # full: neither the group's fault nor the replica's
+            self.queue.pause(member, may_be_sick=False)
+        except ExhaustedError:  # full: neither the group's fault nor the replica's
+            self.queue.pause(member, may_be_sick=False)
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
             logger.debug("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
@@ -413,9 +415,9 @@ class GroupDispatcher:
     ) -> None:
         now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
-            if member.on_probation:
-                self.queue.answered(member)
             watch.pace.accepted(now)
+        if event.started is not None or event.deltas or event.rollouts:
+            self.queue.answered(member, a_new_stream=event.started is not None)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
             new_tokens = collected.take(event, now)
@@ -469,7 +471,7 @@ class GroupDispatcher:
         )
         if end in (StreamEnd.REPLICA_REMOVED, StreamEnd.REPLICA_SWAPS):
             return None
-        self.queue.pause(watch.member)
+        self.queue.pause(watch.member, may_be_sick=end is not StreamEnd.SLOW)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None

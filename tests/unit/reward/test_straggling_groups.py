@@ -280,6 +280,8 @@ async def test_a_slow_stream_moves_once_where_there_is_room() -> None:
     assert (first[0], second[0]) == ("a", "b")
     assert second[2][0] >= 4
     assert setting.tokens.num_received == 80
+    members = setting.queue.fleet._members.values()
+    assert not any(member.on_probation for member in members)  # slow is not sick
 
 
 async def test_a_slow_stream_stays_where_there_is_no_room_elsewhere() -> None:
