@@ -214,6 +214,11 @@ class ReplicaRouter:
             if member.announced.use is not ReplicaUse.VALIDATION
         )
 
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a replica has a sequence, of training or of a validation."""
+        return any(member.num_outstanding for member in self._members.values())
+
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
         """Replace the fleet and end pauses. Return the members that left, marked as removed."""
         previous, self._members = self._members, {}

@@ -94,6 +94,11 @@ class ReplicaQueue:
         """Groups without a replica."""
         return len(self._waiters)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a replica has a sequence, or a group waits for one."""
+        return bool(self._waiters) or self.fleet.has_sequences
+
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
         """Return how many sequences could start now, less those that wait for a replica already.
 
@@ -221,6 +226,7 @@ class GroupDispatcher:
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
+    num_outside: samples that an agent or an environment works on, by the kind of its failures.
 
     Args:
         client: how replicas are called.
@@ -243,6 +249,17 @@ class GroupDispatcher:
         self._ended_streams = EndedStreams()
         self._streams: set[StreamWatch] = set()
         self.num_received: Counter[Purpose] = Counter()
+        self.num_outside: Counter[FailureKind] = Counter()
+
+    @property
+    def awaited_outside(self) -> str:
+        """What all unfinished samples wait for: "agent" or "environment"; empty: for replicas.
+
+        Each has deadlines of its own. Samples that no agent has taken yet count, too.
+        """
+        if self.queue.is_busy or not self.queue.fleet.announced:
+            return ""
+        return next((kind.value for kind, number in self.num_outside.items() if number), "")
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; groups go elsewhere from replicas that are gone.
