@@ -421,7 +421,12 @@ class GroupDispatcher:
         finally:
             self._streams.remove(watch)
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
-                self._rates.note(watch.member.announced.info.name, least)
+                self._note_rate(watch.member, least)
+
+    def _note_rate(self, member: RoutedReplica, rate: float) -> None:
+        """Note the rate of a stream; one of a replica that has left would stay beside the others'."""
+        if not member.removed:
+            self._rates.note(member.announced.info.name, rate)
 
     def _store(
         self,
@@ -465,7 +470,7 @@ class GroupDispatcher:
         name, rate = watch.member.announced.info.name, watch.pace.rate(_now())
         if rate is None:
             return None
-        self._rates.note(name, rate)
+        self._note_rate(watch.member, rate)
         is_slow = self.rules.is_slow(rate, self._rates.median_of_others(name))
         if collected.was_moved or not is_slow:
             return None

@@ -284,6 +284,17 @@ async def test_a_slow_stream_moves_once_where_there_is_room() -> None:
     assert not any(member.on_probation for member in members)  # slow is not sick
 
 
+async def test_the_rate_of_a_replica_that_has_left_counts_no_longer() -> None:
+    setting = Setting(Parts(6, a=(sent(whole(0, 6)), asyncio.Event())))
+    await setting.dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(setting.draw())
+        await settled(lambda: setting.tokens.num_received == 6)
+        await setting.dispatcher.announce([replica("b")])
+        assert (await drawing).rollouts
+    assert setting.dispatcher._rates.median_of_others("b") is None
+
+
 async def test_a_slow_stream_stays_where_there_is_no_room_elsewhere() -> None:
     parts = Parts(10, a=(*slowly(0.15, 9), sent(whole(0, 10), whole(1, 10))))
     setting = Setting(parts, attempts=1, slow_factor=4)
