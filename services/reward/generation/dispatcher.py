@@ -424,7 +424,7 @@ class GroupDispatcher:
                 self._note_rate(watch.member, least)
 
     def _note_rate(self, member: RoutedReplica, rate: float) -> None:
-        """Note the rate of a stream; one of a replica that has left would stay beside the others'."""
+        """Note the rate of a stream, unless its replica has left."""
         if not member.removed:
             self._rates.note(member.announced.info.name, rate)
 
