@@ -226,7 +226,7 @@ class GroupDispatcher:
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
-    num_outside: samples that an agent or an environment works on, by the kind of its failures.
+        num_outside: samples that an agent or an environment works on, by the kind of its failures.
 
     Args:
         client: how replicas are called.
