@@ -143,6 +143,7 @@ def test_logs_are_shown_of_all_services_or_of_one_with_escapes_made_visible() ->
     run = str(logged())
     everything = ["reward | four", "trainer | one", "trainer | two\\x1b[2J", "trainer | three"]
     assert sluice("logs", run).stdout.splitlines() == everything
+    assert sluice("logs", f"{run}/config.yaml").stdout.splitlines() == everything
     assert sluice("logs", run, "trainer", "-n", "1").stdout == "three\n"
     assert sluice("logs", "reward").stdout == "four\n"
     shown = sluice("logs", "reward", "--json").stdout
