@@ -39,7 +39,7 @@ class RunConsole(Console):
     What is printed on a full disk is lost, and all of it once nobody reads a pipe any more.
     """
 
-    def print(self, *objects: Any, **options: Any) -> None:
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
         """Print, or lose it."""
         try:
             super().print(*objects, **options)
