@@ -65,9 +65,20 @@ def read_prompts(file: Path) -> list[NewPrompt]:
     same file always gives the same prompts.
 
     Raises:
-        DataError: with the file, the line or row, and the problem.
+        DataError: with the file, the line or row, and the problem, such as the id of an earlier row
+            with other content.
     """
-    return [_prompt(file, place, row) for place, row in read_rows(file, _SubmittedRow, _NEEDS)]
+    prompts: list[NewPrompt] = []
+    by_id: dict[str, NewPrompt] = {}
+    for place, row in read_rows(file, _SubmittedRow, _NEEDS):
+        prompt = _prompt(file, place, row)
+        if by_id.setdefault(prompt.prompt_id, prompt) != prompt:
+            raise DataError(
+                f"{file}, {place}: an earlier row with other content has the prompt_id "
+                f"{prompt.prompt_id!r}; give each prompt its own"
+            )
+        prompts.append(prompt)
+    return prompts
 
 
 def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
-from sluice.cli.running_run import is_active, newest_step, resume_command
+from sluice.cli.running_run import elsewhere, is_active, newest_step, resume_command
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -91,7 +91,12 @@ async def _not_answering(run_dir: Path) -> str:
             f"run: the trainer of {run_dir} does not answer, so nothing can be saved; it may still "
             f"be starting: try again, or end the run with `{again}`"
         )
-    return f"run: {run_dir} is not active; there is nothing to stop"
+    return _not_active(run_dir)
+
+
+def _not_active(run_dir: Path) -> str:
+    nowhere = f"{run_dir} is not active; there is nothing to stop"
+    return f"run: {elsewhere(run_dir) or nowhere}"
 
 
 async def _end_now(location: RunLocation, timeout_s: float) -> None:
@@ -100,7 +105,7 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
     launcher = launcher_of(run_dir)
     # What answers with the secret of the file is the launcher, so its process id is not another's.
     if await launched_processes(run_dir) is None or not launcher.pid:
-        raise NotReadyError(f"run: {run_dir} is not active; there is nothing to stop")
+        raise NotReadyError(_not_active(run_dir))
     os.kill(launcher.pid, signal.SIGTERM)
     async with _until(timeout_s, run_dir):
         await _until_ended(run_dir)

@@ -57,6 +57,16 @@ def test_a_bad_line_is_named_with_what_it_needs(tmp_path: Path, line: str, named
     assert "needs prompt ([{role, content}]), data_source and ground_truth" in str(caught.value)
 
 
+def test_two_prompts_under_one_id_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"{GOOD}\n{GOOD}\n")
+    first, second = read_prompts(file)
+    assert first == second
+    file.write_text(f"{GOOD}\n{GOOD.replace('2 + 2?', '2 + 3?')}\n")
+    with pytest.raises(DataError, match=r"line 2: an earlier row with other content has .* 'a1'"):
+        read_prompts(file)
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(GOOD.encode().replace(b"a1", b"\xff"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +98,22 @@ def test_a_volume_that_fails_for_a_moment_ends_no_service(
     assert folder.keep("rollout", polite("rollout")) == 0
     ends.join()
     assert failed.is_set()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk without Linux")
+def test_an_output_that_cannot_be_written_ends_no_service(folder: Folder) -> None:
+    program = f"""
+import runpy, sys
+from sluice.launch import service_spec
+process = service_spec.ServiceSpec("trainer", (sys.executable, "-c", "print('done')"))
+service_spec.trainer_services = lambda *_: (process,)
+sys.argv[1:] = ["trainer", "--config", {str(folder.file)!r}]
+runpy.run_module("sluice.launch.container", run_name="__main__")
+"""
+    with Path("/dev/full").open("w") as full:
+        kept = subprocess.run([sys.executable, "-c", program], stdout=full, check=False)
+    assert kept.returncode == 0
+    assert folder.run.ending() == Ending("trainer", ())
 
 
 def test_an_error_of_the_launcher_itself_is_distinguished_from_a_failure_of_the_run(
