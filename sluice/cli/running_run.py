@@ -122,12 +122,14 @@ async def is_active(run_dir: Path) -> bool:
 
 
 def elsewhere(run_dir: Path) -> str:
-    """Return where a run without a noted end may be active, out of our sight; empty: nowhere."""
-    here = host_of_pids()
-    hosts = {mark.host.partition(" ")[0] for mark in process_marks(run_dir) if mark.host != here}
-    if not hosts or ended_summary(run_dir):
+    """Return where a run without a noted end may be active, out of our sight; empty: nowhere.
+
+    A run that had processes here, too, is ours, such as one on Ray whose launcher has died.
+    """
+    hosts = {mark.host for mark in process_marks(run_dir)}
+    if not hosts or host_of_pids() in hosts or ended_summary(run_dir):
         return ""
-    names = ", ".join(sorted(hosts))
+    names = ", ".join(sorted({host.partition(" ")[0] for host in hosts}))
     return f"the processes of {run_dir} were last seen on {names}; use the command there"
 
 

@@ -15,7 +15,7 @@ from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.watch import runs as runs_module
-from sluice.concurrency.process import marked_process
+from sluice.concurrency.process import host_of_pids, marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -212,6 +212,10 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
         assert isinstance(refused.exception, NotReadyError)
         assert str(refused.exception) == f"run: {there}"
     assert [one["state"] for one in listed()] == ["out of sight"]
+    own = {**mark, "name": "reward", "host": host_of_pids()}
+    (run / "processes" / "reward.json").write_text(json.dumps(own))
+    assert "starts it again" in sluice("status", str(run)).stdout, "part of it was here"
+    (run / "processes" / "reward.json").unlink()
     (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "failed"}')
     assert "starts it again" in sluice("status", str(run)).stdout, "its end was noted"
 
