@@ -71,9 +71,6 @@ def second_device() -> Iterator[None]:
 
 
 class _Factories(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
