@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
@@ -56,6 +57,20 @@ def test_an_update_in_float32_is_the_cpus(saved: SaveModel, family: str) -> None
     found, on_gpu = updated(config, accelerator())
     assert difference(found, expected) < 2e-3
     for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        assert on_gpu[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
+
+
+def test_an_update_with_the_engines_logprobs_is_the_cpus(saved: SaveModel) -> None:
+    config = make_config(saved("qwen3"))
+    correction = structs.replace(
+        config.algorithm.rollout_correction, bypass_mode=True, rollout_is="token"
+    )
+    algorithm = structs.replace(config.algorithm, rollout_correction=correction)
+    config = structs.replace(config, algorithm=algorithm)
+    expected, metrics = updated(config, "cpu")
+    found, on_gpu = updated(config, accelerator())
+    assert difference(found, expected) < 2e-3
+    for name in ("actor/pg_loss", "actor/grad_norm", "rollout_corr/kl"):
         assert on_gpu[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
 
 

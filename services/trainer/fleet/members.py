@@ -129,6 +129,7 @@ class Fleet:
         self._members: dict[str, FleetMember] = {}
         # By instance id, also of replicas that left: if they return, their counters continue.
         self._loads: dict[str, ReplicaCounters] = {}
+        self._first_loads: dict[str, ReplicaCounters] = {}
         self._progress: dict[str, EngineProgress] = {}
         self._refusals: dict[str, str] = {}
         self._held_version: int | None = None
@@ -322,10 +323,9 @@ class Fleet:
             load.busy_seconds for load in loads
         )
 
-    def busy_seconds(self) -> Mapping[str, float]:
-        """Return the seconds busy of each member that serves, by instance id."""
-        serving = self.in_state(MemberState.SERVING, MemberState.HELD)
-        return {one.instance_id: self._loads[one.instance_id].busy_seconds for one in serving}
+    def reports(self) -> Mapping[str, tuple[ReplicaCounters, ReplicaCounters]]:
+        """Return the first and the newest counters of all that ever reported, by instance id."""
+        return {one: (first, self._loads[one]) for one, first in self._first_loads.items()}
 
     def counters(self) -> ReplicaCounters:
         """Return the sums over all replicas that ever registered.
@@ -350,6 +350,7 @@ class Fleet:
 
     def _note(self, instance_id: str, load: ReplicaCounters) -> None:
         """Keep the newest counters: answers and heartbeats overtake each other."""
+        self._first_loads.setdefault(instance_id, load)
         known = self._loads.get(instance_id)
         if known is None or load.wall_seconds >= known.wall_seconds:
             self._loads[instance_id] = load

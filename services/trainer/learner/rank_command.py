@@ -345,9 +345,11 @@ def follow(
         PeerError: rank 0 failed or vanished, or samples were refused.
     """
     saving = OwnerThread("checkpoint")
+    failures: list[Exception] = []  # of saves beside training
     samples = RankSamples(learner, parallel, reader)
     try:
-        while _obeys(learner, parallel, samples, saving, frozen):
+        # After one that failed the others wait for this rank's part, until it has ended.
+        while not failures and _obeys(learner, parallel, samples, saving, failures, frozen):
             pass
     except Exception:
         # The process ends, and with it the thread: all ranks would lose the checkpoint. Half of the
@@ -356,6 +358,8 @@ def follow(
         raise
     saving.submit(lambda: None).result()  # after what it still writes
     samples.close()
+    if failures:
+        raise failures[0]
 
 
 def _obeys(
@@ -363,6 +367,7 @@ def _obeys(
     parallel: DataParallel,
     samples: RankSamples,
     saving: OwnerThread,
+    failures: list[Exception],
     frozen: FrozenWeights | None,
 ) -> bool:
     """Do what rank 0's next command says; return False after the stop command."""
@@ -384,7 +389,7 @@ def _obeys(
         directory = Path(header["directory"])
         # No name holds the work: it has a copy of this rank's parts.
         if learner.saves_aside:
-            saving.submit(partial(_save_aside, learner.begin_save(directory)))
+            saving.submit(partial(_save_aside, learner.begin_save(directory), failures))
         else:
             _save(learner.begin_save(directory))
     return kind is not CommandKind.STOP
@@ -397,11 +402,12 @@ def _save(work: Callable[[], None]) -> None:
         logger.error("the checkpoint cannot be written: %s", error)  # noqa: TRY400 - no bug here
 
 
-def _save_aside(work: Callable[[], None]) -> None:
+def _save_aside(work: Callable[[], None], failures: list[Exception]) -> None:
     try:
         _save(work)
-    except Exception:  # nothing waits for it, and rank 0 sees only that this rank is missing
+    except Exception as error:
         logger.exception("the checkpoint cannot be written")
+        failures.append(error)
 
 
 def join_ranks(config: RunConfig) -> DataParallel:

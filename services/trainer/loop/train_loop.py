@@ -59,7 +59,7 @@ from services.trainer.metrics.step_metrics import (
     host_memory_metrics,
     step_metrics,
 )
-from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
+from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters, fleet_counters
 from sluice.algorithm.guards import GuardAction, Verdict
 from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
@@ -231,8 +231,8 @@ class TrainLoop:
             await self._start_validation(tasks, version)
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
-        began_s, fleet_began = time.monotonic(), self._fleet.counters()
-        busy_began_s = self._fleet.busy_seconds()
+        began_s = time.monotonic()
+        fleet_began = {one: newest for one, (_, newest) in self._fleet.reports().items()}
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(tasks, step)
         if batch is None:
@@ -262,7 +262,7 @@ class TrainLoop:
                 batch,
                 learned,
                 times,
-                self._fleet_interval(fleet_began, busy_began_s),
+                self._fleet_interval(fleet_began),
                 scale=self._scale,
             ),
             **self._delivered.metrics,
@@ -566,17 +566,22 @@ class TrainLoop:
     def _generated_tokens(self) -> int:
         return self._fleet.totals()[0]
 
-    def _fleet_interval(
-        self, began: ReplicaCounters, busy_began_s: Mapping[str, float]
-    ) -> FleetInterval:
-        now, busy_s = self._fleet.counters(), self._fleet.busy_seconds()
+    def _fleet_interval(self, began: Mapping[str, ReplicaCounters]) -> FleetInterval:
+        # What a process did before its first report was not done in this step.
+        work = {
+            one: (began.get(one, first), newest)
+            for one, (first, newest) in self._fleet.reports().items()
+        }
+        before, now = (fleet_counters(pair[end] for pair in work.values()) for end in (0, 1))
+        busy_s = {one: newest.busy_seconds - b.busy_seconds for one, (b, newest) in work.items()}
+        serving = self._fleet.in_state(MemberState.SERVING, MemberState.HELD)
         return FleetInterval(
-            now.generated_tokens - began.generated_tokens,
-            now.busy_seconds - began.busy_seconds,
-            len(busy_s),
-            prompt_tokens=now.prompt_tokens - began.prompt_tokens,
-            reused_tokens=now.reused_tokens - began.reused_tokens,
-            replica_busy_s=tuple(s - busy_began_s.get(one, 0.0) for one, s in busy_s.items()),
+            now.generated_tokens - before.generated_tokens,
+            now.busy_seconds - before.busy_seconds,
+            len(serving),
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            reused_tokens=now.reused_tokens - before.reused_tokens,
+            replica_busy_s=tuple(busy_s.get(one.instance_id, 0.0) for one in serving),
         )
 
 

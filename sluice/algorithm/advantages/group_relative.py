@@ -29,9 +29,10 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     std 1), as in verl; a group of equal rewards gets exactly 0. Needs `group_index`.
 
     With `turn_rewards` R is the return from the token's turn on, and mean and std are those of the
-    group's whole returns. They must not be taken by the turn's index: the policy decides how many
-    turns there are, so that such a baseline depends on what it did, and rewards or punishes it for
-    another turn.
+    group's whole returns; a group in which these are equal, up to 1e-6 of what its rows earn, gets
+    exactly 0. They must not be taken by the turn's index: the policy decides how many turns there
+    are, so that such a baseline depends on what it did, and rewards or punishes it for another
+    turn.
     """
     return _grpo(inputs, settings, estimator="grpo")
 
@@ -52,12 +53,13 @@ def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: st
     scores = group_relative(rewards, groups, norm_by_std=settings.norm_by_std)
     advantages = inputs.on_tokens(scores)
     if inputs.turn_rewards is not None:
-        scale = torch.ones_like(rewards)
-        if settings.norm_by_std:
-            std = groups.std(rewards)
-            scale = torch.where(std > 0, 1.0 / (std + STD_EPSILON), 0.0)
+        std = groups.std(rewards)
+        scale = 1.0 / (std + STD_EPSILON) if settings.norm_by_std else torch.ones_like(rewards)
         earned_before = inputs.turn_rewards.cumsum(-1) - inputs.turn_rewards
         advantages -= earned_before * inputs.on_tokens(scale)
+        # Equal sums of different float32 rewards differ by their rounding.
+        sizes = groups.sum(inputs.rewards.abs().sum(-1, dtype=torch.float64)) / groups.row_sizes
+        advantages *= (std > STD_EPSILON * sizes).unsqueeze(-1)
     return Advantages(advantages, advantages)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,8 +55,11 @@ class KlController:
     horizon: float = 10000.0
 
     def after_batch(self, current_kl: float, *, num_rows: int) -> KlController:
-        """Return the state after a batch of `num_rows` rows whose mean KL was `current_kl`."""
-        if self.type == "fixed":
+        """Return the state after a batch of `num_rows` rows whose mean KL was `current_kl`.
+
+        One bad batch must not destroy the coefficient: a KL that is no number leaves it as it is.
+        """
+        if self.type == "fixed" or not math.isfinite(current_kl):
             return self
         error = current_kl / self.target_kl - 1.0
         clipped = min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)

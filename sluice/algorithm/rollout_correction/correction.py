@@ -309,7 +309,7 @@ def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
         if weights is not None:
             weights = normalized_weights(weights, found.statistics)
         metrics = {
-            f"rollout_corr/{name}": _mean(one)
+            f"rollout_corr/{name}": _mean(one, logprobs.device)
             for name, one in found.statistics.items()
             if one.moments.count
         }
@@ -318,9 +318,9 @@ def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
     return correct
 
 
-def _mean(statistic: Statistic) -> MetricMean:
+def _mean(statistic: Statistic, device: torch.device) -> MetricMean:
     if statistic.reading is Reading.MEAN:
         total, count = statistic.moments.total, int(statistic.moments.count)
     else:
         total, count = statistic.moments.read(statistic.reading), 1
-    return MetricMean(torch.tensor(total, dtype=torch.float64), count)
+    return MetricMean(torch.tensor(total, dtype=torch.float64, device=device), count)

@@ -186,8 +186,11 @@ def _gdpo(config: RunConfig) -> Iterator[Problem]:
 
 
 def _turns(config: RunConfig) -> Iterator[Problem]:
-    estimator = config.algorithm.adv_estimator
-    if config.sluice.trainer.turn_rewards and estimator not in TURN_ESTIMATORS:
+    if not config.sluice.trainer.turn_rewards:
+        return
+    algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
+    divides = estimator.startswith("grpo") and algorithm.norm_adv_by_std_in_grpo
+    if estimator not in TURN_ESTIMATORS:
         yield Problem(
             "sluice.trainer.turn_rewards",
             True,
@@ -195,6 +198,16 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
             "number, or each position a baseline",
             f"set turn_rewards=false, or adv_estimator to one of "
             f"{', '.join(sorted(TURN_ESTIMATORS))}",
+        )
+    elif divides and algorithm.use_kl_in_reward:
+        yield Problem(
+            "algorithm.use_kl_in_reward",
+            True,
+            f"with sluice.trainer.turn_rewards = true and adv_estimator = {estimator}: where the "
+            "rewards of a group are equal, its std is that of small penalties, and dividing the "
+            "rewards of turns by it gives huge advantages",
+            f"set use_kl_in_reward=false and {ACTOR}.use_kl_loss=true, or "
+            "norm_adv_by_std_in_grpo=false",
         )
 
 

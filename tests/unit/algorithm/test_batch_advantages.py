@@ -228,3 +228,17 @@ def test_a_row_without_tokens_counts_in_its_group() -> None:
     batch = AdvantageInputs(rewards=rewards, mask=mask, group_index=index)
     found = batch_estimator("rloo")(batch, AdvantageSettings())
     assert found.advantages.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_equal_returns_of_different_turns_give_0_whatever_their_sums_round_to(
+    norm_by_std: bool,
+) -> None:
+    turns = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.0, 0.0], [0.1, 0.2, 0.0], [0.0, 0.3, 0.0]])
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    rewards = last_token_rewards(torch.full((4,), 0.7), mask) + turns
+    assert len(set(rewards.sum(-1, dtype=torch.float64).tolist())) > 1
+    group = torch.zeros(4, dtype=torch.int64)
+    batch = AdvantageInputs(rewards=rewards, mask=mask, group_index=group, turn_rewards=turns)
+    found = batch_estimator("grpo")(batch, AdvantageSettings(norm_by_std=norm_by_std))
+    assert found.advantages.tolist() == [[0.0] * 3] * 4

@@ -61,6 +61,12 @@ def test_an_adaptive_coefficient_follows_the_divergence_within_bounds() -> None:
     assert controller.coef == 1.0
 
 
+@pytest.mark.parametrize("kl", [float("nan"), float("inf")])
+def test_a_divergence_that_is_no_number_leaves_an_adaptive_coefficient_as_it_is(kl: float) -> None:
+    controller = KlController(type="adaptive", coef=0.3)
+    assert controller.after_batch(kl, num_rows=50) == controller
+
+
 def test_the_penalty_is_taken_from_masked_tokens_only() -> None:
     scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0]])
     old = torch.tensor([[-1.0, -1.0, -9.0], [-1.0, -9.0, -9.0]])

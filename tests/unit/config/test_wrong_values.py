@@ -177,6 +177,10 @@ ALGORITHMS = (
         "sluice.trainer.turn_rewards=true algorithm.adv_estimator=rloo",
         "set turn_rewards=false, or adv_estimator to one of gae, grpo, grpo_vectorized, reinforce",
     ),
+    (
+        "sluice.trainer.turn_rewards=true algorithm.use_kl_in_reward=true",
+        "set use_kl_in_reward=false and actor_rollout_ref.actor.use_kl_loss=true, or norm_adv_by_",
+    ),
     (f"{SKIPPING} {A}.use_kl_loss=true", "or use_kl_loss=false"),
     (f"{SKIPPING} algorithm.use_kl_in_reward=true", "or use_kl_in_reward=false"),
     (f"{SKIPPING} {A}.entropy_coeff=0.01", "or entropy_coeff=0"),

@@ -230,18 +230,40 @@ def test_a_follower_frees_its_copies_once_they_are_written() -> None:
     assert learner.was_freed
 
 
-@pytest.mark.parametrize("failure", [OSError("no space left"), RuntimeError("a bug")])
-def test_a_followers_log_says_why_it_did_not_write(
-    failure: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_followers_log_says_why_it_did_not_write(caplog: pytest.LogCaptureFixture) -> None:
     def write() -> None:
-        raise failure
+        raise OSError("no space left")
 
     learner = Following(write, saves_aside=True)
     with caplog.at_level(logging.ERROR):
         follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
+    assert "the checkpoint cannot be written: no space left" in caplog.text
+
+
+class KeptAlive(Commands):
+    """Rank 0 waits for the follower's part of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__("save")
+        self._ends_s = time.monotonic() + WAIT_S
+
+    def broadcast_bytes(self, *_: object) -> bytes:
+        assert time.monotonic() < self._ends_s
+        self._kinds = self._kinds or ["keep_alive"]
+        return super().broadcast_bytes()
+
+
+@pytest.mark.parametrize("commands", [KeptAlive(), Commands("save", "stop")])
+def test_a_follower_whose_save_beside_training_fails_for_another_reason_ends(
+    commands: Commands, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write() -> None:
+        raise MemoryError("no memory left on the host")
+
+    learner = Following(write, saves_aside=True)
+    with caplog.at_level(logging.ERROR), pytest.raises(MemoryError, match="no memory left"):
+        follow(cast("Any", learner), cast("Any", commands), NO_SAMPLES)
     assert "the checkpoint cannot be written" in caplog.text
-    assert str(failure) in caplog.text
 
 
 def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Path) -> None:

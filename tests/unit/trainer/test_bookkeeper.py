@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -417,17 +416,6 @@ def test_counters_of_replicas_that_left_stay_in_the_accounts() -> None:
     assert counters.wall_seconds == 2.0
     fleet.expire(100.0)
     assert (fleet.counters().unsent_tokens, fleet.counters().running_tokens) == (8, 0)
-
-
-def test_seconds_busy_are_those_of_the_members_that_serve() -> None:
-    fleet = Fleet("layout", 6.0)
-    for name in ("a", "b", "c"):
-        info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
-        fleet.register(info, "layout", 0.0)
-        fleet.note_counters(info, replace(load(1), busy_seconds=2.5))
-        if name != "c":
-            fleet.mark_serving(info, 0)
-    assert fleet.busy_seconds() == {"a-1": 2.5, "b-1": 2.5}
 
 
 def test_older_counters_do_not_replace_newer_ones() -> None:

@@ -79,6 +79,34 @@ async def test_steps_and_the_end_of_the_run_have_its_accounts(world: World) -> N
     assert accounts["submitted"] == 9.0
 
 
+async def test_a_steps_row_counts_no_work_of_replicas_from_before_the_step(world: World) -> None:
+    """One waits for weights when the step begins, another outlived its trainer and returns."""
+
+    def beat(name: str, tokens: int, busy_s: float) -> None:
+        load = ReplicaCounters(generated_tokens=tokens, busy_seconds=busy_s, wall_seconds=busy_s)
+        world.fleet.heartbeat(name, f"{name}-1", load, draining=False, now_s=0.0)
+
+    for event in ("announce 1 on a from 10", "seed b", "train 2"):
+        world.holds[event] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "announce 1 on a from 10" in world.events)
+        world.register("b")
+        beat("b", 1000, 4800.0)
+        world.holds["announce 1 on a from 10"].set()
+        await until(lambda: "train 2" in world.events)
+        beat("b", 1100, 4890.0)
+        world.register("c")
+        beat("c", 90_000_000, 30_000.0)
+        for held in world.holds.values():
+            held.set()
+    step = world.recorded["step 2"]
+    assert step["rollout/replicas"] == 3
+    assert step["timing_s/generation_timing/max"] == 90.0
+    assert step["timing_s/generate_sequences"] == 30.0
+    assert step["rollout/tokens_per_s"] * step["timing_s/step"] == pytest.approx(100.0)
+
+
 async def test_engines_that_share_devices_sleep_from_the_batch_until_the_next_weights(
     world: World,
 ) -> None:

@@ -40,8 +40,8 @@ class PassTables:
 class AdvantageEstimate:
     """Advantages, returns and rewards of a batch, [rows, W] each.
 
-    `mask` is true at the tokens that the estimator read. `metrics` have verl's names. `controller`
-    is the KL controller for the next batch.
+    `mask` is true at the tokens that are not rejected. `metrics` have verl's names. `controller` is
+    the KL controller for the next batch.
     """
 
     advantages: Tensor
@@ -92,10 +92,11 @@ def token_advantages(
         # An adaptive controller changes its weight after each batch.
         rewards, controller = penalized.rewards, penalized.controller
         metrics |= penalized.metrics
-    mask = _without_rejected(table.mask, passed.kept)
+    mask = table.mask if passed.kept is None else table.mask & passed.kept
     inputs = AdvantageInputs(
         rewards=rewards,
-        mask=mask,
+        # Of fewer than two tokens an estimator cannot whiten; only those of `mask` train anyway.
+        mask=mask if int(mask.sum()) >= 2 else table.mask,
         group_index=table.group_index,
         values=passed.values,
         old_logprobs=passed.old_logprobs,
@@ -175,17 +176,6 @@ def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset
     is_zero = (advantages == 0).all(-1).float().tolist()
     of_ranks = parallel.all_gather(is_zero, "agreeing on samples without an advantage")
     return frozenset(row for row, zero in enumerate(of_ranks[0]) if zero)
-
-
-def _without_rejected(mask: Tensor, kept: Tensor | None) -> Tensor:
-    """Return `mask` without the rejected tokens.
-
-    With fewer than two tokens left, an estimator cannot whiten. Then the result is `mask`; the loss
-    leaves rejected tokens out anyway, so at most one token trains.
-    """
-    if kept is None or int((mask & kept).sum()) < 2:
-        return mask
-    return mask & kept
 
 
 def _metrics(
