@@ -282,7 +282,7 @@ class GroupLoop:
         if attempt is None:  # things changed while the data set or the memory was read
             source.prompts.put(prompt)
             return False
-        if attempt.is_skipped:
+        if not attempt.first_samples:
             source.num_skipped += 1
             source.strategy.skipped(attempt)
             self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
