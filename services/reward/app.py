@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +47,7 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
+from services.reward.records.episode_counts import EpisodeStatistics
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
 from services.reward.records.statistics import GroupStatistics, prompts_lost
@@ -218,8 +219,7 @@ class RewardApp:
             self.dispatcher.num_received,
             round_size=round_size(sampling_rules(config)),
             scorer_seconds=lambda: scorers.busy_seconds,
-            tool_names=self.tool_names,
-            environments=environment_names(config),
+            episodes=self.episode_counts,
             sources=list(config.sluice.sources),
         )
         self.failures = FailureLog()
@@ -250,7 +250,7 @@ class RewardApp:
         )
         self.generator: SampleGenerator = self.dispatcher
         self.leases = drivers if isinstance(drivers, LeaseDesk) else None
-        self.tool_names: Collection[str] = ()
+        self.episode_counts: EpisodeStatistics | None = None
         if drivers is not None:
             episodes = EpisodeGenerator(
                 self.dispatcher,
@@ -260,7 +260,9 @@ class RewardApp:
                 are_leased=self.leases is not None,
                 seed=config.actor_rollout_ref.rollout.seed,
             )
-            self.generator, self.tool_names = episodes, episodes.notes.tool_names
+            names = environment_names(config)
+            self.episode_counts = EpisodeStatistics(episodes.notes.tool_names, names)
+            self.generator = episodes
 
     def _build_loop(self, memory: PromptMemoryStore | None) -> None:
         batches = TrainBatches(
@@ -328,6 +330,8 @@ class RewardApp:
         for source in self.sources.values():
             self.groups.observe(source.guard.observe)
         self.groups.observe(self.counters.observe)
+        if self.episode_counts is not None:
+            self.groups.observe(self.episode_counts.observe)
         self.groups.observe(self.failures.observe)
         if TRACER.is_on:
             self.groups.observe(self.traces.observe)

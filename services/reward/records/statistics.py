@@ -33,7 +33,7 @@ from services.reward.group_table import (
     outcome_counts,
 )
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
+from services.reward.records.episode_counts import EpisodeStatistics
 from sluice.algorithm.batch_metrics import repetition_share
 from sluice.algorithm.sources import source_metric
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
@@ -226,6 +226,7 @@ class GroupStatistics:
         received: response tokens received since the start, by their purpose.
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
+        episodes: counts them, as an observer of its own; ``None``: a sample is one answer.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -237,8 +238,7 @@ class GroupStatistics:
         *,
         round_size: int,
         scorer_seconds: Callable[[], float],
-        tool_names: Collection[str] = (),
-        environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
+        episodes: EpisodeStatistics | None = None,
         sources: Collection[str] = (),
     ) -> None:
         self._received = received
@@ -248,7 +248,7 @@ class GroupStatistics:
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
-        self._episodes = EpisodeStatistics(tool_names, environments)
+        self._episodes = episodes
         self._sources = [name for name in sources if name]
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
@@ -261,7 +261,7 @@ class GroupStatistics:
                 self._totals["reward/greedy_tokens"] += event.num_greedy_tokens
             case EventKind.GRADED:
                 assert event.graded is not None
-                self._graded(event.group, event.graded)
+                self._graded(event.graded)
             case EventKind.CONTINUED:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
@@ -274,11 +274,9 @@ class GroupStatistics:
                 assert event.group.ending is not None
                 self._ended(event.group, event.group.ending, event.before)
 
-    def _graded(self, group: Group, graded: GradedGroup) -> None:
+    def _graded(self, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
-        self._episodes.graded(group.prompt, samples)
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():
@@ -308,9 +306,7 @@ class GroupStatistics:
         totals, graded = self._totals, group.graded
         self._num_ended += 1
         if ending.failed is not None:
-            kind, num_samples = ending.failed.kind, group.num_ungraded
-            totals[f"reward/outcomes/{kind}"] += num_samples
-            self._episodes.not_generated(group.prompt, kind, num_samples)
+            totals[f"reward/outcomes/{ending.failed.kind}"] += group.num_ungraded
         if ending.cause is EndCause.QUARANTINE:
             totals["reward/prompts_quarantined"] += 1
             return
@@ -378,7 +374,7 @@ class GroupStatistics:
             **{f"train/{name}": float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
-            **self._episodes.take(),
+            **(self._episodes.take() if self._episodes else {}),
             **{
                 counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
                 for counter, total in totals.items()
