@@ -18,7 +18,7 @@ from services.reward.generation.request import (
     SampleGenerator,
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
-from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
+from services.reward.grading.scorers.registry import RULES, Scorer, check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupLoop
@@ -218,7 +218,7 @@ class RewardApp:
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(sampling_rules(config)),
-            scorer_seconds=lambda: scorers.busy_seconds,
+            scorers=scorers,
             episodes=self.episode_counts,
             sources=list(config.sluice.sources),
         )
@@ -295,14 +295,14 @@ class RewardApp:
         config: RunConfig,
         sets: PromptSets,
         scorers: SampleScorer,
-        check_data_source: Callable[[str, str], None],
+        check_data_source: partial[Scorer] | None,
     ) -> None:
         """Build the handlers of the clients' calls and of validation."""
         limits = config.sluice.limits
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            _no_clients if config.sluice.sources else lambda source: check_data_source(source, ""),
+            _no_clients if config.sluice.sources else check_data_source,
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -462,19 +462,14 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _data_source_check(config: RunConfig) -> Callable[[str, str], None]:
+def _data_source_check(config: RunConfig) -> partial[Scorer] | None:
+    """Return what refuses data sources without a scorer; ``None``: none is refused."""
     reward = config.reward
     check_routes(reward.scorer_routes)
+    if may_grade_itself(config):  # a sample without any grade is a failed sample
+        return None
+    if reward.custom_reward_function.path is not None or reward.reward_model.enable:
+        return None
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
     programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
-
-    is_graded = may_grade_itself(config)
-
-    def check(data_source: str, json_truth: str) -> None:
-        if is_graded:  # a sample without any grade is a failed sample
-            return
-        if reward.custom_reward_function.path is None and not reward.reward_model.enable:
-            routes = reward.scorer_routes
-            scorer_for(data_source, routes, programs=programs, json_truth=json_truth)
-
-    return check
+    return partial(scorer_for, routes=reward.scorer_routes, programs=programs)

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.grading.grader import SampleScorer
 from services.reward.group_table import (
     IN_FLIGHT,
     SCORED,
@@ -237,13 +238,13 @@ class GroupStatistics:
         received: Mapping[Purpose, int],
         *,
         round_size: int,
-        scorer_seconds: Callable[[], float],
+        scorers: SampleScorer,
         episodes: EpisodeStatistics | None = None,
         sources: Collection[str] = (),
     ) -> None:
         self._received = received
         self._round_size = round_size
-        self.scorer_seconds = scorer_seconds
+        self.scorers = scorers
         self._totals = Counter(dict.fromkeys(_COUNTERS, 0))
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
@@ -360,7 +361,7 @@ class GroupStatistics:
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
-        now, scorer_seconds, totals = time.monotonic(), self.scorer_seconds(), self.totals()
+        now, scorer_seconds, totals = time.monotonic(), self.scorers.busy_seconds, self.totals()
         ends = self._ends
         growth = {
             name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()

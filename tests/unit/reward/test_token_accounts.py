@@ -25,7 +25,7 @@ from sluice.types import (
     Scored,
 )
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_app import ScriptedClient, replica, running_app, submit
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica, running_app, submit
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 RIGHT = Scored(1.0, 1.0, {"acc": 1.0})
@@ -65,7 +65,7 @@ def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
 
 
 def test_an_interval_ends_and_the_totals_continue() -> None:
-    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    statistics = GroupStatistics(Counter(), round_size=1, scorers=InlineScorer())
     statistics.validated(5)
     assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 5
     statistics.validated(2)
@@ -180,5 +180,5 @@ async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics
 
 @pytest.mark.parametrize("use", TokenUse)
 def test_every_use_is_a_counter_from_the_start(use: TokenUse) -> None:
-    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    statistics = GroupStatistics(Counter(), round_size=1, scorers=InlineScorer())
     assert statistics.totals()[f"reward/tokens/{use}"] == 0
