@@ -149,8 +149,7 @@ class ReplicaQueue:
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
-        for _ in range(count):
-            self.fleet.sequence_ended(reservation)
+        self.fleet.sequences_ended(reservation, count)
         self._capacity_changed()
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
