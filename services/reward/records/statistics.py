@@ -18,6 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.grading.grader import SampleScorer
 from services.reward.group_table import (
@@ -35,9 +37,8 @@ from services.reward.group_table import (
 )
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.episode_counts import EpisodeStatistics
-from sluice.algorithm.batch_metrics import repetition_share
 from sluice.algorithm.sources import source_metric
-from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TokenIds, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ _DISCARDED = (
 
 
 _REPETITION_GROUPS = 64
+_GRAM = 4
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the products of different tokens differ
 
 
 def batch_content_metrics(
@@ -149,6 +152,21 @@ def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
     shown = [group.rollouts[0] for group in groups[:_REPETITION_GROUPS] if group.rollouts]
     shares = [repetition_share(turn.token_ids) for one in shown for turn in one.turns]
     return {"train/repetition_share": fmean(shares)} if shares else {}
+
+
+def repetition_share(token_ids: TokenIds) -> float:
+    """Return the share of a response's runs of four tokens that occurred in it before.
+
+    Args:
+        token_ids: uint32 [tokens] of one response; 0 if it is shorter than a run.
+    """
+    count = token_ids.size - _GRAM + 1
+    if count <= 0:
+        return 0.0
+    grams = np.zeros(count, dtype=np.uint64)
+    for place in range(_GRAM):
+        grams = grams * _MIX + token_ids[place : place + count].astype(np.uint64)
+    return 1.0 - np.unique(grams).size / count
 
 
 def uses_of_group(
