@@ -52,11 +52,7 @@ _NAME_BY_END = {
     PromptEnd.SKIPPED: "prompts_skipped",
 }
 _COUNTED_BY_SOURCE = _NAME_BY_END.keys() - {PromptEnd.DROPPED_SURPLUS, PromptEnd.SKIPPED}
-_FILTERED = (
-    PromptEnd.FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM,
-)
+_FILTERED = [end for end in PromptEnd if end.startswith("filtered_")]
 STALE = "stale"
 SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 """How samples end. One that was graded and grew stale then counts as both."""
@@ -90,13 +86,7 @@ class TokenUse(StrEnum):
 
 
 USE_BY_END = {
-    PromptEnd.TRAINED: TokenUse.TRAINED,
-    PromptEnd.FILTERED_ALL_RIGHT: TokenUse.FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG: TokenUse.FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM: TokenUse.FILTERED_UNIFORM,
-    PromptEnd.DROPPED_STALE: TokenUse.STALE,
-    PromptEnd.DROPPED_FAILED: TokenUse.FAILED,
-    PromptEnd.DROPPED_SURPLUS: TokenUse.SURPLUS,
+    end: TokenUse(end.removeprefix("dropped_")) for end in PromptEnd if end is not PromptEnd.SKIPPED
 }
 """A skipped prompt has no tokens."""
 
@@ -199,16 +189,19 @@ def uses_of_group(
 
 
 _GROWTH = {
-    "train/groups_kept": "reward/groups_kept",
-    "train/greedy_tokens": "reward/greedy_tokens",
-    "train/surplus_discarded": "reward/surplus_discarded",
-    "train/groups_restarted": "reward/groups_restarted",
-    "train/samples_graded": "reward/samples_graded",
-    "train/samples_failed": "reward/samples_failed",
-    "train/generated_tokens": "reward/generated_tokens",
-    **{f"train/discarded_tokens/{use}": f"reward/discarded_tokens/{use}" for use in _DISCARDED},
-    **{f"train/outcomes/{name}": f"reward/outcomes/{name}" for name in SAMPLE_OUTCOMES},
-    **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
+    f"train/{name}": f"reward/{name}"
+    for name in (
+        "groups_kept",
+        "greedy_tokens",
+        "surplus_discarded",
+        "groups_restarted",
+        "samples_graded",
+        "samples_failed",
+        "generated_tokens",
+        *(f"discarded_tokens/{use}" for use in _DISCARDED),
+        *(f"outcomes/{outcome}" for outcome in SAMPLE_OUTCOMES),
+        *(f"tokens/{use}" for use in TokenUse),
+    )
 }
 """Metrics of a batch, and the counter whose growth since the batch before each is."""
 _OF_SOURCES = "reward/sources/"
