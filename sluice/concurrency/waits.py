@@ -173,6 +173,32 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
     return found[0] if found else None
 
 
+@asynccontextmanager
+async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
+    """Run `work` for the length of the block. Errors of the block pass unchanged."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work, name=name)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it
+            failure = error
+        finally:
+            task.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def within(seconds: float, work: Awaitable[object]) -> bool:
+    """Return whether `work` ends within `seconds`; it is cancelled if it does not."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
+
+
 async def while_progressing(
     work: Awaitable[ResultT],
     progress: Callable[[], Awaitable[object]],
