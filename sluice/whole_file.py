@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -18,14 +17,19 @@ def write_whole(file: Path, content: bytes) -> None:
     draft.replace(file)
 
 
-def begin_line(file: IO[bytes]) -> None:
-    """End the last line of a file, opened with ``a+b``, if a full disk, a kill or a hand cut it
-    off: it must not join the next one.
+def append_lines(path: Path, lines: bytes | bytearray) -> None:
+    """Append whole lines to a file, made with its folder if missing.
+
+    If a full disk, a kill or a hand cut the file's last line off, that is ended: it must not join
+    the next one.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read or written.
     """
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(end - 1, 0))
-    if file.read() not in (b"", b"\n"):
-        file.write(b"\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.write(b"\n")
+        file.write(lines)

@@ -26,7 +26,9 @@ MEANINGS = {
     "product_lines": "of the product's files",
     "test_lines": "of tests/",
     "tool_lines": "of tools/ and benchmarks/",
-    "prompt_path_files": "that two prompts pass in the reward service, to the acknowledged batch",
+    "prompt_path_files": (
+        "that two prompts pass in the reward service, scorers apart, to the acknowledged batch"
+    ),
     "prompt_path_functions": "the same; a comprehension or a lambda counts as one",
     "shared_class_names": "defined in several files of the product, leading underscores apart",
     "old_words": "uses in the product of words of tools/old_words.toml",

@@ -73,8 +73,9 @@ class CallTrace:
 def prompt_path() -> CallTrace:
     """Trace two prompts from submission to the acknowledged batch, in the reward service alone.
 
-    Strategy `stream`, staleness 1, the ledger in memory; no gRPC, no sqlite, no scorer process. The
-    first weights are announced before.
+    Strategy `stream`, staleness 1, the ledger in memory; no gRPC, no sqlite. A double grades: the
+    scorers' own code does not count, nor do their processes. The first weights are announced
+    before.
     """
     # What is computed once and cached belongs to the start, so a first round goes unrecorded.
     asyncio.run(_two_prompts(CallTrace()))

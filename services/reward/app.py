@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from services.reward.generation.request import (
     SampleGenerator,
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
-from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
+from services.reward.grading.scorers.registry import RULES, Scorer, check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupLoop
@@ -47,6 +47,7 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
+from services.reward.records.episode_counts import EpisodeStatistics
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
 from services.reward.records.statistics import GroupStatistics, prompts_lost
@@ -217,9 +218,8 @@ class RewardApp:
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(sampling_rules(config)),
-            scorer_seconds=lambda: scorers.busy_seconds,
-            tool_names=self.tool_names,
-            environments=environment_names(config),
+            scorers=scorers,
+            episodes=self.episode_counts,
             sources=list(config.sluice.sources),
         )
         self.failures = FailureLog()
@@ -250,7 +250,7 @@ class RewardApp:
         )
         self.generator: SampleGenerator = self.dispatcher
         self.leases = drivers if isinstance(drivers, LeaseDesk) else None
-        self.tool_names: Collection[str] = ()
+        self.episode_counts: EpisodeStatistics | None = None
         if drivers is not None:
             episodes = EpisodeGenerator(
                 self.dispatcher,
@@ -260,7 +260,9 @@ class RewardApp:
                 are_leased=self.leases is not None,
                 seed=config.actor_rollout_ref.rollout.seed,
             )
-            self.generator, self.tool_names = episodes, episodes.notes.tool_names
+            names = environment_names(config)
+            self.episode_counts = EpisodeStatistics(episodes.notes.tool_names, names)
+            self.generator = episodes
 
     def _build_loop(self, memory: PromptMemoryStore | None) -> None:
         batches = TrainBatches(
@@ -293,14 +295,14 @@ class RewardApp:
         config: RunConfig,
         sets: PromptSets,
         scorers: SampleScorer,
-        check_data_source: Callable[[str, str], None],
+        check_data_source: partial[Scorer] | None,
     ) -> None:
         """Build the handlers of the clients' calls and of validation."""
         limits = config.sluice.limits
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            _no_clients if config.sluice.sources else lambda source: check_data_source(source, ""),
+            _no_clients if config.sluice.sources else check_data_source,
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -328,6 +330,8 @@ class RewardApp:
         for source in self.sources.values():
             self.groups.observe(source.guard.observe)
         self.groups.observe(self.counters.observe)
+        if self.episode_counts is not None:
+            self.groups.observe(self.episode_counts.observe)
         self.groups.observe(self.failures.observe)
         if TRACER.is_on:
             self.groups.observe(self.traces.observe)
@@ -458,19 +462,14 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _data_source_check(config: RunConfig) -> Callable[[str, str], None]:
+def _data_source_check(config: RunConfig) -> partial[Scorer] | None:
+    """Return what refuses data sources without a scorer; ``None``: none is refused."""
     reward = config.reward
     check_routes(reward.scorer_routes)
+    if may_grade_itself(config):  # a sample without any grade is a failed sample
+        return None
+    if reward.custom_reward_function.path is not None or reward.reward_model.enable:
+        return None
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
     programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
-
-    is_graded = may_grade_itself(config)
-
-    def check(data_source: str, json_truth: str) -> None:
-        if is_graded:  # a sample without any grade is a failed sample
-            return
-        if reward.custom_reward_function.path is None and not reward.reward_model.enable:
-            routes = reward.scorer_routes
-            scorer_for(data_source, routes, programs=programs, json_truth=json_truth)
-
-    return check
+    return partial(scorer_for, routes=reward.scorer_routes, programs=programs)

@@ -209,7 +209,7 @@ class RewardMetrics:
             )
         for what, name in _AGAIN.items():
             yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), what)
-        yield reading("sluice_reward_scorer_seconds_total", self.app.counters.scorer_seconds())
+        yield reading("sluice_reward_scorer_seconds_total", self.app.counters.scorers.busy_seconds)
 
     def _batch(self) -> Iterator[InstrumentReading]:
         loop, num_kept = self.app.loop, self.app.groups.num_kept

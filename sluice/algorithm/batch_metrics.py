@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.algorithm.episodes import response_length
-from sluice.types import TokenIds, TrainBatch
+from sluice.types import TrainBatch
 
 FloatRows = npt.NDArray[np.float64]
 IntRows = npt.NDArray[np.int64]
@@ -41,25 +41,6 @@ class BatchRows:
         """All tokens of each row: its prompt's, and those it sampled and read."""
         own = self.prompt_lengths + self.response_lengths
         return own if self.read_lengths is None else own + self.read_lengths
-
-
-_GRAM = 4
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the products of different tokens differ
-
-
-def repetition_share(token_ids: TokenIds) -> float:
-    """Return the share of a response's runs of four tokens that occurred in it before.
-
-    Args:
-        token_ids: uint32 [tokens] of one response; 0 if it is shorter than a run.
-    """
-    count = token_ids.size - _GRAM + 1
-    if count <= 0:
-        return 0.0
-    grams = np.zeros(count, dtype=np.uint64)
-    for place in range(_GRAM):
-        grams = grams * _MIX + token_ids[place : place + count].astype(np.uint64)
-    return 1.0 - np.unique(grams).size / count
 
 
 def batch_rows(batch: TrainBatch) -> BatchRows:

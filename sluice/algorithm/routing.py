@@ -308,10 +308,10 @@ class ReplicaRouter:
         self._load(member, num_sequences)
         return Reservation(member, num_sequences)
 
-    def sequence_ended(self, reservation: Reservation) -> None:
-        """Release the capacity of one finished sequence."""
-        reservation.num_missing -= 1
-        self._load(reservation.member, -1)
+    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+        """Release the capacity of finished sequences."""
+        reservation.num_missing -= count
+        self._load(reservation.member, -count)
 
     def context_ended(self, num_tokens: int) -> None:
         """Note the tokens of a sequence at its end, with its share of the group's prompt.

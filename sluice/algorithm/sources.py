@@ -1,18 +1,14 @@
-"""Several sources in one run: how many groups of each are in a batch, and which starts next.
+"""Several sources in one run: how many groups of each are in a batch.
 
 Every batch has the groups of every source that its share gives. A source is admitted and aged by
 these alone, as a run with batches of that size: kept groups of a fast source never take the slots
 of a slow one, and a batch waits for the source that lacks groups. So the shares are exact whatever
-the sources' speed. Where the fleet has no capacity for all, the source that is furthest behind its
-groups starts first.
+the sources' speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from sluice.algorithm.sampling.strategy import LoopLoad
+from collections.abc import Mapping
 
 LEAST_YIELD = 0.02
 """Yields below this count as this much: a source that yields nothing now may do so later."""
@@ -59,48 +55,3 @@ def shares_by_yield(shares: Mapping[str, float], yields: Mapping[str, float]) ->
         name: weights[name] / divided * together if name in weights else share
         for name, share in shares.items()
     }
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLoad:
-    """One source as admission sees it.
-
-    Args:
-        mean_yield: share of its groups that will be kept, in (0, 1].
-        num_to_start: groups that may start now.
-    """
-
-    load: LoopLoad
-    num_groups: int
-    mean_yield: float
-    num_to_start: int
-
-    @property
-    def fill(self) -> float:
-        """Batches that its groups fill: leased, kept, and those in flight by its yield."""
-        load = self.load
-        expected = self.mean_yield * (load.num_in_flight - load.num_sure)
-        return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
-
-
-def source_to_start(loads: Mapping[str, SourceLoad]) -> str | None:
-    """Return the source whose group starts next; ``None``: none may start.
-
-    It is the one that fills its part of the batches least; the first of several.
-    """
-    ready = [name for name, one in loads.items() if one.num_to_start > 0]
-    return min(ready, key=lambda name: loads[name].fill, default=None)
-
-
-def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Return the groups of all sources in one order that keeps each source's own.
-
-    Every part of it has the sources in the shares of the whole, as far as whole groups can: so has
-    every mini-batch that is cut from it.
-    """
-    places = [
-        ((index + 0.5) / len(own), number, group)
-        for number, own in enumerate(groups)
-        for index, group in enumerate(own)
-    ]
-    return [group for _, _, group in sorted(places, key=lambda place: place[:2])]

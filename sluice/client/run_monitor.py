@@ -14,7 +14,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress
-from sluice.concurrency.waits import Waiting, deadline, while_progressing
+from sluice.concurrency.waits import Waiting, beside, deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
@@ -161,21 +161,11 @@ class RunMonitor:
         """
         holder = str(uuid.uuid4())
         await self._lease(holder)
-        # The block's own error must not leave inside the group of the task that renews the lease.
-        failure: Exception | None = None
         try:
-            async with asyncio.TaskGroup() as tasks:
-                renewing = tasks.create_task(self._renew(holder), name="lease of the pause")
-                try:
-                    yield await self._until_held(timeout_s)
-                except Exception as error:  # noqa: BLE001 - raised below, outside of the group
-                    failure = error
-                finally:
-                    renewing.cancel()
+            async with beside(self._renew(holder), "lease of the pause"):
+                yield await self._until_held(timeout_s)
         finally:
             await self.resume(holder)
-        if failure is not None:
-            raise failure
 
     async def resume(self, holder: str = "") -> int:
         """End a holder's pause; the operator's, whose name is empty, with that of the guards.

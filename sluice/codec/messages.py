@@ -14,7 +14,7 @@ from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_count, shortened
-from sluice.concurrency.waits import WAITS, Waiting, merged_waits
+from sluice.concurrency.waits import Waiting, merged_waits, present_waits
 from sluice.concurrency.watchdog import still_seconds
 from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo
@@ -283,7 +283,7 @@ class WaitReport:
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
     """Encode this process's waits, and `further` ones that only its service knows."""
-    waits = merged_waits((*further, *WAITS.snapshot()), _MOST_WAITS)
+    waits = merged_waits((*further, *present_waits()), _MOST_WAITS)
     return common.WaitReport(
         waits=[
             common.Wait(

@@ -22,9 +22,7 @@ from sluice.types import (
 )
 
 _FINISH_TO_PROTO = {
-    FinishReason.STOP: common.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common.FINISH_REASON_ABORTED,
+    reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {v: k for k, v in _FINISH_TO_PROTO.items()}
 

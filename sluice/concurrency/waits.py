@@ -46,25 +46,29 @@ class Waiting:
 
 
 class Wait:
-    """One wait, from its creation to the end of its block, or to `end`."""
+    """A wait of this task or thread, from its creation to the end of its block, or to `end`.
 
-    __slots__ = ("_open", "_owner", "peer", "phase", "since_s")
+    Args:
+        peer: the service or replica that has to act, or a thing such as "ledger's disk".
+        phase: what for; waits with the same words are counted together.
+    """
 
-    def __init__(self, peer: str, phase: str, now_s: float, still_open: dict[Wait, None]) -> None:
+    __slots__ = ("_owner", "peer", "phase", "since_s")
+
+    def __init__(self, peer: str, phase: str) -> None:
         self.peer = peer
         self.phase = phase
-        self.since_s = now_s
-        self._open = still_open
+        self.since_s = time.monotonic()
         self._owner = _present_owner()
-        still_open[self] = None
+        _open[self] = None
 
-    def restart(self, now_s: float | None = None) -> None:
+    def restart(self) -> None:
         """Start to wait for the next thing, because something came."""
-        self.since_s = time.monotonic() if now_s is None else now_s
+        self.since_s = time.monotonic()
 
     def end(self) -> None:
         """End the wait. Repeating it is harmless."""
-        self._open.pop(self, None)
+        _open.pop(self, None)
 
     @property
     def task(self) -> str:
@@ -79,32 +83,14 @@ class Wait:
         self.end()
 
 
-class WaitRegistry:
-    """All current waits.
+waiting_for = Wait
+_open: dict[Wait, None] = {}
 
-    Args:
-        clock: seconds that never go back.
-    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._open: dict[Wait, None] = {}
-
-    def waiting_for(self, peer: str, phase: str) -> Wait:
-        """Begin a wait of this task or thread; as a context manager it ends with its block.
-
-        Args:
-            peer: the service or replica that has to act, or a thing such as "ledger's disk".
-            phase: what for; waits with the same words are counted together.
-        """
-        return Wait(peer, phase, self._clock(), self._open)
-
-    def snapshot(self) -> tuple[Waiting, ...]:
-        """Return the waits by peer and phase, the longest first, `MAX_REPORTED` lines at most."""
-        now_s = self._clock()
-        return merged_waits(
-            Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)
-        )
+def present_waits() -> tuple[Waiting, ...]:
+    """Return this process's waits by peer and phase, the longest first, `MAX_REPORTED` at most."""
+    now_s = time.monotonic()
+    return merged_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
 
 
 def merged_waits(waits: Iterable[Waiting], most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
@@ -129,11 +115,6 @@ def _present_owner() -> asyncio.Task[object] | threading.Thread:
     except RuntimeError:  # a thread without an event loop
         task = None
     return threading.current_thread() if task is None else task
-
-
-WAITS = WaitRegistry()
-"""This process's waits."""
-waiting_for = WAITS.waiting_for
 
 
 def advance() -> None:
@@ -190,6 +171,32 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
     if errors:
         raise errors[0]
     return found[0] if found else None
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
+    """Run `work` for the length of the block. Errors of the block pass unchanged."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work, name=name)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it
+            failure = error
+        finally:
+            task.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def within(seconds: float, work: Awaitable[object]) -> bool:
+    """Return whether `work` ends within `seconds`; it is cancelled if it does not."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 async def while_progressing(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sluice.concurrency.process import marked_process
-from sluice.concurrency.waits import WAITS, Waiting, merged_waits
+from sluice.concurrency.waits import Waiting, merged_waits, present_waits
 from sluice.config.schema.service import ServiceConfig
 from sluice.errors import SluiceError
 
@@ -327,7 +327,7 @@ class Watchdog:
         waits, seen_s = self._known
         age_s = time.monotonic() - seen_s
         own = [replace(wait, seconds=wait.seconds + age_s) for wait in waits]
-        return merged_waits((*own, *WAITS.snapshot()))
+        return merged_waits((*own, *present_waits()))
 
     def _stacks_written(self, title: str) -> bool:
         assert self._stacks_file is not None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sluice import own_version
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
-from sluice.concurrency.waits import WAITS
+from sluice.concurrency.waits import present_waits
 from sluice.concurrency.watchdog import still_seconds
 from sluice.config.addresses import advertised_host, is_loopback, join_host_port
 from sluice.config.schema.service import EndpointConfig, ServiceConfig
@@ -80,7 +80,7 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
     yield reading("sluice_process_uptime_seconds", process_age_s())
     yield reading("sluice_process_restarts_total", who.restarts)
     yield reading("sluice_watchdog_still_seconds", still_seconds() or 0.0)
-    waits = WAITS.snapshot()
+    waits = present_waits()
     yield reading(
         "sluice_watchdog_longest_wait_seconds", max((wait.seconds for wait in waits), default=0.0)
     )

@@ -319,7 +319,7 @@ class SimulatedLoop:
         prompt = self._workload.prompt(position, self._version)
         history = self._histories.get(prompt.key)
         attempt = self._strategy.attempt(prompt.key, position, history, self._version)
-        if attempt.is_skipped:
+        if not attempt.first_samples:
             self._strategy.skipped(attempt)
             return
         num_restarts, issued_version = 0, self._version

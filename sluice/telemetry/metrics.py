@@ -33,15 +33,6 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 PATH = "/metrics"
-PROCESS_NAMES = (
-    "process_virtual_memory_bytes",
-    "process_resident_memory_bytes",
-    "process_start_time_seconds",
-    "process_cpu_seconds_total",
-    "process_open_fds",
-    "process_max_fds",
-)
-"""Metrics that prometheus_client's own collector adds, as in every program that uses it."""
 AnswerT = TypeVar("AnswerT")
 _MOST_REQUESTS = 8
 _REQUEST_TIMEOUT_S = 5.0

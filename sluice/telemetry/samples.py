@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Turn
-from sluice.whole_file import begin_line, write_whole
+from sluice.whole_file import append_lines, write_whole
 
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
@@ -58,9 +58,7 @@ class SampleArchive:
 
     def _write(self, pending: bytearray) -> None:
         if pending:
-            with self._path(self._number or 0).open("a+b") as file:
-                begin_line(file)
-                file.write(pending)
+            append_lines(self._path(self._number or 0), pending)
             self._size += len(pending)
             pending.clear()
 

@@ -11,9 +11,9 @@ import pytest
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metric_names import instruments
-from sluice.telemetry.metrics import FOLDER, PROCESS_NAMES
+from sluice.telemetry.metrics import FOLDER
 from tests.support.metric_rows import NAMES, without_row
-from tests.support.scraped import Page, fetch, names, parsed, targets, value
+from tests.support.scraped import PROCESS_NAMES, Page, fetch, names, parsed, targets, value
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 
 pytest.importorskip("prometheus_client")

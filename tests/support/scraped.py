@@ -11,6 +11,15 @@ import pytest
 
 from sluice.telemetry.metrics import FOLDER
 
+PROCESS_NAMES = (
+    "process_virtual_memory_bytes",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+    "process_cpu_seconds_total",
+    "process_open_fds",
+    "process_max_fds",
+)
+"""Metrics that prometheus_client's own collector adds, as in every program that uses it."""
 Labels = tuple[tuple[str, str], ...]
 Page = Mapping[tuple[str, Labels], float]
 

@@ -28,7 +28,6 @@ from services.reward.episodes.client import WorkerProbe
 from services.reward.episodes.drivers import EpisodeFailedError, server_of
 from services.reward.episodes.worker_main import WorkerReply, WorkerSetup
 from services.reward.grading.containment import end_marked, family_of, new_mark
-from services.reward.grading.pool import beside
 from services.reward.grading.scorer_worker import (
     END_TIMEOUT_S,
     LoadingEndedError,
@@ -37,7 +36,7 @@ from services.reward.grading.scorer_worker import (
     loaded,
 )
 from sluice.concurrency.process import ending_text
-from sluice.concurrency.waits import deadline
+from sluice.concurrency.waits import beside, deadline
 from sluice.config.schema.environment import EnvironmentConfig
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DeadlineError, SluiceError

@@ -33,7 +33,7 @@ from services.reward.generation.request import (
     SampleCallback,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
-from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
+from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import (
     AnnouncedReplica,
@@ -156,8 +156,7 @@ class ReplicaQueue:
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
-        for _ in range(count):
-            self.fleet.sequence_ended(reservation)
+        self.fleet.sequences_ended(reservation, count)
         self._capacity_changed()
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
@@ -296,10 +295,11 @@ class GroupDispatcher:
             ValidationFailedError: no replica may validate the wanted version any more.
         """
         prompt = request.prompt
-        if environment_of(prompt.extra_info, by_default=False) is not None:
-            named = printable(repr(prompt.extra_info[AGENT_NAME])[:100])
+        named = prompt.extra_info.get(AGENT_NAME)
+        if named and named != SINGLE_TURN:
+            shown = printable(repr(named)[:100])
             raise GroupFailedError(
-                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is {named}, and the run has no "
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is {shown}, and the run has no "
                 f"environment; set sluice.environment.path, or write {SINGLE_TURN}"
             )
         collected = CollectedSamples(request, on_sample)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -44,7 +44,7 @@ from services.reward.grading.scorer_worker import (
     start_worker,
 )
 from services.reward.grading.scorers.registry import scored_characters
-from sluice.concurrency.waits import deadline, waiting_for
+from sluice.concurrency.waits import beside, deadline, waiting_for
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.errors import ConfigError, DeadlineError
@@ -300,22 +300,6 @@ async def running_scorer_pool(
             yield scorers
     finally:
         await scorers.stop()
-
-
-@asynccontextmanager
-async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
-    """Run `work` for the length of the block. Errors of the block pass unchanged."""
-    failure: Exception | None = None
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(work, name=name)
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it
-            failure = error
-        finally:
-            task.cancel()
-    if failure is not None:
-        raise failure
 
 
 @contextmanager

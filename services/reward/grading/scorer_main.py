@@ -198,7 +198,7 @@ def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
 
     def graded(item: ScorerInput) -> object:
         truth = item.ground_truth if item.truth_is_json else ""
-        built_in = scorer_for(item.data_source, setup.routes, programs=programs, json_truth=truth)
+        built_in = scorer_for(item.data_source, truth, routes=setup.routes, programs=programs)
         return _graded(built_in, item)
 
     return graded

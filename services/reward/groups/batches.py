@@ -28,13 +28,13 @@ from functools import partial
 from uuid import uuid4
 
 from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
-from services.reward.groups.sources import TrainingSource, TrainingSources
+from services.reward.groups.sources import TrainingSource, TrainingSources, interleaved
 from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad
-from sluice.algorithm.sources import interleaved, source_metric
+from sluice.algorithm.sources import source_metric
 from sluice.concurrency.waits import ChangeSignal, deadline
 from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup

@@ -46,7 +46,12 @@ from services.reward.group_table import (
 )
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
-from services.reward.groups.sources import TrainingSource, TrainingSources
+from services.reward.groups.sources import (
+    SourceLoad,
+    TrainingSource,
+    TrainingSources,
+    source_to_start,
+)
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.traces import PromptTraces
@@ -55,7 +60,6 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity
 from sluice.algorithm.sampling.attempt import Attempt, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sources import SourceLoad, source_to_start
 from sluice.concurrency.waits import Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
@@ -283,7 +287,7 @@ class GroupLoop:
         if attempt is None:  # things changed while the data set or the memory was read
             source.prompts.put(prompt)
             return False
-        if attempt.is_skipped:
+        if not attempt.first_samples:
             source.num_skipped += 1
             source.strategy.skipped(attempt)
             self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))

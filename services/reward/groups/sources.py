@@ -2,19 +2,20 @@
 
 A run without `sluice.sources` has one source without a name. Each source has its rows, its
 settings, its sampling strategy and its part of every batch; replicas, scorers and the ledger are
-shared.
+shared. Where the fleet has no capacity for all, the source that is furthest behind its groups
+starts first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.reward.group_table import SourceGroups
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.source import PromptSource
 from services.reward.records.failures import YieldGuard
-from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.algorithm.sources import groups_by_share, shares_by_yield, source_metric
 
 
@@ -73,6 +74,8 @@ class TrainingSource:
     def statistics(self) -> dict[str, float]:
         """Return the strategy's gauges and counts, by metric name."""
         found = self.strategy.statistics()
+        if not self.name:
+            return found
         return {source_metric(self.name, name): value for name, value in found.items()}
 
 
@@ -122,3 +125,48 @@ class TrainingSources(dict[str, TrainingSource]):
             one = self[name]
             one.groups.ages.batch_size = num_groups
             one.strategy.resize(num_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLoad:
+    """One source as admission sees it.
+
+    Args:
+        mean_yield: share of its groups that will be kept, in (0, 1].
+        num_to_start: groups that may start now.
+    """
+
+    load: LoopLoad
+    num_groups: int
+    mean_yield: float
+    num_to_start: int
+
+    @property
+    def fill(self) -> float:
+        """Batches that its groups fill: leased, kept, and those in flight by its yield."""
+        load = self.load
+        expected = self.mean_yield * (load.num_in_flight - load.num_sure)
+        return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
+
+
+def source_to_start(loads: Mapping[str, SourceLoad]) -> str | None:
+    """Return the source whose group starts next; ``None``: none may start.
+
+    It is the one that fills its part of the batches least; the first of several.
+    """
+    ready = [name for name, one in loads.items() if one.num_to_start > 0]
+    return min(ready, key=lambda name: loads[name].fill, default=None)
+
+
+def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return the groups of all sources in one order that keeps each source's own.
+
+    Every part of it has the sources in the shares of the whole, as far as whole groups can: so has
+    every mini-batch that is cut from it.
+    """
+    places = [
+        ((index + 0.5) / len(own), number, group)
+        for number, own in enumerate(groups)
+        for index, group in enumerate(own)
+    ]
+    return [group for _, _, group in sorted(places, key=lambda place: place[:2])]

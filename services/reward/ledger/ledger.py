@@ -200,24 +200,6 @@ class PromptLedger:
         """Prompts that ended so far, by how."""
         return {end: self._by_end[end] for end in PromptEnd}
 
-    @property
-    def content(self) -> LedgerContent:
-        """The content of the ledger at this moment."""
-        return LedgerContent(
-            self._sequence,
-            self.pending(),
-            dict(self._ended),
-            {end: count for end, count in self._by_end.items() if count},
-            self.progress(),
-            self.open_lease,
-            tuple(self._acknowledged),
-            self.num_acknowledged,
-            self.trainer,
-            dict(self.all_strikes),
-            dict(self._rollbacks),
-            self.newest_leased_version,
-        )
-
     def next_sequence(self) -> int:
         """Return the number of the next prompt in the order of issue."""
         self._sequence += 1

@@ -31,7 +31,7 @@ from sluice.vision.image_limits import ImageLimits
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
-DataSourceCheck = Callable[[str, str], None]
+DataSourceCheck = Callable[[str, str], object]
 """(data source, ground truth if it is JSON, or else "") -> raises `DataError` if no scorer knows
 the source, or the one that does cannot compare with the truth."""
 

@@ -24,7 +24,7 @@ from services.reward.ledger.ledger import PromptLedger
 from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt
-from sluice.whole_file import begin_line
+from sluice.whole_file import append_lines
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,7 @@ class Quarantine:
         if self._path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+b") as file:
-                begin_line(file)
-                file.write(msgspec.json.encode(entry) + b"\n")
+            append_lines(self._path, msgspec.json.encode(entry) + b"\n")
         except OSError as error:
             logger.warning("%s: the quarantine is not listed: %s", self._path, error)
 

@@ -110,7 +110,8 @@ class Submissions:
     Args:
         ledger: numbers prompts.
         accept: hands a prompt to the loop; raises `InvalidRequestError` for a used id.
-        check_data_source: raises `DataError` if no scorer knows a data source.
+        check_data_source: raises `DataError` if no scorer knows a data source; ``None``: none is
+            refused.
         max_pending: largest number of unfinished client prompts.
         limits: of clients; ``None``: the default ones.
     """
@@ -119,7 +120,7 @@ class Submissions:
         self,
         ledger: PromptLedger,
         accept: Callable[[Prompt], None],
-        check_data_source: Callable[[str], None],
+        check_data_source: Callable[[str], object] | None,
         max_pending: int,
         limits: LimitsConfig | None = None,
     ) -> None:
@@ -197,7 +198,8 @@ class Submissions:
             ExhaustedError: the client waits and sends the prompt again.
         """
         _check_fields(sent)
-        self._check_data_source(sent.data_source)
+        if self._check_data_source is not None:
+            self._check_data_source(sent.data_source)
         max_bytes = self._limits.max_client_images_mb << 20
         limit = f"sluice.limits.max_client_images_mb allows {max_bytes >> 20} MiB"
         size, held = sum(map(len, sent.images)), self._ledger.client_image_bytes

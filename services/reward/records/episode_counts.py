@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from services.reward.group_table import EventKind, GroupEvent
 from sluice.algorithm.episode_rules import environment_of
 from sluice.types import (
     EpisodeEnd,
@@ -85,7 +86,7 @@ class _Means:
 
 
 class EpisodeStatistics:
-    """The episodes since the last batch.
+    """An observer that counts the episodes since the last batch.
 
     Args:
         tool_names: of the tools that were offered; a policy may write any other name.
@@ -100,6 +101,15 @@ class EpisodeStatistics:
         self._known: set[str] = set()  # the first names, each counted apart
         self._means: dict[str, _Means] = {}  # by the beginning of their names
         self._counts = Counter[str]()
+
+    def observe(self, event: GroupEvent) -> None:
+        """Count the samples of one event."""
+        group, graded, ending = event.group, event.graded, event.group.ending
+        if event.kind is EventKind.GRADED and graded is not None:
+            samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
+            self.graded(group.prompt, samples)
+        elif event.kind is EventKind.ENDED and ending is not None and ending.failed is not None:
+            self.not_generated(group.prompt, ending.failed.kind, group.num_ungraded)
 
     def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
         """Count graded samples of a prompt; those without an environment are left out."""

@@ -41,7 +41,7 @@ from sluice.telemetry.samples import (
     write_dump,
 )
 from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
-from sluice.whole_file import begin_line
+from sluice.whole_file import append_lines
 
 logger = logging.getLogger(__name__)
 
@@ -243,10 +243,7 @@ def _episode_lines(graded: GradedGroup) -> list[EpisodeLine]:
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:
     text = b"".join(line + b"\n" for line in _encoded(lines, "line"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            begin_line(file)
-            file.write(text)
+        append_lines(path, text)
     except OSError as error:
         raise WriteError(f"{error}; {_REMEDY}") from error
 

@@ -18,7 +18,10 @@ from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.grading.grader import SampleScorer
 from services.reward.group_table import (
     IN_FLIGHT,
     SCORED,
@@ -33,10 +36,9 @@ from services.reward.group_table import (
     outcome_counts,
 )
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
-from sluice.algorithm.batch_metrics import repetition_share
+from services.reward.records.episode_counts import EpisodeStatistics
 from sluice.algorithm.sources import source_metric
-from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TokenIds, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +52,7 @@ _NAME_BY_END = {
     PromptEnd.SKIPPED: "prompts_skipped",
 }
 _COUNTED_BY_SOURCE = _NAME_BY_END.keys() - {PromptEnd.DROPPED_SURPLUS, PromptEnd.SKIPPED}
-_FILTERED = (
-    PromptEnd.FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM,
-)
+_FILTERED = [end for end in PromptEnd if end.startswith("filtered_")]
 STALE = "stale"
 SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 """How samples end. One that was graded and grew stale then counts as both."""
@@ -88,13 +86,7 @@ class TokenUse(StrEnum):
 
 
 USE_BY_END = {
-    PromptEnd.TRAINED: TokenUse.TRAINED,
-    PromptEnd.FILTERED_ALL_RIGHT: TokenUse.FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG: TokenUse.FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM: TokenUse.FILTERED_UNIFORM,
-    PromptEnd.DROPPED_STALE: TokenUse.STALE,
-    PromptEnd.DROPPED_FAILED: TokenUse.FAILED,
-    PromptEnd.DROPPED_SURPLUS: TokenUse.SURPLUS,
+    end: TokenUse(end.removeprefix("dropped_")) for end in PromptEnd if end is not PromptEnd.SKIPPED
 }
 """A skipped prompt has no tokens."""
 
@@ -116,6 +108,8 @@ _DISCARDED = (
 
 
 _REPETITION_GROUPS = 64
+_GRAM = 4
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the products of different tokens differ
 
 
 def batch_content_metrics(
@@ -150,6 +144,21 @@ def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
     return {"train/repetition_share": fmean(shares)} if shares else {}
 
 
+def repetition_share(token_ids: TokenIds) -> float:
+    """Return the share of a response's runs of four tokens that occurred in it before.
+
+    Args:
+        token_ids: uint32 [tokens] of one response; 0 if it is shorter than a run.
+    """
+    count = token_ids.size - _GRAM + 1
+    if count <= 0:
+        return 0.0
+    grams = np.zeros(count, dtype=np.uint64)
+    for place in range(_GRAM):
+        grams = grams * _MIX + token_ids[place : place + count].astype(np.uint64)
+    return 1.0 - np.unique(grams).size / count
+
+
 def uses_of_group(
     use: TokenUse, progress: GroupProgress, graded: GradedGroup | None
 ) -> Counter[TokenUse]:
@@ -180,16 +189,19 @@ def uses_of_group(
 
 
 _GROWTH = {
-    "train/groups_kept": "reward/groups_kept",
-    "train/greedy_tokens": "reward/greedy_tokens",
-    "train/surplus_discarded": "reward/surplus_discarded",
-    "train/groups_restarted": "reward/groups_restarted",
-    "train/samples_graded": "reward/samples_graded",
-    "train/samples_failed": "reward/samples_failed",
-    "train/generated_tokens": "reward/generated_tokens",
-    **{f"train/discarded_tokens/{use}": f"reward/discarded_tokens/{use}" for use in _DISCARDED},
-    **{f"train/outcomes/{name}": f"reward/outcomes/{name}" for name in SAMPLE_OUTCOMES},
-    **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
+    f"train/{name}": f"reward/{name}"
+    for name in (
+        "groups_kept",
+        "greedy_tokens",
+        "surplus_discarded",
+        "groups_restarted",
+        "samples_graded",
+        "samples_failed",
+        "generated_tokens",
+        *(f"discarded_tokens/{use}" for use in _DISCARDED),
+        *(f"outcomes/{outcome}" for outcome in SAMPLE_OUTCOMES),
+        *(f"tokens/{use}" for use in TokenUse),
+    )
 }
 """Metrics of a batch, and the counter whose growth since the batch before each is."""
 _OF_SOURCES = "reward/sources/"
@@ -226,6 +238,7 @@ class GroupStatistics:
         received: response tokens received since the start, by their purpose.
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
+        episodes: counts them, as an observer of its own; ``None``: a sample is one answer.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -236,19 +249,18 @@ class GroupStatistics:
         received: Mapping[Purpose, int],
         *,
         round_size: int,
-        scorer_seconds: Callable[[], float],
-        tool_names: Collection[str] = (),
-        environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
+        scorers: SampleScorer,
+        episodes: EpisodeStatistics | None = None,
         sources: Collection[str] = (),
     ) -> None:
         self._received = received
         self._round_size = round_size
-        self.scorer_seconds = scorer_seconds
+        self.scorers = scorers
         self._totals = Counter(dict.fromkeys(_COUNTERS, 0))
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
-        self._episodes = EpisodeStatistics(tool_names, environments)
+        self._episodes = episodes
         self._sources = [name for name in sources if name]
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
@@ -261,7 +273,7 @@ class GroupStatistics:
                 self._totals["reward/greedy_tokens"] += event.num_greedy_tokens
             case EventKind.GRADED:
                 assert event.graded is not None
-                self._graded(event.group, event.graded)
+                self._graded(event.graded)
             case EventKind.CONTINUED:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
@@ -274,11 +286,9 @@ class GroupStatistics:
                 assert event.group.ending is not None
                 self._ended(event.group, event.group.ending, event.before)
 
-    def _graded(self, group: Group, graded: GradedGroup) -> None:
+    def _graded(self, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
-        self._episodes.graded(group.prompt, samples)
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():
@@ -308,9 +318,7 @@ class GroupStatistics:
         totals, graded = self._totals, group.graded
         self._num_ended += 1
         if ending.failed is not None:
-            kind, num_samples = ending.failed.kind, group.num_ungraded
-            totals[f"reward/outcomes/{kind}"] += num_samples
-            self._episodes.not_generated(group.prompt, kind, num_samples)
+            totals[f"reward/outcomes/{ending.failed.kind}"] += group.num_ungraded
         if ending.cause is EndCause.QUARANTINE:
             totals["reward/prompts_quarantined"] += 1
             return
@@ -364,7 +372,7 @@ class GroupStatistics:
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
-        now, scorer_seconds, totals = time.monotonic(), self.scorer_seconds(), self.totals()
+        now, scorer_seconds, totals = time.monotonic(), self.scorers.busy_seconds, self.totals()
         ends = self._ends
         growth = {
             name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()
@@ -378,7 +386,7 @@ class GroupStatistics:
             **{f"train/{name}": float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
-            **self._episodes.take(),
+            **(self._episodes.take() if self._episodes else {}),
             **{
                 counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
                 for counter, total in totals.items()

@@ -29,6 +29,7 @@ from sluice.telemetry.tracing import (
     Tracer,
 )
 from sluice.types import Prompt, PromptEnd, PromptOrigin
+from sluice.whole_file import write_whole
 
 KEY_FILE = Path("reward") / "trace_key"
 PENDING = "pending"
@@ -47,9 +48,7 @@ def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
     path = run_dir / KEY_FILE
     if is_first or not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
-        partial.replace(path)
+        write_whole(path, secrets.token_hex(_KEY_BYTES).encode("ascii"))
     return path.read_bytes()
 
 

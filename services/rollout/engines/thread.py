@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from services.rollout.engines.protocol import SampleChunk
-from sluice.concurrency.waits import waiting_for
-from sluice.errors import DeadlineError, EngineError
+from sluice.concurrency.waits import deadline, waiting_for
+from sluice.errors import EngineError
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 30.0
@@ -91,11 +91,8 @@ class LoopThread:
             DeadlineError: it did not end.
         """
         self._loop.call_soon_threadsafe(self._loop.stop)
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await self._ended.wait()
-        except TimeoutError as error:
-            raise DeadlineError(self.engine, "ending its thread", _STOP_TIMEOUT_S) from error
+        async with deadline(_STOP_TIMEOUT_S, peer=self.engine, phase="ending its thread"):
+            await self._ended.wait()
 
 
 def _run_all(callbacks: list[_Callback]) -> None:

@@ -92,11 +92,6 @@ class Attempt:
     side: Side = Side.SURE
     value: float = 1.0
 
-    @property
-    def is_skipped(self) -> bool:
-        """Whether nothing is generated for it."""
-        return self.first_samples == 0
-
     def known(self, version: int) -> GradeCounts:
         """Return the grades of its earlier attempts, discounted to `version`."""
         if self.history is None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from sluice.concurrency.process import SHORTAGES, SUPERVISOR_VARIABLE
+from sluice.concurrency.waits import within
 from sluice.errors import ConfigError
 from sluice.launch.service_spec import ServiceSpec
 
@@ -63,10 +64,10 @@ class Child(ABC):
         """
         if not self.has_ended:
             self.terminate()
-        await self._ends_within(grace_s if self._killed_s is None else 0.0)
+        await within(grace_s if self._killed_s is None else 0.0, self.wait())
         self.kill()
         since_s = self._killed_s or time.monotonic()
-        if not await self._ends_within(max(0.0, since_s + KILLED_S - time.monotonic())):
+        if not await within(max(0.0, since_s + KILLED_S - time.monotonic()), self.wait()):
             logger.warning(
                 "%s: process %d has not ended %g s after SIGKILL: the kernel holds it (its state "
                 "is in /proc/%d/stat on its machine); it is left behind",
@@ -75,14 +76,6 @@ class Child(ABC):
                 KILLED_S,
                 self.pid,
             )
-
-    async def _ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class Process(Protocol):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.concurrency.process import EXIT_MISSING_PACKAGE, ending_text, stop_on_signals
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import unless, within
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -261,7 +261,7 @@ class Supervisor:
         name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         logger.warning("%s ended with %s; starting again %s", name, ending_text(code), when)
-        if not await _is_set_within(crew.released, pause_s):
+        if not await within(pause_s, crew.released.wait()):
             return True
         if crew.is_dismissed:
             self._crews.remove(crew)
@@ -301,12 +301,3 @@ class Supervisor:
 def _was_asked_to_leave(end: CrewEnd) -> bool:
     """Return whether another process sent the signal that ended this one."""
     return end.cause.code in REQUESTS and not end.cause.was_asked
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

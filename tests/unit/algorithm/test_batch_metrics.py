@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from sluice.algorithm.batch_metrics import (
     BatchRows,
     batch_metrics,
     batch_rows,
     batch_tokens,
-    repetition_share,
     sequence_balance_metrics,
 )
 from sluice.types import (
@@ -91,23 +89,6 @@ def test_balance_compares_consecutive_chunks_with_the_assignment_used() -> None:
         "global_seqlen/balanced_max": 50.0,
         "global_seqlen/mean": 50.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [
-        ([], 0.0),
-        ([1, 2, 3], 0.0),
-        ([1, 2, 3, 4, 5], 0.0),
-        ([7] * 13, 0.9),
-        ([1, 2, 3, 4, 1, 2, 3, 4], 0.2),
-        ([4, 3, 2, 1, 1, 2, 3, 4], 0.0),
-    ],
-)
-def test_repetition_counts_runs_of_four_tokens_that_occurred_before(
-    tokens: list[int], share: float
-) -> None:
-    assert repetition_share(np.array(tokens, np.uint32)) == pytest.approx(share)
 
 
 def test_a_prompt_counts_for_each_of_its_rows() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.generation.request import Purpose
 from services.reward.grading.grader import Grader
 from services.reward.group_table import GroupEnding
 from services.reward.records.episode_counts import (
@@ -18,7 +17,6 @@ from services.reward.records.episode_counts import (
     seconds_of,
 )
 from services.reward.records.group_log import GroupLog
-from services.reward.records.statistics import GroupStatistics
 from sluice.telemetry.metric_names import described
 from sluice.telemetry.samples import SampleArchive, sampled_group, transcript
 from sluice.types import (
@@ -172,18 +170,12 @@ def test_an_environment_that_fails_before_its_first_end_is_counted_by_its_name()
 
 
 def test_a_group_that_could_not_be_generated_counts_for_its_environment() -> None:
-    counters = GroupStatistics(
-        dict.fromkeys(Purpose, 0),
-        round_size=4,
-        scorer_seconds=lambda: 0.0,
-        environments=EnvironmentNames("served"),
-    )
+    counts = EpisodeStatistics(environments=EnvironmentNames("served"))
     event = group_ended(replace(named("jars"), origin=PromptOrigin.DATASET))
     event.group.num_ungraded = 4
     event.group.ending = GroupEnding(PromptEnd.DROPPED_FAILED, "down", failed=DOWN)
-    counters.observe(event)
-    found = counters.close_interval((), 1)
-    assert found["train/environments/jars/failed/environment"] == 4.0
+    counts.observe(event)
+    assert counts.take()["train/environments/jars/failed/environment"] == 4.0
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
     assert fleet.choose(wanted, until) is member
     reservation = fleet.reservation(member, 4)
     assert fleet.choose(wanted, until) is None
-    fleet.sequence_ended(reservation)
+    fleet.sequences_ended(reservation, 1)
     fleet.answered(member)
     assert fleet.choose(wanted, until) is member
     later = fleet.failed(member, until)

@@ -49,7 +49,7 @@ NUMINA = [
 
 
 def grade(data_source: str, response: str, routes: dict[str, str] | None = None) -> object:
-    scorer = scorer_for(data_source, routes)
+    scorer = scorer_for(data_source, routes=routes)
     return scorer(
         data_source=data_source, solution_str=response, ground_truth="7", extra_info={"index": 1}
     )

@@ -10,12 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
+from services.reward.groups.sources import SourceLoad, interleaved, source_to_start
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import training_stream
 from services.reward.prompts.submissions import Receipt
+from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, DataExhaustedError, PromptTooLongError
 from sluice.types import DataProgress, TrainBatch
@@ -264,3 +268,35 @@ async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None
         wait, *_ = app.loop.awaited().values()
         gate.set()
     assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase
+
+
+def load(num_groups: int, num_to_start: int = 1, *, kept: int = 0, running: int = 0) -> SourceLoad:
+    return SourceLoad(LoopLoad(running, kept, 0, 8), num_groups, 0.5, num_to_start)
+
+
+def test_the_source_furthest_behind_its_share_starts_next() -> None:
+    assert source_to_start({"a": load(3, kept=3), "b": load(1, running=1)}) == "b"
+    assert source_to_start({"a": load(3, kept=1), "b": load(1, kept=1)}) == "a"
+    assert source_to_start({"a": load(3), "b": load(1)}) == "a"
+
+
+def test_a_source_that_may_not_start_is_passed_over() -> None:
+    assert source_to_start({"a": load(3, 0), "b": load(1, 2, kept=9)}) == "b"
+    assert source_to_start({"a": load(3, 0), "b": load(1, 0)}) is None
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 4))
+def test_every_part_of_the_order_has_the_sources_in_their_shares(
+    counts: list[int], num_parts: int
+) -> None:
+    groups = [[f"{number}-{index:02}" for index in range(n)] for number, n in enumerate(counts)]
+    found = interleaved(groups)
+    assert Counter(found) == Counter(group for own in groups for group in own)
+    for number, own in enumerate(groups):
+        assert [one for one in found if one.startswith(f"{number}-")] == own
+    size = len(found) // num_parts
+    for start in range(0, size * num_parts, max(size, 1)):
+        part = found[start : start + size]
+        for number, count in enumerate(counts):
+            share = count * size / max(len(found), 1)
+            assert abs(sum(one.startswith(f"{number}-") for one in part) - share) <= len(counts)

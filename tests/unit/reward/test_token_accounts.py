@@ -6,13 +6,19 @@ import asyncio
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupProgress, GroupRequest
-from services.reward.records.statistics import GroupStatistics, TokenUse, uses_of_group
+from services.reward.records.statistics import (
+    GroupStatistics,
+    TokenUse,
+    repetition_share,
+    uses_of_group,
+)
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
 from sluice.types import (
@@ -25,7 +31,7 @@ from sluice.types import (
     Scored,
 )
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_app import ScriptedClient, replica, running_app, submit
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica, running_app, submit
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 RIGHT = Scored(1.0, 1.0, {"acc": 1.0})
@@ -65,7 +71,7 @@ def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
 
 
 def test_an_interval_ends_and_the_totals_continue() -> None:
-    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    statistics = GroupStatistics(Counter(), round_size=1, scorers=InlineScorer())
     statistics.validated(5)
     assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 5
     statistics.validated(2)
@@ -180,5 +186,22 @@ async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics
 
 @pytest.mark.parametrize("use", TokenUse)
 def test_every_use_is_a_counter_from_the_start(use: TokenUse) -> None:
-    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    statistics = GroupStatistics(Counter(), round_size=1, scorers=InlineScorer())
     assert statistics.totals()[f"reward/tokens/{use}"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ([], 0.0),
+        ([1, 2, 3], 0.0),
+        ([1, 2, 3, 4, 5], 0.0),
+        ([7] * 13, 0.9),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 0.2),
+        ([4, 3, 2, 1, 1, 2, 3, 4], 0.0),
+    ],
+)
+def test_repetition_counts_runs_of_four_tokens_that_occurred_before(
+    tokens: list[int], share: float
+) -> None:
+    assert repetition_share(np.array(tokens, np.uint32)) == pytest.approx(share)

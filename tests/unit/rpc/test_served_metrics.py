@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +180,10 @@ def test_counters_of_spans_are_there_before_the_first_span(tmp_path: Path) -> No
 
 
 def test_the_longest_wait_is_a_metric_and_a_folder_elsewhere_is_not(tmp_path: Path) -> None:
-    from sluice.concurrency.waits import WAITS, Wait
+    from sluice.concurrency.waits import waiting_for
 
-    before = Wait("peer", "something", time.monotonic() - 100.0, WAITS._open)
-    with before:
+    with waiting_for("peer", "something") as before:
+        before.since_s -= 100.0
         found = reported(tmp_path / "absent")
     assert found[("sluice_watchdog_longest_wait_seconds",)] >= 100.0
     assert ("sluice_run_folder_free_bytes",) not in found

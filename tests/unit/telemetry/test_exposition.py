@@ -13,13 +13,12 @@ import pytest
 from sluice.errors import ConfigError
 from sluice.telemetry.metric_names import Instrument, instrument
 from sluice.telemetry.metrics import (
-    PROCESS_NAMES,
     Histogram,
     InstrumentReading,
     MetricsPage,
     reading,
 )
-from tests.support.scraped import fetch, names, parsed, value
+from tests.support.scraped import PROCESS_NAMES, fetch, names, parsed, value
 
 REFUSALS, TOKENS = "sluice_quota_refusals_total", "sluice_fleet_replica_tokens_total"
 LEVEL = Instrument(name="sluice_level", unit="metres", meaning='Of the "water", with a \\ in it.')

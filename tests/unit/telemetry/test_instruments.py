@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from sluice.telemetry.metric_names import Instrument, InstrumentKind, instruments, metrics
-from sluice.telemetry.metrics import PROCESS_NAMES, reading
+from sluice.telemetry.metrics import reading
+from tests.support.scraped import PROCESS_NAMES
 from tests.support.source_tree import ROOT
 
 PROFILE = ROOT / "deploy" / "observability"

@@ -71,17 +71,17 @@ _REMEDY = (
 
 def scorer_for(
     data_source: str,
-    routes: Mapping[str, str] | None = None,
-    *,
-    programs: Rule | None = None,
     json_truth: str = "",
+    *,
+    routes: Mapping[str, str] | None = None,
+    programs: Rule | None = None,
 ) -> Scorer:
     """Return the built-in scorer of a data source.
 
     Args:
+        json_truth: the ground truth as JSON; empty if the row holds text.
         routes: the user's, by data source or beginning (``aime*``); they win over verl's.
         programs: grades programs in the configured sandbox; ``None``: there is none.
-        json_truth: the ground truth as JSON; empty if the row holds text.
 
     Raises:
         DataError: no built-in scorer knows it, it needs a sandbox and there is none, the scorer's

@@ -72,7 +72,7 @@ class World:
         self._sequence += 1
         key = str(prompt)
         attempt = self.strategy.attempt(key, self._sequence, self.memory.get(key), version)
-        if attempt.is_skipped:
+        if not attempt.first_samples:
             self.strategy.skipped(attempt)
             return Totals()
         self.strategy.started(attempt)
@@ -143,7 +143,7 @@ def test_a_prompt_that_was_always_right_is_mostly_passed_by_but_explored_at_time
     chosen = strategy(StrategyName.MEMORY)
     history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
     attempts = [chosen.attempt(str(i), i, history, 0) for i in range(1000)]
-    num_sampled = sum(not attempt.is_skipped for attempt in attempts)
+    num_sampled = sum(attempt.first_samples > 0 for attempt in attempts)
     assert 60 <= num_sampled <= 140  # exploration 0.1
     assert all(attempt.probability == pytest.approx(0.1) for attempt in attempts)
 
@@ -151,8 +151,8 @@ def test_a_prompt_that_was_always_right_is_mostly_passed_by_but_explored_at_time
 def test_choices_depend_on_the_visit_alone() -> None:
     history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
     first, second = strategy(StrategyName.MEMORY), strategy(StrategyName.MEMORY)
-    forward = [first.attempt(str(i), i, history, 0).is_skipped for i in range(200)]
-    backward = [second.attempt(str(i), i, history, 0).is_skipped for i in reversed(range(200))]
+    forward = [first.attempt(str(i), i, history, 0).first_samples for i in range(200)]
+    backward = [second.attempt(str(i), i, history, 0).first_samples for i in reversed(range(200))]
     assert forward == backward[::-1]
 
 
@@ -266,15 +266,15 @@ def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not(
     chosen = deepcopy(after_wrong_samples)
     middling, hard = PromptHistory(8.0, 8.0, 1.0, 40, 1), PromptHistory(2.0, 30.0, 1.0, 40, 2)
     plain = [chosen.attempt(str(i), i, middling, 40) for i in range(1000)]
-    num_sampled = sum(not attempt.is_skipped for attempt in plain)
+    num_sampled = sum(attempt.first_samples > 0 for attempt in plain)
     probability = chosen.statistics()["sampling/draw_probability_plain"]
     assert probability < 1.0
     assert num_sampled == pytest.approx(1000 * probability, abs=60)
     assert {attempt.side for attempt in plain} == {Side.PLAIN}
     assert chosen.attempt("h", 0, hard, 40).side is not Side.PLAIN
-    assert all(not chosen.attempt(str(i), i, None, 40).is_skipped for i in range(100))
+    assert all(chosen.attempt(str(i), i, None, 40).first_samples for i in range(100))
     before = chosen.statistics()["sampling/skipped_plain"]
-    chosen.skipped(next(attempt for attempt in plain if attempt.is_skipped))
+    chosen.skipped(next(attempt for attempt in plain if not attempt.first_samples))
     assert chosen.statistics()["sampling/skipped_plain"] == before + 1
 
 
