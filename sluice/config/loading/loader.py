@@ -142,6 +142,11 @@ class KeySettings:
         """Return whether the user gave the key a value other than null."""
         return self._as_set.get(key) is not None
 
+    def set_below(self, section: str) -> dict[str, object]:
+        """Return what the user set in a section, without nulls, by key."""
+        given = self._as_set.items()
+        return {k: v for k, v in given if k.startswith(f"{section}.") and v is not None}
+
     def value(self, key: str) -> object:
         """Return the value of a key of the catalogue; `None` if it is null."""
         found = value_at(self._typed, key.split("."), self._as_set.get(key))
