@@ -94,6 +94,10 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
+def _home_or_none(value: object) -> object:
+    return _home(value or None)
+
+
 PATH_KEYS = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.lora_adapter_path",
@@ -113,6 +117,14 @@ PATH_KEYS = (
 )
 """Keys that name files and folders, without the files of `sluice.sources`."""
 
+_EMPTY_IS_NULL = (
+    "reward.custom_reward_function.path",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+)
+"""Files and folders whose empty text means none, as in verl."""
+
 WORDS: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(PATH_KEYS, _home),
     f"{_ACTOR}.fsdp_config.model_dtype": _words(_DTYPES),
@@ -125,7 +137,7 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.logger": _loggers,
     "sluice.sources": _homes,
     "actor_rollout_ref.model.lora.adapter_path": _home,
-    "trainer.resume_from_path": lambda value: _home(value or None),
+    **dict.fromkeys(_EMPTY_IS_NULL, _home_or_none),
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }

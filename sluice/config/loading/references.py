@@ -83,8 +83,11 @@ class _Resolver:
             found = self._look_up(inner[1].translate(_BACK).strip(), chain)
             if inner[0] == value:
                 return found
+            before = value[: inner.start()]
+            if found is None and "${" not in before:  # within a reference, null is a default
+                raise _without_value(chain[-1], inner[1])
             written = _written(found).translate(_ASIDE)
-            value = f"{value[: inner.start()]}{written}{value[inner.end() :]}"
+            value = f"{before}{written}{value[inner.end() :]}"
         return value
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
@@ -106,7 +109,7 @@ class _Resolver:
             return None if select[2] is None else parse_scalar(select[2].strip())
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
             raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
-        raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")
+        raise _without_value(chain[-1], key)
 
     def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
         proper = canonical(path)
@@ -122,6 +125,10 @@ class _Resolver:
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default
+
+
+def _without_value(at: str, key: str) -> ConfigError:
+    return ConfigError(f"{at}: reference ${{{key}}}: that key has no value; set it")
 
 
 def _variable(name: str, default: str | None, at: str) -> str | None:

@@ -137,6 +137,7 @@ def test_references_follow_references_and_refuse_circles() -> None:
     [
         ("${data.promt_key}", r"reference \$\{data.promt_key\}.*did you mean data.prompt_key\?"),
         ("${now:%Y}", "calls a resolver"),
+        ("${trainer.default_local_dir}/x", r"\$\{trainer.default_local_dir\}: that key has no value"),
         ("${oc.env:NOT_THERE}", r"\$NOT_THERE has no value; set it: NOT_THERE=... sluice ..."),
     ],
 )
@@ -153,6 +154,7 @@ def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None
         ("${oc.env:GONE,a b}", "a b"),
         ("${oc.env:GONE,'a,b'}", "a,b"),
         ("${oc.env:GONE,${oc.env:HERE}/data}", "7/data"),
+        ("${oc.env:HERE,${trainer.default_local_dir}}/data", "7/data"),
         ("${oc.env:EMPTY,x}", ""),
         ("${oc.env:GONE,}", ""),
     ],
