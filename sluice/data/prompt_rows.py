@@ -166,11 +166,7 @@ def decode_row(
         raise _bad_row(place, f"'{columns.agent_name}' is {short_repr(agent)}, not a name")
     if agent:
         extra_info = {**(extra_info or {}), AGENT_NAME: agent}
-    if columns.refused_images and values.get(columns.refused_images):
-        raise images_refused(place, columns.refused_images)
-    for name in UNREAD_MEDIA:
-        if name != columns.images and values.get(name):
-            raise media_refused(place, name)
+    _refuse_media(values, columns, place)
     messages = tuple(_message(turn, place, columns.prompt) for turn in turns)
     images = _images(values, columns, messages, place)
     is_json = not isinstance(truth, str)
@@ -190,6 +186,14 @@ def truth_text(truth: object) -> str | None:
         return json.dumps(truth, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def _refuse_media(values: Mapping[str, object], columns: PromptColumns, place: str) -> None:
+    if columns.refused_images and values.get(columns.refused_images):
+        raise images_refused(place, columns.refused_images)
+    for name in UNREAD_MEDIA:
+        if name != columns.images and values.get(name):
+            raise media_refused(place, name)
 
 
 def images_refused(place: str, column: str) -> DataError:

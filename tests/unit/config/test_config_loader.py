@@ -137,7 +137,10 @@ def test_references_follow_references_and_refuse_circles() -> None:
     [
         ("${data.promt_key}", r"reference \$\{data.promt_key\}.*did you mean data.prompt_key\?"),
         ("${now:%Y}", "calls a resolver"),
-        ("${trainer.default_local_dir}/x", r"\$\{trainer.default_local_dir\}: that key has no value"),
+        (
+            "${trainer.default_local_dir}/x",
+            r"\$\{trainer.default_local_dir\}: that key has no value",
+        ),
         ("${oc.env:NOT_THERE}", r"\$NOT_THERE has no value; set it: NOT_THERE=... sluice ..."),
     ],
 )
