@@ -95,7 +95,7 @@ def script_settings(
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):
         settings.append(f"{_ESTIMATOR}={VERLS_ESTIMATOR}")
-        _report(f"  added: {settings[-1]}, which verl trains if a launch does not say otherwise")
+        _report(f"  added: {settings[-1]}, verl's where a launch names none")
     return launch.config, settings
 
 

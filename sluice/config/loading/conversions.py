@@ -38,8 +38,11 @@ _LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
 _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
 
 NULL_IS_DEFAULT = (
+    "actor_rollout_ref.actor.data_loader_seed",
     "actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "critic.data_loader_seed",
     "critic.optim.lr_warmup_steps",
+    "critic.optim.min_lr_ratio",
     "algorithm.filter_groups.metric",
     "reward.custom_reward_function.name",
 )

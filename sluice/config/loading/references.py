@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import catalogue
-from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
+from sluice.config.loading.keys import KeyPath, canonical, find_key, full_form, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import flat_tree, parse_override_value, parse_scalar
 from sluice.config.problems import of_error
@@ -112,9 +112,9 @@ class _Resolver:
         raise _without_value(chain[-1], key)
 
     def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
-        proper = canonical(path)
+        proper = full_form(canonical(path))
         key = ".".join(proper)
-        if key in chain:
+        if any(f"{one}.".startswith(f"{key}.") for one in chain):
             raise ConfigError(
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )

@@ -64,7 +64,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
         "  ignored: --config-name=other; give what it changes of verl's defaults as key=value",
         "  launch: verl.trainer.main_ppo, 8 settings",
-        "  added: algorithm.adv_estimator=gae, which verl trains if a launch does not say otherwise",
+        "  added: algorithm.adv_estimator=gae, verl's where a launch names none",
     ]
 
 

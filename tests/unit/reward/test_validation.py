@@ -264,7 +264,7 @@ async def test_the_examples_are_of_the_same_prompts_of_the_whole_set_whoever_is_
     undisturbed = await World(ScriptedClient(), 60).run(6)
     assert shown == [example.prompt for example in undisturbed.examples]
     places = [int(prompt.rpartition("=")[2]) for prompt in shown]
-    assert {place // 20 for place in places} == {0, 1, 2}
+    assert min(places) < 30 < max(places)
 
 
 async def test_a_second_validation_starts_after_the_first_has_ended() -> None:
