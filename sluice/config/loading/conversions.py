@@ -97,6 +97,12 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
+def _name(value: object) -> object:
+    """Return a number, such as a date, as text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
 def _home_or_none(value: object) -> object:
     return _home(value or None)
 
@@ -137,7 +143,9 @@ WORDS: dict[str, Callable[[object], object]] = {
     f"{_ROLLOUT}.dtype": _words(_DTYPES),
     f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
     "reward.reward_manager.name": _words(_MANAGERS),
+    "trainer.experiment_name": _name,
     "trainer.logger": _loggers,
+    "trainer.project_name": _name,
     "sluice.sources": _homes,
     "actor_rollout_ref.model.lora.adapter_path": _home,
     **dict.fromkeys(_EMPTY_IS_NULL, _home_or_none),

@@ -376,3 +376,25 @@ def test_an_override_of_no_known_form_is_refused(text: str) -> None:
 )
 def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:
     assert parse_override(f"+k={text}").value == value
+
+
+# The values are those that Hydra 1.3 parses.
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("-0.5", -0.5),
+        ("1128", 1128),
+        ("+5", 5),
+        ("0612", "0612"),
+        ("00", "00"),
+        ("-08", "-08"),
+        ("0x10", "0x10"),
+        ("0o7", "0o7"),
+    ],
+)
+def test_a_word_in_an_override_is_a_number_only_where_it_is_to_hydra(
+    text: str, value: object
+) -> None:
+    found = parse_override(f"+k={text}").value
+    assert (found, type(found)) == (value, type(value))
