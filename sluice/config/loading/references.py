@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import catalogue
-from sluice.config.loading.keys import KeyPath, canonical, find_key, full_form, is_section, unknown_key
+from sluice.config.loading.keys import (
+    KeyPath,
+    canonical,
+    find_key,
+    full_form,
+    is_section,
+    unknown_key,
+)
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import flat_tree, parse_override_value, parse_scalar
 from sluice.config.problems import of_error

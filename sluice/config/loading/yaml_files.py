@@ -147,7 +147,7 @@ class _Composition:
                 f"configuration file {file}: its defaults name {name}, and there is no {name}.yaml "
                 f"in {folders}; put it there, or its keys into this file"
             )
-        of_verl = {"algorithm": {"adv_estimator": VERLS_ESTIMATOR}}
+        of_verl: dict[str, object] = {"algorithm": {"adv_estimator": VERLS_ESTIMATOR}}
         if self.values not in ({}, of_verl):
             raise ConfigError(
                 f"configuration file {file}: its defaults name {name} after other settings, which "
