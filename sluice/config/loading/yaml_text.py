@@ -111,8 +111,8 @@ def parse_override_value(text: str, source: str) -> object:
     """Return the value on the right of an override.
 
     Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
-    values; anything else is one word (`parse_word`), taken literally, so that `#` and `: ` have no meaning.
-    Nothing at all is the empty string.
+    values; anything else is one word (`parse_word`), taken literally, so that `#` and `: ` have no
+    meaning. Nothing at all is the empty string.
     """
     if text == "":
         return ""

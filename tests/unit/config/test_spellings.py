@@ -117,7 +117,7 @@ def test_the_manager_of_verl_0_7_may_refer_to_the_older_key(tmp_path: Path) -> N
 
 
 def test_a_reference_to_its_own_section_is_a_circle(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="circle: critic.ppo_epochs -> critic"):
+    with pytest.raises(ConfigError, match=r"circle: critic\.ppo_epochs -> critic"):
         loaded(tmp_path, "critic: {ppo_epochs: '${critic}'}\n")
 
 
