@@ -30,6 +30,9 @@ _MOST_BYTE_EXPERTS = 256
 IMAGE_MARK = "<image>"
 """Marks the place of an image in a message's text."""
 
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
+"""Of float32, which advantages are computed in: rewards are no larger."""
+
 _DIGEST_BYTES = 16
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from sluice.concurrency.process import (
     service_parser,
     until_signal,
 )
+from sluice.concurrency.waits import units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.loading.loader import load_config
@@ -60,14 +61,23 @@ async def _evaluate(config: RunConfig) -> bool:
 
 
 def _watching(config: RunConfig, fleet: Fleet, state: RunState) -> AbstractContextManager[None]:
-    service = config.sluice.trainer
+    endpoint = config.sluice.trainer.endpoint
+    address = advertised_address(endpoint, endpoint.port)
+    work = evaluation_work(config, fleet, state)
+    return watched_service(NAME, config.sluice, work, address=address)
+
+
+def evaluation_work(config: RunConfig, fleet: Fleet, state: RunState) -> Callable[[], WorkState]:
+    """Return what reads the evaluation's progress: phases, the fleet's tokens, and what the reward
+    service reports as progress."""
+    patience_s = config.sluice.trainer.batch_timeout_s
 
     def work_state() -> WorkState:
-        progress, has_work = (state.phase, fleet.totals()), state.phase is not RunPhase.FINISHED
-        return WorkState(progress, has_work, service.batch_timeout_s, phase_waits(state))
+        progress = (state.phase, units_done(), fleet.totals())
+        has_work = state.phase is not RunPhase.FINISHED
+        return WorkState(progress, has_work, patience_s, phase_waits(state))
 
-    address = advertised_address(service.endpoint, service.endpoint.port)
-    return watched_service(NAME, config.sluice, work_state, address=address)
+    return work_state
 
 
 def _serve(path: Path, overrides: Sequence[str]) -> None:

@@ -62,7 +62,8 @@ class AnnouncedReplica:
 
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
-    """A replica in use. After a failure it pauses, then proves itself with one group.
+    """A replica in use. After an error that may mean that it is sick it pauses, then proves itself:
+    by one group, or by tokens of those that it still has.
 
     `order` is its index in the announcement, `capacity` the sequences that it may have at once.
     """
@@ -213,6 +214,11 @@ class ReplicaRouter:
             if member.announced.use is not ReplicaUse.VALIDATION
         )
 
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a replica has a sequence, of training or of a validation."""
+        return any(member.num_outstanding for member in self._members.values())
+
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
         """Replace the fleet and end pauses. Return the members that left, marked as removed."""
         previous, self._members = self._members, {}
@@ -327,12 +333,16 @@ class ReplicaRouter:
         member.next_pause_s = FIRST_PAUSE_S
         self._failed.discard(member)
 
-    def failed(self, member: RoutedReplica, now: float) -> float:
-        """Pause a replica that failed; longer each time. Returns when the pause ends."""
-        if member.paused_until <= now:
+    def failed(self, member: RoutedReplica, now: float, *, may_be_sick: bool = True) -> float:
+        """Pause a replica that failed; longer each time. Returns when the pause ends.
+
+        One that was only full, slow or too small pauses as long as last time, without probation.
+        """
+        if member.paused_until <= now or (may_be_sick and not member.on_probation):
             member.paused_until = now + member.next_pause_s
-            member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
-            member.on_probation = True
+            if may_be_sick:
+                member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
+                member.on_probation = True
             if not member.removed:
                 self._failed.add(member)
         return member.paused_until

@@ -131,7 +131,8 @@ def inspect(
 ) -> None:
     """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
 
-    Images are read, and must respect the default limits of sluice.limits.
+    Images are read, and must respect the default limits of sluice.limits; the tokens of rows with
+    images are not counted. No configuration is read: the template has its defaults.
     The exit code is 1 if a row cannot be used.
 
     \b
@@ -162,7 +163,7 @@ def inspect(
 
 
 def token_counter(folder: Path) -> MeasureTokens:
-    """Return a function that counts the tokens of messages as the rollout does.
+    """Return a function that counts the tokens of messages as the rollout does by default.
 
     The count includes the generation prompt.
 
@@ -216,7 +217,8 @@ def print_inspection(
     ]
     if max_prompt_length is not None:
         overlong = found.num_longer(max_prompt_length)
-        facts.append((f"over {max_prompt_length} tokens", _share(overlong, found.num_rows)))
+        name = f"over {max_prompt_length} tokens{_of_text(found)}"
+        facts.append((name, _share(overlong, found.num_rows)))
     print_table(console, printable(file), ("what", "value"), facts)
     print_table(
         console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)
@@ -270,10 +272,14 @@ def _sources(found: Inspection) -> list[tuple[str, str, str]]:
     ]
 
 
+def _of_text(found: Inspection) -> str:
+    return " (rows without images)" if found.num_images else ""
+
+
 def _print_lengths(console: Console, found: Inspection) -> None:
     rows = [("characters", *map(str, quantiles(found.characters)))]
     if found.tokens.size:
-        rows.append(("tokens", *map(str, quantiles(found.tokens))))
+        rows.append((f"tokens{_of_text(found)}", *map(str, quantiles(found.tokens))))
     names = ("prompt length", *_QUANTILE_NAMES)
     print_table(console, "prompt lengths", names, rows, right=names[1:])
 

@@ -9,12 +9,23 @@ from typing import Annotated
 
 import typer
 
-from sluice.algorithm.episode_rules import Observation, answer_message
+from sluice.algorithm.episode_rules import (
+    EpisodeRules,
+    Observation,
+    answer_message,
+    within_limits,
+)
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedRow
 from sluice.environment.loading import file_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.safe_text import printable
 from sluice.types import Answer, ChatMessage, FinishReason, ToolCall
+
+_RULES = EpisodeRules(max_sequence_tokens=0)
+_CUT = (
+    f"(cut to {_RULES.max_tool_response_length} characters, as in a run; "
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=N keeps more)"
+)
 
 environment_commands = typer.Typer(
     no_args_is_help=True,
@@ -124,7 +135,8 @@ async def _played(
 def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
     """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
     goes too."""
-    new = seen.messages
+    new = within_limits(seen.messages, _RULES)
+    is_cut = new != seen.messages
     if seen.is_whole:
         is_continued = list(new[: len(shown)]) == shown
         new = new[len(shown) :] if is_continued else new
@@ -133,6 +145,8 @@ def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
             shown.clear()
     shown += new
     yield from _written(new)
+    if is_cut:
+        yield _CUT
     if seen.reward is not None:
         yield f"reward {seen.reward:g}"
     if seen.done:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from errno import ENOSPC
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -138,13 +138,23 @@ def app() -> None:
         if error.filename is None and error.errno != ENOSPC:
             raise
         code = exit_status("sluice", partial(_refuse, error))
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+            _drop_unwritable(stream)
     sys.exit(code)
+
+
+def _drop_unwritable(stream: TextIO) -> None:
+    """Drop what waits for a full disk or a reader that has left: it must not fail at the exit."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _refuse(error: OSError) -> NoReturn:
     """Raise DataError that names the file of an OSError and the remedy."""
-    if error.filename is None:  # what waits for a full disk must not fail again at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.filename is None:
         what = "a file or the output cannot be written"
         raise DataError(f"{what}: {error.strerror}; free some space")
     raise DataError(

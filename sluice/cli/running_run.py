@@ -14,12 +14,13 @@ from sluice.client.async_client import AsyncClient
 from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.concurrency.process import process_marks
+from sluice.concurrency.process import host_of_pids, process_marks
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.run_record import read_progress
+from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME, TRACKER_NAME
 
 
@@ -28,8 +29,9 @@ class PastRun:
     """The state of a run whose trainer does not answer, from its folder and its launcher.
 
     Attributes:
-        phase: "finished" if it reached its end; "starting" if its launcher answers; otherwise "not
-            running": it was interrupted or has failed.
+        phase: "finished" if it reached its end; "starting" if its launcher answers; "out of sight"
+            if it may run on another machine; otherwise "not running": it was interrupted or has
+            failed.
         step: the number of finished steps.
         accuracies: of the first and of the last validation; fewer if there are fewer.
         processes: what the launcher runs.
@@ -37,7 +39,7 @@ class PastRun:
         total_steps: of its configuration; None: as many as the data have.
     """
 
-    phase: Literal["finished", "starting", "not running"]
+    phase: Literal["finished", "starting", "out of sight", "not running"]
     step: int
     accuracies: tuple[float, ...]
     processes: tuple[LaunchedProcess, ...] = ()
@@ -70,6 +72,8 @@ class PastRun:
                 f"{', '.join(restarts) or f'{len(self.processes)} processes are starting'}; "
                 f"logs: {run_dir / 'logs'}"
             )
+        if self.phase == "out of sight":
+            return f"{run_dir}: {steps} finished{accuracy}\n{elsewhere(run_dir)}"
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
             f"logs: {run_dir / 'logs'}; `{resume_command(run_dir)}` starts it again"
@@ -95,7 +99,9 @@ async def past_run(run_dir: Path) -> PastRun:
     """Read the state of a run whose trainer does not answer."""
     record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
-    ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
+    ended: Literal["finished", "out of sight", "not running"]
+    ended = "out of sight" if elsewhere(run_dir) else "not running"
+    ended = "finished" if record.accounts else ended
     is_here = (run_dir / CONFIG_NAME).is_file()
     return PastRun(
         ended if processes is None else "starting",
@@ -113,6 +119,16 @@ async def is_active(run_dir: Path) -> bool:
     if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
         return True
     return await launched_processes(run_dir) is not None
+
+
+def elsewhere(run_dir: Path) -> str:
+    """Return where a run without a noted end may be active, out of our sight; empty: nowhere."""
+    here = host_of_pids()
+    hosts = {mark.host.partition(" ")[0] for mark in process_marks(run_dir) if mark.host != here}
+    if not hosts or ended_summary(run_dir):
+        return ""
+    names = ", ".join(sorted(hosts))
+    return f"the processes of {run_dir} were last seen on {names}; use the command there"
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
@@ -138,7 +154,8 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
             except (PeerError, DeadlineError) as error:
                 failure = error
     past = await past_run(location.run_dir)
-    state = "does not answer yet" if past.phase == "starting" else "is not active"
+    states = {"starting": "does not answer yet", "out of sight": "does not answer here"}
+    state = states.get(past.phase, "is not active")
     raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from failure
 
 

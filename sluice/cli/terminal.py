@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -32,15 +33,24 @@ def print_line(console: Console, line: str) -> None:
     console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
-@contextmanager
-def lost_if_unwritable(console: Console) -> Iterator[None]:
-    """Ignore an output that cannot be written, such as on a full disk: what is printed is lost."""
-    try:
-        yield
-    except OSError:
-        # The console would keep it in memory, and write all of it with each later line.
-        with suppress(OSError), console.capture():
-            pass
+class RunConsole(Console):
+    """The console of a run, which an output that cannot be written never ends.
+
+    What is printed on a full disk is lost, and all of it once nobody reads a pipe any more.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
+        """Print, or lose it."""
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            # The console would keep it in memory, and write all of it with each later line.
+            with suppress(OSError), self.capture():
+                pass
+
+    def on_broken_pipe(self) -> None:
+        """Print no more, where rich would end the process."""
+        self.quiet = True
 
 
 class ConsoleHandler(logging.Handler):
@@ -51,11 +61,10 @@ class ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record, or lose it (`lost_if_unwritable`)."""
+        """Print one record."""
         is_loud = record.levelno > logging.INFO
         level = f"{record.levelname.lower()}: " if is_loud else ""
-        with lost_if_unwritable(self._console):
-            print_line(self._console, level + record.getMessage())
+        print_line(self._console, level + record.getMessage())
 
 
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:

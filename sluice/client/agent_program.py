@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import ConfigError, SluiceError
+from sluice.types import LARGEST_NUMBER
 
 _KEPT_BYTES = 1 << 16
 _MOST_SAID = 400
@@ -78,8 +79,10 @@ def printed_reward(output: str) -> float | None:
         value = float(reward)
     except OverflowError:
         value = math.inf
-    if not math.isfinite(value):
-        raise AgentFailedError(f"reward: {value} is not finite")
+    if not abs(value) <= LARGEST_NUMBER:
+        raise AgentFailedError(
+            f"reward: {value} is not a finite number of at most {LARGEST_NUMBER:.2g}"
+        )
     return value
 
 

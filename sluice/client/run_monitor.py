@@ -62,6 +62,7 @@ class RunSnapshot:
     the reward service waits for. `groups` counts those that are generating, grading, or kept for
     the next batch. `validation` has the prompts that the running validation has finished, and all
     of them; zeros without one. `hold_reason` is why a guard pauses the run; empty: none does.
+    `instance_id` differs for each start of the trainer.
     """
 
     phase: str
@@ -78,6 +79,7 @@ class RunSnapshot:
     validation: tuple[int, int] = (0, 0)
     hold_reason: str = ""
     guards: tuple[WatchedRule, ...] = ()
+    instance_id: str = ""
 
 
 class RunMonitor:
@@ -136,6 +138,7 @@ class RunMonitor:
             accounts=dict(run.accounts),
             hold_reason=run.hold_reason,
             guards=tuple(WatchedRule(one.rule, one.state, one.detail) for one in run.guards),
+            instance_id=run.instance_id,
         )
         try:
             return _with_reward(snapshot, await self._reward_status())
@@ -341,6 +344,7 @@ def _with_reward(snapshot: RunSnapshot, status: reward_pb2.GetStatusResponse) ->
         prompts={
             "submitted": status.prompts_submitted,
             "pending": status.prompts_pending,
+            "prompts_lost": int(status.statistics.get("reward/prompts_lost", 0)),
             **status.prompts_by_end,
         },
         awaited=tuple(Waiting(a.peer, a.phase, a.seconds) for a in status.awaited),

@@ -20,12 +20,10 @@ from sluice.codec.tools import (
 )
 from sluice.codec.turns import finish_reason_to_proto
 from sluice.errors import InvalidRequestError
-from sluice.types import Answer, FinishReason, Prompt, Scored
+from sluice.types import LARGEST_NUMBER, Answer, FinishReason, Prompt, Scored
 
 MAX_METRICS, MAX_PREDICTION_CHARS = 64, 1000
 """Of a score; the rest of a prediction is cut."""
-LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
-"""Of float32, which advantages are computed in."""
 
 
 def open_to_proto(

@@ -151,8 +151,7 @@ def check_submitted_images(
     elif request.images:
         raise InvalidRequestError(
             f"images: {len(request.images)} given, and this run is text-only; send prompts "
-            "without images, or train Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or "
-            "vllm and without a critic"
+            "without images, or train Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without a critic"
         )
 
 

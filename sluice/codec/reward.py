@@ -5,7 +5,6 @@ requests.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from sluice.codec.tools import (
 from sluice.codec.turns import finish_reason_to_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import (
+    LARGEST_NUMBER,
     Answer,
     ChatMessage,
     DataProgress,
@@ -189,13 +189,16 @@ def reward_of(request: reward.EndEpisodeRequest) -> float | None:
     """Check the end of a sample, and return its reward.
 
     Raises:
-        InvalidRequestError: the reward is not finite, or there is a failure too.
+        InvalidRequestError: float32 cannot hold the reward, or there is a failure too.
     """
     check_fields(request)
     if not request.HasField("reward"):
         return None
-    if not math.isfinite(request.reward):
-        raise InvalidRequestError(f"reward: {request.reward}; send a finite number, or none")
+    if not abs(request.reward) <= LARGEST_NUMBER:
+        raise InvalidRequestError(
+            f"reward: {request.reward}; send a finite number of at most {LARGEST_NUMBER:.2g}, or "
+            "none"
+        )
     if request.failure:
         raise InvalidRequestError("reward: set together with failure; send one of them")
     return request.reward

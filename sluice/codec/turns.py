@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -11,6 +10,7 @@ from typing import TypeVar
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.errors import InvalidRequestError
 from sluice.types import (
+    LARGEST_NUMBER,
     FinishReason,
     Logprobs,
     Rollout,
@@ -148,7 +148,7 @@ def _turn_from_proto(message: common.Turn, name: str) -> Turn:
         wrong = "it continues another" if parent is not None else "it has read nothing"
         raise InvalidRequestError(f"{name}: is_new_root, but {wrong}")
     reward = message.reward if message.HasField("reward") else None
-    if reward is not None and not math.isfinite(reward):
+    if reward is not None and not abs(reward) <= LARGEST_NUMBER:
         raise InvalidRequestError(f"{name}: its reward is {reward}; send a finite one, or none")
     return Turn(
         absent_tokens(0),

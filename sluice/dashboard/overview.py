@@ -26,6 +26,7 @@ _STUCK_STEPS = 5.0
 _MANY_FAILED = 0.1
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
+_BEFORE_REPLICAS = frozenset({"starting", "waiting for replicas"})
 _COMING, _LEAVING = "pending", "draining"
 _RECENT_STEPS = 20
 
@@ -42,7 +43,10 @@ class RunVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A verdict with its reasons, one sentence each; a healthy run has none."""
+    """A verdict with its reasons, one sentence each; a healthy run has none.
+
+    A finished run has one only if it has lost prompts.
+    """
 
     verdict: RunVerdict
     reasons: tuple[str, ...]
@@ -87,7 +91,7 @@ def health_of(facts: RunFacts) -> Health:
     """Return the verdict on a run."""
     if not facts.answers or facts.phase == "finished":
         if facts.is_finished or facts.phase == "finished":
-            return Health(RunVerdict.FINISHED, ())
+            return Health(RunVerdict.FINISHED, tuple(_lost(facts)))
         if restarts := tuple(_restarts(facts)):
             return Health(RunVerdict.TROUBLE, restarts)
         if facts.wait:
@@ -104,8 +108,12 @@ def health_of(facts: RunFacts) -> Health:
 def _trouble(facts: RunFacts) -> Iterator[str]:
     serving = [replica for replica in facts.replicas if replica.state == "serving"]
     coming = [replica for replica in facts.replicas if replica.state == _COMING]
-    if facts.replicas and not serving and not coming:
+    if facts.phase not in _BEFORE_REPLICAS and not serving and not coming:
         yield "no replica serves"
+    yield from _lost(facts)
+
+
+def _lost(facts: RunFacts) -> Iterator[str]:
     lost = (facts.prompts or {}).get("prompts_lost", 0.0)
     if lost:
         yield f"{lost:.0f} prompts are lost: neither pending nor ended"
@@ -228,7 +236,7 @@ def _facts(
         step_s=float(np.median(known)) if known.size else None,
         wait=live.wait.cause if live and live.wait and live.wait.root else "",
         replicas=run.replicas if run else (),
-        prompts=final_accounts,
+        prompts=final_accounts or (run.prompts if run else {}),
         recent=_recent_groups(history),
         processes=live.processes if live else (),
         hold_reason=run.hold_reason if run else "",

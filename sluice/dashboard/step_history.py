@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.dashboard.line_tail import UNREADABLE, LineTail
-from sluice.report.run_record import METRICS_NAME, accuracy_of
+from sluice.report.run_record import METRICS_NAME, accuracy_of, give_up
 from sluice.telemetry import metric_names
 
 _MOST_METRICS = 2000  # more names than a run has; a file with more is not one
@@ -42,6 +42,9 @@ class _StepTable:
             return np.full(len(self._steps), _NAN)
         return np.array(found, dtype=np.float64)
 
+    def give_up(self, step: int) -> bool:
+        return give_up(step, self._steps, self._columns.values())
+
     def note(self, step: int, row: Mapping[str, float | None]) -> None:
         place = bisect_left(self._steps, step)
         is_known = place < len(self._steps) and self._steps[place] == step
@@ -60,7 +63,7 @@ class _StepTable:
 class StepHistory:
     """The numbers of steps and of validations, 8 bytes each.
 
-    A step that was trained again counts once, by its later line.
+    A step that was trained again voids what was known of it and of later ones (`give_up`).
 
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
@@ -134,6 +137,9 @@ class StepHistory:
             self._num_undecoded += 1
             return
         if metric_names.STEP in row:
+            if self._trained.give_up(step):
+                self._validated.give_up(step)
+                self._accuracy = {known: a for known, a in self._accuracy.items() if known < step}
             self._trained.note(step, row)
             self.newest = row
             accounting = {

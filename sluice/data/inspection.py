@@ -32,7 +32,8 @@ class Inspection:
         num_rows: rows of the file.
         sources: usable rows by data source.
         characters: of each usable row, over all its messages.
-        tokens: of each usable row, the chat template included; empty without a tokenizer.
+        tokens: of each usable row without images, the chat template included; empty without a
+            tokenizer.
         num_duplicates: usable rows that repeat the messages and ground truth of an earlier one.
         num_images: images of usable rows.
         num_bad: rows that cannot be used.
@@ -51,13 +52,13 @@ class Inspection:
     head: list[PromptRow] = field(default_factory=list)
 
     def num_longer(self, limit: int) -> int:
-        """Return the usable rows of more than `limit` tokens."""
+        """Return the usable rows without images of more than `limit` tokens."""
         return int((self.tokens > limit).sum())
 
 
 @dataclass(slots=True)
 class _Columns:
-    """One number for each usable row."""
+    """One number for each usable row; of tokens only for those without images."""
 
     digests: array[int] = field(default_factory=lambda: array("Q"))
     characters: array[int] = field(default_factory=lambda: array("I"))
@@ -98,7 +99,8 @@ def inspect_files(
                     if found.num_bad <= MAX_PROBLEMS_KEPT:
                         found.problems.append(str(error))
                     continue
-                columns.tokens.append(num_tokens)
+                if not row.images:  # these count patches, too
+                    columns.tokens.append(num_tokens)
                 _add(found, columns, row)
                 if len(found.head) < num_head:
                     found.head.append(row)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from reprlib import repr as short_repr
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.data.image_sources import image_source, usable_images
-from sluice.data.prompt_rows import GROUND_TRUTH
+from sluice.data.prompt_rows import GROUND_TRUTH, UNREAD_KEYS
 from sluice.data.row_files import check_raw_file, digest_of, raw_rows
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK
@@ -33,7 +34,9 @@ _FIELDS: Mapping[str, pa.DataType] = {
     "ability": _TEXT,
     "reward_model": pa.struct([("style", _TEXT), ("ground_truth", _TEXT)]),
     "images": pa.list_(pa.struct([("bytes", pa.binary()), ("path", _TEXT)])),
+    AGENT_NAME: _TEXT,
 }
+_OPTIONAL_FIELDS = ("images", AGENT_NAME)
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 BOXED_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 THINK_INSTRUCTION = (
@@ -93,9 +96,7 @@ def _verl_format(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
     extra = row.get("extra_info")
     made: VerlRow = {
         "data_source": _text(row, "data_source", place),
-        "prompt": [
-            {"role": _text(t, "role", place), "content": _text(t, "content", place)} for t in turns
-        ],
+        "prompt": [_turn(turn, place) for turn in turns],
         "ability": str(row.get("ability") or "math"),
         "reward_model": {"style": str(style or "rule"), GROUND_TRUTH: _truth(truth, place)},
         "extra_info": {
@@ -106,6 +107,14 @@ def _verl_format(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
     }
     images = row.get("images")
     return {**made, "images": _image_list(images, place)} if images is not None else made
+
+
+def _turn(turn: object, place: str) -> dict[str, str]:
+    made = {key: _text(turn, key, place) for key in ("role", "content")}
+    assert isinstance(turn, Mapping)
+    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
+        raise DataError(f"{place}: 'prompt' holds a message with {lost[0]}, which no run reads")
+    return made
 
 
 def _gsm8k(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
@@ -337,12 +346,16 @@ def _converted(
     """Yield places and rows to write."""
     seen: set[int] = set()
     index = 0
-    for row in chain.from_iterable(map(raw_rows, order.inputs)):
+    for path, row in ((file, row) for file in order.inputs for row in raw_rows(file)):
         made.num_read += 1
         if on_rows is not None:
             on_rows(made.num_read)
         try:
-            converted = published.convert(row.values(), row.place, index, order.wishes)
+            values = row.values()
+            converted = published.convert(values, row.place, index, order.wishes)
+            if values.get(AGENT_NAME):
+                converted[AGENT_NAME] = _text(values, AGENT_NAME, row.place)
+            _move_paths(converted.get("images"), path.parent, order.output.parent)
         except DataError as error:
             if not order.skip_bad:
                 raise DataError(f"{error}; repair the row or use --skip-bad") from error
@@ -357,6 +370,13 @@ def _converted(
             seen.add(digest)
         index += 1
         yield row.place, converted
+
+
+def _move_paths(images: object, old: Path, new: Path) -> None:
+    """Let paths of images that start at the folder `old` start at the folder `new`."""
+    for image in images if isinstance(images, list) else ():
+        if image["bytes"] is None and not os.path.isabs(image["path"]):
+            image["path"] = os.path.relpath(old.resolve() / image["path"], new.resolve())
 
 
 def _digest(row: Row) -> int:
@@ -385,8 +405,8 @@ def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: Prepared) -> N
 
 
 def _schema(chunk: list[tuple[str, VerlRow]]) -> pa.Schema:
-    with_images = any("images" in row for _, row in chunk)
-    fields = [(name, kind) for name, kind in _FIELDS.items() if name != "images" or with_images]
+    missing = {name for name in _OPTIONAL_FIELDS if not any(name in row for _, row in chunk)}
+    fields = [(name, kind) for name, kind in _FIELDS.items() if name not in missing]
     extra = _inferred([row["extra_info"] for _, row in chunk], chunk[0][0])
     return pa.schema([*fields, ("extra_info", extra)])
 

@@ -15,14 +15,11 @@ from sluice.errors import DataError
 from sluice.types import IMAGE_MARK, ChatMessage
 
 GROUND_TRUTH = "ground_truth"
-# Keys of a message that chat templates write; rows with a value there would lose it.
-_UNREAD_KEYS = ("tool_calls", "reasoning_content")
+UNREAD_KEYS = ("tool_calls", "reasoning_content")
+"""Keys of a message that chat templates write; rows with a value there would lose it."""
 UNREAD_MEDIA = ("videos", "audios")
 """verl's columns of media that no run reads; rows that hold some are refused."""
-IMAGE_RUNS = (
-    "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or vllm and without a "
-    "critic"
-)
+IMAGE_RUNS = "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without a critic"
 """The runs that read images, for refusals."""
 
 
@@ -179,11 +176,12 @@ def truth_of(reward_model: object) -> object:
 
 
 def truth_text(truth: object) -> str | None:
-    """Return a ground truth as text: itself, or its JSON; ``None``: it is neither, or null."""
+    """Return a ground truth as text: itself, or its JSON, the same for mappings that are equal;
+    ``None``: it is neither, or null."""
     if truth is None or isinstance(truth, str):
         return truth
     try:
-        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return None
 
@@ -221,7 +219,7 @@ def _message(turn: object, place: str, column: str) -> ChatMessage:
             f"'{column}' holds a message without role or content as text: {short_repr(turn)}",
         )
     assert isinstance(turn, Mapping)
-    if lost := [key for key in _UNREAD_KEYS if turn.get(key)]:
+    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
         raise _bad_row(
             place,
             f"'{column}' holds a message with {lost[0]}, and only role and content are read: "

@@ -21,9 +21,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from sluice.concurrency.process import exit_status
+from sluice.concurrency.process import exit_status, leave
 from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.run import RunConfig, changed
@@ -226,9 +227,10 @@ def _after(over: Ending, kind: Kind) -> int:
 
 
 def _show(_: str, line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    with suppress(OSError):  # a disk that is full, or a reader that has left, loses lines
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(partial(main, sys.argv[1:]))

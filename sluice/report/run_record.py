@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, MutableSequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from sluice.errors import DataError
 from sluice.telemetry.metric_names import STEP, VAL_CORE
@@ -68,32 +71,67 @@ def accuracy_of(row: Row) -> float | None:
 
 
 def read_progress(run_dir: Path) -> RunRecord:
-    """Read the record of a run that may not have ended; of a repeated step the last line counts.
+    """Read the record of a run that may not have ended, without lines that cannot be read.
+
+    Of a repeated validation the last line counts; of steps see `give_up`.
 
     Raises:
-        DataError: a line or a file is malformed.
+        DataError: `accounts.json` is malformed.
     """
     metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
-    rows = _rows(metrics) if metrics.is_file() else []
-    return RunRecord(
-        steps=_by_step(row for row in rows if STEP in row),
-        validations=_by_step(row for row in rows if STEP not in row),
-        accounts=_accounts(accounts) if accounts.is_file() else {},
-    )
+    steps, validations = _valid(_rows(metrics) if metrics.is_file() else [])
+    return RunRecord(steps, validations, _accounts(accounts) if accounts.is_file() else {})
+
+
+def give_up(
+    step: int, steps: MutableSequence[int], columns: Iterable[MutableSequence[Any]]
+) -> bool:
+    """Drop the rows of `step` and of later steps, before a new row of `step` is added.
+
+    The run went back to a checkpoint before it. What it had trained from there on is void, also
+    where it is not trained again.
+
+    Args:
+        step: the number of the new row.
+        steps: numbers of the rows, rising.
+        columns: one entry per row in each.
+
+    Returns:
+        whether there were such rows.
+    """
+    place = bisect_left(steps, step)
+    is_void = place < len(steps)
+    for column in (steps, *columns):
+        del column[place:]
+    return is_void
 
 
 def _rows(file: Path) -> list[Row]:
     # The trainer is still writing the text after the last newline.
     rows = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-            _step(rows[-1])
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{file}, line {number}: not a JSON object with a step ({error}); remove the line"
-            ) from error
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError, KeyError):  # a full disk or a lost machine cut it off
+            row = json.loads(line)
+            _step(row)
+            rows.append(row)
     return rows
+
+
+def _valid(rows: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Return the valid rows of steps and of validations, by step."""
+    steps: list[int] = []
+    trained: list[Row] = []
+    validated: dict[int, Row] = {}
+    for row in rows:
+        step = _step(row)
+        if STEP not in row:
+            validated[step] = row
+            continue
+        if give_up(step, steps, [trained]):
+            validated = {known: row for known, row in validated.items() if known < step}
+        steps.append(step)
+        trained.append(row)
+    return tuple(trained), tuple(validated[step] for step in sorted(validated))
 
 
 def _accounts(file: Path) -> dict[str, float]:
@@ -101,11 +139,6 @@ def _accounts(file: Path) -> dict[str, float]:
         return dict(json.loads(file.read_bytes()))
     except (ValueError, TypeError) as error:
         raise DataError(f"{file}: not a JSON object ({error}); remove the file") from error
-
-
-def _by_step(rows: Iterable[Row]) -> tuple[Row, ...]:
-    newest = {_step(row): row for row in rows}
-    return tuple(newest[step] for step in sorted(newest))
 
 
 def _step(row: Row) -> int:

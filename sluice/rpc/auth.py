@@ -154,7 +154,9 @@ class BoundedChecks:
 
     async def _read(self, requests: Any, context: Any) -> bytes:
         if len(self._open) >= MOST_OPEN_CHECKS:
-            self._open.popleft().reschedule(asyncio.get_running_loop().time())
+            oldest = self._open.popleft()
+            if not oldest.expired():  # else it ends as soon as its task runs
+                oldest.reschedule(asyncio.get_running_loop().time())
         limit = asyncio.timeout(_READ_WITHIN_S)
         try:
             async with limit:

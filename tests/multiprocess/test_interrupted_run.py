@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from sluice.client.run_monitor import RunMonitor
@@ -74,4 +75,31 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
         assert re.search(rf"^step +{done}/{step + 2}  ", text, re.MULTILINE)
     assert f"finished after step {step + 2} of {step + 2}" in text
     assert f"report      {run}/report.html\n" in text
+    assert (run / "report.html").is_file()
+
+
+def test_a_run_whose_output_nobody_reads_any_more_continues_and_saves_at_ctrl_c(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = [f"sluice.run_dir={run}", *ENDLESS, SLOWLY, "trainer.save_freq=1000000"]
+    process = subprocess.Popen(
+        [*SLUICE, str(small_assets.config), *options], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -1` does
+        metrics, ends_s = run / "metrics.jsonl", time.monotonic() + WAIT_S
+        while not metrics.is_file() or not metrics.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < ends_s
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+    finally:
+        process.kill()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == "interrupted"
+    assert summary["checkpoint_step"] == summary["step"] >= 1
     assert (run / "report.html").is_file()

@@ -91,6 +91,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     looks_to_evaluate: int = 0
     moves: bool = True
     looks: int = 0
+    prompts_lost: int = 0
     was_cancelled: bool = False
     looked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -101,7 +102,10 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.GetStatusResponse(
             prompts_submitted=3,
             prompts_pending=1,
-            statistics={"reward/validation_groups": validated},
+            statistics={
+                "reward/validation_groups": validated,
+                "reward/prompts_lost": self.prompts_lost,
+            },
         )
 
     async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:

@@ -440,8 +440,12 @@ class Episode:
     async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
-        async with self._request.progress.bounded():
-            return await call
+        self._dispatcher.num_outside[self._failure] += 1
+        try:
+            async with self._request.progress.bounded():
+                return await call
+        finally:
+            self._dispatcher.num_outside[self._failure] -= 1
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

@@ -212,17 +212,27 @@ class FirstTurns:
         self._batch, self._alone, self._are_apart = batch, alone, alone
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
+        self._requests: dict[int, tuple[asyncio.Task[None], Sequence[int]]] = {}
         self._ready: list[int] = []
         self._keys: set[str] = set()
 
     async def turn(
         self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> AnsweredTurn:
-        """Return the first turn of a sample, once it has been sampled."""
+        """Return the first turn of a sample, once it has been sampled.
+
+        A request ends when all samples that wait for it are cancelled, or have their turns.
+        """
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
         self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
         self.without(index)
-        return await answered
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            task, indexes = self._requests.get(index, (None, ()))
+            if task is not None and all(self._waiters[one].answered.done() for one in indexes):
+                task.cancel()
+            raise
 
     def without(self, index: int) -> None:
         """Wait no longer for a sample: it waits for its turn, or has ended."""
@@ -253,7 +263,8 @@ class FirstTurns:
         self._keys.update(bundles)
         for indexes in bundles.values():
             name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-            self._tasks.create_task(self._request_turns(indexes), name=name)
+            task = self._tasks.create_task(self._request_turns(indexes), name=name)
+            self._requests.update(dict.fromkeys(indexes, (task, indexes)))
 
     async def _request_turns(self, indexes: Sequence[int]) -> None:
         waiter = self._waiters[indexes[0]]

@@ -94,6 +94,11 @@ class ReplicaQueue:
         """Groups without a replica."""
         return len(self._waiters)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a replica has a sequence, or a group waits for one."""
+        return bool(self._waiters) or self.fleet.has_sequences
+
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
         """Return how many sequences could start now, less those that wait for a replica already.
 
@@ -142,10 +147,12 @@ class ReplicaQueue:
         self.fleet.give_back(reservation)
         self._capacity_changed()
 
-    def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica on probation works, which ends it."""
-        self.fleet.answered(member)
-        self._capacity_changed()
+    def answered(self, member: RoutedReplica, *, a_new_stream: bool) -> None:
+        """Note that a replica works. This ends its probation: if no new stream but an earlier one
+        shows it, only after the pause."""
+        if member.on_probation and (a_new_stream or member.paused_until <= time.monotonic()):
+            self.fleet.answered(member)
+            self._capacity_changed()
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
@@ -171,10 +178,10 @@ class ReplicaQueue:
             if any(waiter.wanted.takes(offer) for offer in offers):
                 yield waiter
 
-    def pause(self, member: RoutedReplica) -> None:
+    def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
         now = time.monotonic()
-        until = self.fleet.failed(member, now)
+        until = self.fleet.failed(member, now, may_be_sick=may_be_sick)
         asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
     def _capacity_changed(self) -> None:
@@ -219,6 +226,7 @@ class GroupDispatcher:
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
+        num_outside: samples that an agent or an environment works on, by the kind of its failures.
 
     Args:
         client: how replicas are called.
@@ -241,6 +249,17 @@ class GroupDispatcher:
         self._ended_streams = EndedStreams()
         self._streams: set[StreamWatch] = set()
         self.num_received: Counter[Purpose] = Counter()
+        self.num_outside: Counter[FailureKind] = Counter()
+
+    @property
+    def awaited_outside(self) -> str:
+        """What all unfinished samples wait for: "agent" or "environment"; empty: for replicas.
+
+        Each has deadlines of its own. Samples that no agent has taken yet count, too.
+        """
+        if self.queue.is_busy or not self.queue.fleet.announced:
+            return ""
+        return next((kind.value for kind, number in self.num_outside.items() if number), "")
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; groups go elsewhere from replicas that are gone.
@@ -341,9 +360,9 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self.queue.pause(member)
-        except ExhaustedError:
-            self.queue.pause(member)  # full: neither the group's fault nor the replica's
+            self.queue.pause(member, may_be_sick=False)
+        except ExhaustedError:  # full: neither the group's fault nor the replica's
+            self.queue.pause(member, may_be_sick=False)
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
             logger.debug("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
@@ -402,7 +421,12 @@ class GroupDispatcher:
         finally:
             self._streams.remove(watch)
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
-                self._rates.note(watch.member.announced.info.name, least)
+                self._note_rate(watch.member, least)
+
+    def _note_rate(self, member: RoutedReplica, rate: float) -> None:
+        """Note the rate of a stream, unless its replica has left."""
+        if not member.removed:
+            self._rates.note(member.announced.info.name, rate)
 
     def _store(
         self,
@@ -413,9 +437,9 @@ class GroupDispatcher:
     ) -> None:
         now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
-            if member.on_probation:
-                self.queue.answered(member)
             watch.pace.accepted(now)
+        if event.started is not None or event.deltas or event.rollouts:
+            self.queue.answered(member, a_new_stream=event.started is not None)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
             new_tokens = collected.take(event, now)
@@ -446,7 +470,7 @@ class GroupDispatcher:
         name, rate = watch.member.announced.info.name, watch.pace.rate(_now())
         if rate is None:
             return None
-        self._rates.note(name, rate)
+        self._note_rate(watch.member, rate)
         is_slow = self.rules.is_slow(rate, self._rates.median_of_others(name))
         if collected.was_moved or not is_slow:
             return None
@@ -469,7 +493,7 @@ class GroupDispatcher:
         )
         if end in (StreamEnd.REPLICA_REMOVED, StreamEnd.REPLICA_SWAPS):
             return None
-        self.queue.pause(watch.member)
+        self.queue.pause(watch.member, may_be_sick=end is not StreamEnd.SLOW)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None

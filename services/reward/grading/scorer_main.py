@@ -55,6 +55,7 @@ from services.reward.grading.scorers.registry import Scorer, check_routes, score
 from sluice.errors import SluiceError
 from sluice.safe_text import encodable
 from sluice.sandbox.choice import backend_of, limits_of, proven_sandbox
+from sluice.types import LARGEST_NUMBER
 
 SCORE_KEY = "score"
 ACCURACY_KEY = "acc"
@@ -82,17 +83,17 @@ def answer_of(returned: object) -> ScorerAnswer:
 
     A mapping gives its ``score``; its other numbers become metrics, and ``pred``, cut to 1000
     characters, the prediction. A number is both score and accuracy. A list or tuple counts by its
-    first element. Missing, non-numeric, NaN or infinite scores are refused, and so are NaN or
-    infinite metrics and mappings of more than 64 keys.
+    first element. Missing or non-numeric scores, NaN, and those that float32 cannot hold are
+    refused, and so are NaN or infinite metrics and mappings of more than 64 keys.
     """
     if isinstance(returned, Mapping):
         return _of_mapping(returned)
     value = returned[0] if isinstance(returned, list | tuple) and returned else returned
     score = _number(value)
-    if score is None or not math.isfinite(score):
+    if score is None or not abs(score) <= LARGEST_NUMBER:
         return refusal(
-            f"the scorer returned {_shown(returned)}, which is not a finite number; return a "
-            "number, or a dict with 'score'"
+            f"the scorer returned {_shown(returned)}, which is not a finite number of at most "
+            f"{LARGEST_NUMBER:.2g}; return a number, or a dict with 'score'"
         )
     return ScorerNumber(score, {ACCURACY_KEY: score})
 
@@ -110,9 +111,10 @@ def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     metrics = {key: value for key, value in numbers.items() if value is not None}
     metrics.pop(PREDICTION_KEY, None)
     score = metrics.pop(SCORE_KEY, None)
-    if score is None or not math.isfinite(score):
+    if score is None or not abs(score) <= LARGEST_NUMBER:
         return refusal(
-            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is not a finite number"
+            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is not a finite number "
+            f"of at most {LARGEST_NUMBER:.2g}"
         )
     for key, value in metrics.items():
         if not math.isfinite(value):

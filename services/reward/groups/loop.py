@@ -185,6 +185,7 @@ class GroupLoop:
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
+            outside=self._dispatcher.awaited_outside,
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         self._awaited_since = {kind: before.get(kind, now) for kind in found}
@@ -474,6 +475,7 @@ class LoopFacts:
     Args:
         num_kept: groups for the next batch; of each source at most its part.
         lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
+        outside: see `GroupDispatcher.awaited_outside`.
     """
 
     is_announced: bool
@@ -488,6 +490,7 @@ class LoopFacts:
     has_dataset: bool
     is_exhausted: bool
     lacking: str = ""
+    outside: str = ""
 
 
 def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
@@ -498,7 +501,9 @@ def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     if facts.num_replicas == 0:
         found["replica"] = ("rollout fleet", "registering a replica: none is announced")
-    if facts.num_generating:
+    if facts.outside:
+        found[facts.outside] = (facts.outside, "working on samples")
+    elif facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
         found["generating"] = ("rollout fleet", what)

@@ -293,7 +293,7 @@ def resume_remedy(folder: Path) -> str:
     for other in stored_checkpoints(folder.parent):
         if other != folder and _is_whole(other):
             return (
-                "resume from the one before with trainer.resume_mode=resume_path "
+                "resume from another complete one with trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path={other}"
             )
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
 from sluice.errors import PeerError
-from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
+from sluice.types import LARGEST_NUMBER, Rollout, Scored, TrainBatch, TrainGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
         yield f"sample indices {indices} repeat"
     if not group.prompt_token_ids.size:
         yield "the prompt holds no tokens"
-    if group.baseline_reward is not None and not math.isfinite(group.baseline_reward):
+    if group.baseline_reward is not None and not abs(group.baseline_reward) <= LARGEST_NUMBER:
         yield f"its baseline_reward is {group.baseline_reward}"
     if group.baseline_reward is None and terms.with_baselines:
         yield (
@@ -137,7 +136,7 @@ def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
 def _sample_problems(
     rollout: Rollout, scored: Scored, max_staleness: int, version: int
 ) -> Iterator[str]:
-    if not math.isfinite(scored.reward):
+    if not abs(scored.reward) <= LARGEST_NUMBER:
         yield f"its reward is {scored.reward}"
     newest = max((span.version for span in rollout.version_spans), default=version)
     if newest > version:

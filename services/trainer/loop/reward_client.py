@@ -42,7 +42,7 @@ from sluice.rpc.client import (
 )
 from sluice.rpc.credentials import Credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
-from sluice.types import DataProgress, TrainBatch
+from sluice.types import DataProgress, FailureKind, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ _COUNTERS_WITHIN_S = 2.0
 _MOST_FAILURES = 6
 # A service that answers INTERNAL this many times in a row does not recover without help.
 _MOST_DEFECTS = 3
+# What samples wait for that have no work at replicas.
+_OUTSIDE = (FailureKind.AGENT, FailureKind.ENVIRONMENT)
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 
 
@@ -311,6 +313,8 @@ class RewardClient:
     async def _progress(self) -> str | None:
         """Return a text that changes whenever the service made progress; None without an answer.
 
+        It also changes while all samples are with agents or environments.
+
         A service that has restarted knows no policy and can do nothing without one, so this
         announces it again.
         """
@@ -322,7 +326,10 @@ class RewardClient:
         except (DeadlineError, PeerError):
             return None
         ended = sorted(status.prompts_by_end.items())
-        return f"{status.prompts_submitted} {ended} {status.groups_kept} {dict(status.statistics)}"
+        # They end by deadlines of their own: until then, time is progress.
+        outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
+        counts = f"{status.prompts_submitted} {ended} {status.groups_kept}"
+        return f"{counts} {outside} {dict(status.statistics)}"
 
     async def _call(
         self,

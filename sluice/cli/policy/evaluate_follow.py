@@ -19,11 +19,11 @@ from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
 from sluice.cli.terminal import print_json, print_line
 from sluice.client.run_address import locate_run
-from sluice.config.derived import checkpoint_folder
+from sluice.config.derived import adapts, checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.data.benchmarks import files_by_name
-from sluice.errors import DataError, SluiceError
+from sluice.errors import ConfigError, DataError, SluiceError
 from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
 from sluice.evaluation.results import Results, read_results, write_results
@@ -60,11 +60,12 @@ def follow_run(
         look_every_s: seconds between looks for a new one.
 
     Raises:
-        ConfigError, DataError: nothing was started in the folder, a checkpoint cannot be
-            evaluated, or others were evaluated with other settings.
+        ConfigError, DataError: nothing was started in the folder, the run trains adapters, a
+            checkpoint cannot be evaluated, or others were evaluated with other settings.
         typer.Exit: an evaluation did not reach its end; has its exit code.
     """
     location = locate_run(run)
+    _refuse_adapters(run, location.config)
     order = replace(
         order,
         benchmarks=order.benchmarks or _validation_files(location.config),
@@ -95,6 +96,15 @@ def follow_run(
     if not _compare(checkpoints, order):
         raise DataError(f"{folder}: the run has ended without a checkpoint; set trainer.save_freq")
     print_line(display.console, f"the run has ended; page: {order.output / PAGE_NAME}")
+
+
+def _refuse_adapters(run: Path, config: RunConfig) -> None:
+    if adapts(config.actor_rollout_ref.model):
+        raise ConfigError(
+            f"--follow {run}: the run trains adapters (actor_rollout_ref.model.lora_rank), and its "
+            "checkpoints have no whole weights; for each, sluice merge global_step_N OUTPUT, then "
+            "sluice eval --model OUTPUT"
+        )
 
 
 def _evaluate_checkpoint(

@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
 from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
@@ -22,20 +23,24 @@ from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
+from sluice.data.prompt_rows import UNREAD_KEYS
 from sluice.errors import DataError
 from sluice.safe_text import printable
 from sluice.types import ChatMessage
 
 _NEEDS = (
     "prompt ([{role, content}]), data_source and ground_truth (or reward_model.ground_truth), each "
-    "a text; prompt_id, extra_info and images (paths, data: URIs or {bytes, path}) are optional"
+    "a text; prompt_id, extra_info, agent_name and images (paths, data: URIs or {bytes, path}) are "
+    "optional"
 )
 _STEM_LENGTH, _DIGEST_BYTES = 64, 8
 
 
-class _PromptTurn(msgspec.Struct):
+class _PromptTurn(msgspec.Struct, omit_defaults=True):
     role: str
     content: str
+    tool_calls: Any = None
+    reasoning_content: Any = None
 
 
 class _RewardModel(msgspec.Struct):
@@ -50,6 +55,7 @@ class _SubmittedRow(msgspec.Struct):
     prompt_id: str | None = None
     extra_info: dict[str, Any] | None = None
     images: list[Any] | None = None
+    agent_name: str | None = None
 
 
 def read_prompts(file: Path) -> list[NewPrompt]:
@@ -59,9 +65,20 @@ def read_prompts(file: Path) -> list[NewPrompt]:
     same file always gives the same prompts.
 
     Raises:
-        DataError: with the file, the line or row, and the problem.
+        DataError: with the file, the line or row, and the problem, such as the id of an earlier row
+            with other content.
     """
-    return [_prompt(file, place, row) for place, row in read_rows(file, _SubmittedRow, _NEEDS)]
+    prompts: list[NewPrompt] = []
+    by_id: dict[str, NewPrompt] = {}
+    for place, row in read_rows(file, _SubmittedRow, _NEEDS):
+        prompt = _prompt(file, place, row)
+        if by_id.setdefault(prompt.prompt_id, prompt) != prompt:
+            raise DataError(
+                f"{file}, {place}: an earlier row with other content has the prompt_id "
+                f"{prompt.prompt_id!r}; give each prompt its own"
+            )
+        prompts.append(prompt)
+    return prompts
 
 
 def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
@@ -70,12 +87,16 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
         if row.reward_model is None:
             raise DataError(f"{file}, {place}: no ground_truth; a row needs {_NEEDS}")
         answer = row.reward_model.ground_truth
+    for turn in row.prompt:
+        if lost := [key for key in UNREAD_KEYS if getattr(turn, key)]:
+            raise DataError(f"{file}, {place}: 'prompt' holds a message with {lost[0]}; remove it")
+    agent = {AGENT_NAME: row.agent_name} if row.agent_name else {}
     return NewPrompt(
         row.prompt_id or _made_id(file, place, row),
         tuple(ChatMessage(turn.role, turn.content) for turn in row.prompt),
         row.data_source,
         answer,
-        row.extra_info or {},
+        {**(row.extra_info or {}), **agent},
         tuple(_image(file, place, index, one) for index, one in enumerate(row.images or ())),
     )
 
@@ -91,8 +112,9 @@ def _image(file: Path, place: str, index: int, found: object) -> Image:
 
 def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
     fields = msgspec.structs.asdict(row)
-    if not row.images:  # ids are older than images: without any they stay the same
-        del fields["images"]
+    for newer in ("images", AGENT_NAME):  # without them the ids of earlier releases stay
+        if not fields[newer]:
+            del fields[newer]
     digest = hashlib.blake2b(msgspec.json.encode(fields), digest_size=_DIGEST_BYTES).hexdigest()
     stem = "".join(c if c.isascii() and c.isprintable() else "_" for c in file.stem[:_STEM_LENGTH])
     return f"{stem}:{place.replace(' ', '-')}:{digest}"
@@ -109,7 +131,7 @@ def submit(
     """Submit prompts for training. Accepted prompts are trained on or filtered, never lost.
 
     \b
-    A line of the file, wrapped here; prompt_id, extra_info and images are optional:
+    A line of the file, wrapped here; prompt_id, extra_info, agent_name and images are optional:
       {"prompt_id": "a1", "data_source": "math_dapo", "ground_truth": "9",
        "prompt": [{"role": "user", "content": "<image>What is 2 + 3 + 4?"}],
        "images": ["sum.png"]}

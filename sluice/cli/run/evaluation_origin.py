@@ -40,7 +40,7 @@ _DECISIVE = (
     "sluice.evaluation.",
 )
 _INDIFFERENT = (
-    "reward.scorer_pool.",
+    *(f"reward.scorer_pool.{name}" for name in ("num_workers", "timeout_s", "memory_mb")),
     "sluice.environment.workers",
     "sluice.environment.memory_limit_mb",
 )
@@ -185,7 +185,13 @@ def _file_marks(config: RunConfig) -> dict[str, list[int]]:
     model = Path(config.actor_rollout_ref.model.path)
     files = [file for pattern in _MODEL_FILES for file in model.glob(pattern)]
     files += map(Path, file_list(config.data.val_files))
-    functions = (config.reward.custom_reward_function.path, config.sluice.environment.path)
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    functions = (
+        config.reward.custom_reward_function.path,
+        config.sluice.environment.path,
+        turns.function_tool_path,
+        turns.tool_config_path,
+    )
     files += [Path(one) for one in functions if one is not None]
     marks = {}
     for file in filter(Path.is_file, files):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -146,7 +147,7 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
         f"data.train_files={assets.train_file.absolute()}",
         f"data.val_files={assets.val_file.absolute()}",
-        f"sluice.run_dir={run_dir}",
+        folder_setting(run_dir),
         f"data.max_prompt_length={assets.task.max_prompt_tokens}",
         f"data.max_response_length={assets.task.max_response_tokens}",
         f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
@@ -155,6 +156,11 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"trainer.seed={seed}",
         *assets.task.overrides,
     ]
+
+
+def folder_setting(run_dir: Path) -> str:
+    """Return the override for the run's folder; in quotes, since 2026 is a name there."""
+    return f"sluice.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
 
 
 def with_fitting(base: Path, settings: list[str]) -> list[str]:

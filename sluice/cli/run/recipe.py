@@ -9,7 +9,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.run.quickstart import mark_run_folder, preparation, start_at_zero
+from sluice.cli.run.quickstart import (
+    folder_setting,
+    mark_run_folder,
+    preparation,
+    start_at_zero,
+)
 from sluice.cli.run.up import (
     Display,
     On,
@@ -140,7 +145,7 @@ def run(  # noqa: PLR0913 - options of the command
     if seed is not None:
         keys = " ".join(f"{key}={seed}" for key in _SEEDED)
         raise ConfigError(f"--seed {seed}: without --tiny it has no effect; set {keys}")
-    named = [] if run_dir is None else [f"sluice.run_dir={run_dir}"]
+    named = [] if run_dir is None else [folder_setting(run_dir)]
     settings = [*own_files(recipe), *named, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)
     run_configured((recipe.run, settings), display, ray)
@@ -167,5 +172,5 @@ def _run_small(
     with preparation(display.console) as show_progress:
         files = make_files(recipe, made, run_dir / "assets", seed, show_progress)
     seeds = [f"{key}={seed}" for key in _SEEDED]
-    settings = [*small, *files, f"sluice.run_dir={run_dir}", *seeds, *overrides]
+    settings = [*small, *files, folder_setting(run_dir), *seeds, *overrides]
     start_at_zero(recipe.run, settings, display, began_s)

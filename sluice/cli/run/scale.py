@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.running_run import elsewhere
 from sluice.cli.terminal import print_json
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
@@ -59,32 +60,32 @@ async def scale_rollout(
         NotReadyError: no launcher answers.
         DeadlineError: it takes longer than `timeout_s` seconds.
     """
-    found = launcher_of(location.run_dir)
+    run_dir = location.run_dir
+    found = launcher_of(run_dir)
     async with (
         Launcher(found.address, found.credentials) as launcher,
         RunMonitor(location.trainer, location.reward, credentials=location.credentials) as monitor,
     ):
         try:
             change = await launcher.set_replicas(count)
+            if change.started or change.drained:
+                console.print(_as_text(change))
+            elif not await _outstanding(launcher, monitor):
+                console.print(f"{count} replicas already; nothing to do")
+                return change
+            with console.status("waiting") as status:
+                async with deadline(
+                    timeout_s,
+                    peer="rollout fleet",
+                    phase=f"scaling to {count} replicas",
+                    remedy=f"see the logs in {run_dir / 'logs'}; the change continues",
+                ):
+                    while left := await _outstanding(launcher, monitor):
+                        status.update(f"waiting for {', '.join(left)}")
+                        await asyncio.sleep(_POLL_S)
         except PeerError as error:
-            raise NotReadyError(
-                f"run: the launcher of {location.run_dir} does not answer; it has ended"
-            ) from error
-        if change.started or change.drained:
-            console.print(_as_text(change))
-        elif not await _outstanding(launcher, monitor):
-            console.print(f"{count} replicas already; nothing to do")
-            return change
-        with console.status("waiting") as status:
-            async with deadline(
-                timeout_s,
-                peer="rollout fleet",
-                phase=f"scaling to {count} replicas",
-                remedy=f"see the logs in {location.run_dir / 'logs'}; the change continues",
-            ):
-                while left := await _outstanding(launcher, monitor):
-                    status.update(f"waiting for {', '.join(left)}")
-                    await asyncio.sleep(_POLL_S)
+            ended = f"the launcher of {run_dir} does not answer; it has ended"
+            raise NotReadyError(f"run: {elsewhere(run_dir) or ended}") from error
         console.print(f"done: {count} replicas")
     return change
 
@@ -101,7 +102,7 @@ async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
     """
     try:
         processes = await launcher.services()
-    except (DeadlineError, PeerError):  # a launcher on a busy machine may answer late
+    except DeadlineError:  # a launcher on a busy machine may answer late
         return ["the launcher to answer"]
     replicas = [each for each in processes if replica_number(each.name) is not None]
     serving = await _serving(monitor)

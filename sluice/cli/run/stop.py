@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
-from sluice.cli.running_run import is_active, newest_step, resume_command
+from sluice.cli.running_run import elsewhere, is_active, newest_step, resume_command
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -59,13 +59,12 @@ def stop(
 
 
 async def _refuse_several(run_dir: Path) -> None:
-    """Raise ConfigError if other runs than that of the folder, which was not named, are active."""
+    """Raise ConfigError if other runs than that of the folder are active; no argument named it."""
     known = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
     active = [run for run in sorted({run.absolute() for run in known}) if await is_active(run)]
     if len(active) > 1:
         raise ConfigError(
-            f"run: none named, and {len(active)} are active; name the one to stop: "
-            f"{', '.join(map(str, active))}"
+            f"run: {len(active)} are active; name the one to stop: {', '.join(map(str, active))}"
         )
 
 
@@ -76,13 +75,13 @@ async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
         location.trainer, location.reward, credentials=location.credentials
     ) as monitor:
         try:
-            step = (await monitor.snapshot()).step
+            trainer = (await monitor.snapshot()).instance_id
         except (PeerError, DeadlineError) as error:
             raise NotReadyError(await _not_answering(location.run_dir)) from error
-        typer.echo(f"finishing step {step + 1} and saving", err=True)
+        typer.echo("ending after the present step, and saving", err=True)
         async with _until(timeout_s, location.run_dir):
             await monitor.stop("sluice stop", skip_validation=True, save=True)
-            await _until_ended(location.run_dir, monitor)
+            await _until_ended(location.run_dir, monitor, trainer)
 
 
 async def _not_answering(run_dir: Path) -> str:
@@ -92,7 +91,12 @@ async def _not_answering(run_dir: Path) -> str:
             f"run: the trainer of {run_dir} does not answer, so nothing can be saved; it may still "
             f"be starting: try again, or end the run with `{again}`"
         )
-    return f"run: {run_dir} is not active; there is nothing to stop"
+    return _not_active(run_dir)
+
+
+def _not_active(run_dir: Path) -> str:
+    nowhere = f"{run_dir} is not active; there is nothing to stop"
+    return f"run: {elsewhere(run_dir) or nowhere}"
 
 
 async def _end_now(location: RunLocation, timeout_s: float) -> None:
@@ -101,10 +105,10 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
     launcher = launcher_of(run_dir)
     # What answers with the secret of the file is the launcher, so its process id is not another's.
     if await launched_processes(run_dir) is None or not launcher.pid:
-        raise NotReadyError(f"run: {run_dir} is not active; there is nothing to stop")
+        raise NotReadyError(_not_active(run_dir))
     os.kill(launcher.pid, signal.SIGTERM)
     async with _until(timeout_s, run_dir):
-        await _until_ended(run_dir, None)
+        await _until_ended(run_dir)
 
 
 def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]:
@@ -116,20 +120,30 @@ def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]
     )
 
 
-async def _until_ended(run_dir: Path, monitor: RunMonitor | None) -> None:
-    """Wait until neither the launcher nor the trainer, if it is given, answers."""
+async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer: str = "") -> None:
+    """Wait until neither the launcher nor the trainer of that instance id, if any, answers.
+
+    Raises:
+        NotReadyError: another trainer has taken its place, and knows of no stop.
+    """
     while True:
         is_launched = await launched_processes(run_dir) is not None
-        if not is_launched and not (monitor and await _trainer_answers(monitor)):
+        found = await _answering(monitor, trainer) if monitor else None
+        if found not in (None, trainer):
+            raise NotReadyError(
+                f"run: the trainer of {run_dir} died before it had ended, and was started again; "
+                "repeat the command"
+            )
+        if not is_launched and found is None:
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _trainer_answers(monitor: RunMonitor) -> bool:
+async def _answering(monitor: RunMonitor, trainer: str) -> str | None:
+    """Return the instance id of the trainer that answers, if any; a busy one is `trainer`."""
     try:
-        await monitor.snapshot()
+        return (await monitor.snapshot()).instance_id
     except DeadlineError:
-        return True
+        return trainer
     except PeerError:
-        return False
-    return True
+        return None

@@ -22,7 +22,7 @@ from sluice.cli.arguments import (
 )
 from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.ending import end_run
-from sluice.cli.terminal import ConsoleHandler, print_line
+from sluice.cli.terminal import ConsoleHandler, RunConsole, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
@@ -178,7 +178,7 @@ def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
     if logs and quiet:
         raise ConfigError("--verbose and --quiet contradict each other; leave one of them out")
     detail: Detail = "logs" if logs else "quiet" if quiet else "steps"
-    return Display(Console(stderr=as_json), detail, as_json)
+    return Display(RunConsole(stderr=as_json), detail, as_json)
 
 
 def run_configured(

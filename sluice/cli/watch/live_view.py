@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.terminal import lost_if_unwritable, print_line
+from sluice.cli.terminal import print_line
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
@@ -228,8 +228,7 @@ class LiveView:
                 self._up.add(name)
         if self._detail == "logs" or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
-            with lost_if_unwritable(self._console):
-                self._console.print(prefix + Text(printable(line)), soft_wrap=True)
+            self._console.print(prefix + Text(printable(line)), soft_wrap=True)
             self._printed_s = time.monotonic()
             self.shown.append(line.strip())
 
@@ -357,6 +356,5 @@ class LiveView:
         self._is_yield_low = bool(text)
 
     def _print(self, text: str) -> None:
-        with lost_if_unwritable(self._console):
-            print_line(self._console, text)
+        print_line(self._console, text)
         self._printed_s = time.monotonic()

@@ -54,7 +54,8 @@ def logs(
     """
     if run is not None and service is None and _is_service_name(run):
         run, service = None, str(run)
-    folder = named_run(run, run_option) / "logs"
+    named = named_run(run, run_option)
+    folder = (named.parent if named.is_file() else named) / "logs"
     show = partial(_print, has_name=service is None, as_json=as_json)
     tails = {file: LineTail(file) for file in _files(folder, service)}
     for file, tail in tails.items():

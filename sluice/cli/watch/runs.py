@@ -26,7 +26,8 @@ class ListedRun:
 
     Attributes:
         run: its folder.
-        state: running, finished, failed, stopped before its last step, or unreadable.
+        state: running, finished, failed, stopped before its last step, out of sight on another
+            machine, or unreadable.
         step: finished steps.
         total_steps: None: as many as the data have.
         accuracy: of the last validation; None without one.

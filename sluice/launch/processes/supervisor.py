@@ -5,7 +5,8 @@ row (a crash loop). Any other failure ends the run, with the last lines of that 
 process that leaves early is a failure, whatever its exit code. The first SIGINT lets the run save
 and end; the next one, or SIGTERM, ends it at once. At the end all crews get SIGTERM in reverse
 order of start, and after the grace period SIGKILL. The exit code is 0 only if the run
-reached its end and nothing failed or had to be killed.
+reached its end and nothing failed or had to be killed. An interrupted run did not fail because a
+process, such as a trainer in a long step, had to be killed.
 """
 
 from __future__ import annotations
@@ -283,10 +284,12 @@ class Supervisor:
                     await crew.wait()
         except TimeoutError:
             for crew in crews:
-                self._failures.extend(
-                    f"{name} did not end within {self._grace_s:g} s and was killed"
-                    for name in crew.names_running()
-                )
+                for name in crew.names_running():
+                    late = f"{name} did not end within {self._grace_s:g} s and was killed"
+                    if self._interrupted.is_set():
+                        logger.warning("%s", late)
+                    else:
+                        self._failures.append(late)
                 crew.kill()
 
     def _exit_code(self) -> int:

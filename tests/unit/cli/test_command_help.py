@@ -195,6 +195,27 @@ def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk without Linux")
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_a_run_ends_with_its_own_exit_code_though_its_output_cannot_be_written(
+    *, is_pipe: bool
+) -> None:
+    program = (
+        "from sluice.cli import main; from sluice.cli.terminal import RunConsole, print_line; "
+        "main.commands = lambda: [print_line(RunConsole(), 'a step') for _ in range(3)]; "
+        "main.app()"
+    )
+    if is_pipe:
+        reader, output = os.pipe()
+        os.close(reader)
+    else:
+        output = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-c", program]
+    with os.fdopen(output, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

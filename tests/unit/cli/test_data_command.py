@@ -132,6 +132,22 @@ def test_rows_over_a_limit_of_tokens_are_counted(tmp_path: Path, rows_file: Path
     assert f"over {longest} tokens  0" in invoke(*arguments, str(longest)).output
 
 
+def test_tokens_of_rows_with_images_are_not_counted(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    problems = [draw_problem(rng, TASKS["quickstart"]) for _ in range(30)]
+    save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), tmp_path / "model", 512)
+    rows = prompt_rows(["<image>" * 9, "b"])
+    rows[0]["images"] = [{"bytes": png(), "path": None}] * 9
+    rows[1]["images"] = []
+    with_text = write_prompts(tmp_path / "a.parquet", rows)
+    images = write_prompts(tmp_path / "b.parquet", rows[:1])
+    options = ("--tokenizer", tmp_path / "model")
+    found = json.loads(invoke("inspect", with_text, *options, "--json").output)["tokens"]
+    assert found["most"] == found["least"]
+    assert "tokens (rows without images)" in invoke("inspect", with_text, *options).output
+    assert json.loads(invoke("inspect", images, *options, "--json").output)["tokens"] == {}
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, rows_file: Path) -> None:
     result = invoke("inspect", rows_file, "--tokenizer", tmp_path)
     assert isinstance(result.exception, ConfigError)

@@ -76,6 +76,15 @@ def test_checkpoints_are_evaluated_in_the_order_of_their_steps(run: Run) -> None
     assert page.index("global_step_3<") < page.index("global_step_20<")
 
 
+def test_a_run_of_adapters_is_refused_before_any_evaluation(run: Run) -> None:
+    with (run.folder / CONFIG_NAME).open("a", encoding="utf-8") as config:
+        config.write("actor_rollout_ref: {model: {lora_rank: 8}}\n")
+    run.save(1)
+    with pytest.raises(ConfigError, match=r"trains adapters .* sluice merge global_step_N OUTPUT"):
+        run.follow()
+    assert run.orders == []
+
+
 def test_a_checkpoint_that_appears_meanwhile_is_evaluated_too(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,32 @@ def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
         claim(order.output, other)
 
 
+@pytest.mark.parametrize("name", ["function_tool_path", "tool_config_path"])
+def test_a_folder_of_tools_that_have_changed_since_is_refused(
+    order: EvaluationOrder, name: str
+) -> None:
+    tools = order.output.parent / "tools.py"
+    tools.write_text("", encoding="utf-8")
+    key = f"actor_rollout_ref.rollout.multi_turn.{name}={tools}"
+    config = evaluation_config(replace(order, overrides=[key]))
+    claim(order.output, config)
+    store(order.output, [graded(0, 1.0)])
+    os.utime(tools, ns=(1, 1))
+    with pytest.raises(ConfigError, match=r"tools\.py has changed"):
+        claim(order.output, config)
+
+
+def test_of_the_scorer_pool_only_what_decides_grades_is_kept(order: EvaluationOrder) -> None:
+    claim(order.output, evaluation_config(order))
+    store(order.output, [graded(0, 1.0)])
+    pool = "reward.scorer_pool"
+    workers = replace(order, overrides=[f"{pool}.num_workers=3", f"{pool}.timeout_s=30"])
+    claim(order.output, evaluation_config(workers))
+    shorter = replace(order, overrides=[f"{pool}.max_response_chars=10"])
+    with pytest.raises(ConfigError, match=r"max_response_chars = 200000 is now 10"):
+        claim(order.output, evaluation_config(shorter))
+
+
 def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
     claim(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])

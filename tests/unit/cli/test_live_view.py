@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.cli.terminal import ConsoleHandler
+from sluice.cli.terminal import ConsoleHandler, RunConsole
 from sluice.cli.watch import live_view
 from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
 from sluice.client.run_monitor import (
@@ -137,7 +137,7 @@ class Screen(io.StringIO):
 def view_on(
     screen: Screen, run_dir: Path, *, terminal: bool = False, detail: Detail = "steps"
 ) -> LiveView:
-    console = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
+    console = RunConsole(file=screen, force_terminal=terminal, width=80, color_system=None)
     config = load_config(None, [f"sluice.run_dir={run_dir}"])
     return LiveView(console, config, ("reward", "rollout-0", "trainer"), detail=detail)
 
@@ -312,7 +312,7 @@ async def test_an_output_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     async with monitored(ScriptedTrainer()) as monitor, asyncio.timeout(60):
         await view.follow(monitor)
     log = logging.LogRecord("sluice.launch", logging.WARNING, "", 1, "again", None, None)
-    ConsoleHandler(Console(file=screen)).emit(log)
+    ConsoleHandler(RunConsole(file=screen)).emit(log)
 
 
 def test_lines_for_a_full_disk_are_lost_and_fill_no_memory(tmp_path: Path) -> None:

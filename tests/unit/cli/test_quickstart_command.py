@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run import quickstart as quickstart_module
-from sluice.cli.run.quickstart import preparation, quickstart
+from sluice.cli.run.quickstart import folder_setting, preparation, quickstart
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.quickstart.settings import PrepareProgress
 
@@ -27,6 +28,11 @@ def test_a_quickstart_refuses_a_folder_that_sluice_did_not_make(
         quickstart(None, task="quickstart", seed=0, run_dir=tmp_path)
     assert made == []
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["2026", "1e3", "true", "null", "two words", "[1]", "it's"])
+def test_any_name_is_a_folder_of_a_run(name: str) -> None:
+    assert load_config(None, [folder_setting(Path(name))]).sluice.run_dir == name
 
 
 def shown(*progress: tuple[float, PrepareProgress], terminal: bool = False) -> str:

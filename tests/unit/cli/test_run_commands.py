@@ -19,6 +19,7 @@ from sluice.concurrency.process import marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
+from sluice.launch.servicer import LauncherAddress, write_launcher
 from tests.support.run_folder import run_folder
 
 NOWHERE = ["sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1"]
@@ -102,7 +103,7 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
 
 def test_a_run_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     past("mine", 60.0)
-    (past("damaged", 30.0) / "metrics.jsonl").write_bytes(b"\xff\n")
+    (past("damaged", 30.0) / "accounts.json").write_bytes(b"\xff\n")
     others = past("others")
 
     async def read(folder: Path) -> PastRun:
@@ -143,6 +144,7 @@ def test_logs_are_shown_of_all_services_or_of_one_with_escapes_made_visible() ->
     run = str(logged())
     everything = ["reward | four", "trainer | one", "trainer | two\\x1b[2J", "trainer | three"]
     assert sluice("logs", run).stdout.splitlines() == everything
+    assert sluice("logs", f"{run}/config.yaml").stdout.splitlines() == everything
     assert sluice("logs", run, "trainer", "-n", "1").stdout == "three\n"
     assert sluice("logs", "reward").stdout == "four\n"
     shown = sluice("logs", "reward", "--json").stdout
@@ -191,9 +193,27 @@ def test_of_several_active_runs_none_is_stopped_that_was_not_named(
             marks.enter_context(marked_process(run, "trainer"))
         refused = sluice("stop")
         assert isinstance(refused.exception, ConfigError)
-        assert str(refused.exception).endswith(f"name the one to stop: {active[0]}, {active[1]}")
+        named = f"name the one to stop: {active[0]}, {active[1]}"
+        assert str(refused.exception) == f"run: 2 are active; {named}"
         assert isinstance(sluice("stop", "runs/a").exception, NotReadyError)
     assert isinstance(sluice("stop").exception, NotReadyError)
+
+
+def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive() -> None:
+    run = past("a", ended=False)
+    (run / "processes").mkdir()
+    mark = {"name": "trainer", "pid": 7, "host": "node7 pid:[1]", "started": 1}
+    (run / "processes" / "trainer.json").write_text(json.dumps(mark))
+    write_launcher(run, LauncherAddress("127.0.0.1:1", "a-secret-of-a-launcher", 7))
+    there = f"the processes of {run} were last seen on node7; use the command there"
+    assert sluice("status", str(run)).stdout.splitlines()[1:] == [there]
+    for command in (("stop",), ("stop", "--now"), ("scale", "rollout", "2")):
+        refused = sluice(*command, "--run", str(run))
+        assert isinstance(refused.exception, NotReadyError)
+        assert str(refused.exception) == f"run: {there}"
+    assert [one["state"] for one in listed()] == ["out of sight"]
+    (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "failed"}')
+    assert "starts it again" in sluice("status", str(run)).stdout, "its end was noted"
 
 
 def test_init_writes_a_launch_with_comments_and_replaces_no_file() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import shlex
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from sluice.cli.run import up as up_module
 from sluice.cli.run.ending import end_run
-from sluice.cli.run.up import Display, start_processes
+from sluice.cli.run.up import Display, display_of, start_processes
 from sluice.cli.running_run import PastRun
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -158,6 +160,26 @@ def test_a_run_without_a_step_still_says_where_its_logs_are(tmp_path: Path) -> N
     assert "interrupted after step 0, 2 min\n" in text
     assert f"logs        {tmp_path}/logs\n" in text
     assert summary["outcome"] == "interrupted"
+
+
+def test_a_run_whose_output_cannot_be_written_has_its_summary_and_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    end_run(
+        run_at(tmp_path, saved=2),
+        RunEnd(1, ("reward ended with code 3",)),
+        display_of(logs=False, quiet=False, as_json=False).console,
+        total_steps=2,
+        seconds_total=1.0,
+        seconds_services=1.0,
+    )
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "failed"
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_the_summary_names_the_versions_that_ran(tmp_path: Path) -> None:

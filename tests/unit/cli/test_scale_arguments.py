@@ -21,7 +21,13 @@ from sluice.client.launcher import LaunchedProcess, Launcher, Scaling
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
-from sluice.errors import ConfigError, DeadlineError, InvalidRequestError, NotReadyError
+from sluice.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    NotReadyError,
+    PeerError,
+)
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name, with_ports
@@ -179,6 +185,22 @@ async def test_a_launcher_that_answers_late_once_does_not_end_the_wait(
     text = await said(tmp_path, Trainer(most=2), Processes(num_looks=3), 60.0)
     assert text.endswith("done: 2 replicas\n")
     assert len(asked) > 2
+
+
+async def test_a_launcher_that_ends_during_the_wait_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, services = list[None](), Launcher.services
+
+    async def gone(launcher: Launcher) -> tuple[LaunchedProcess, ...]:
+        asked.append(None)
+        if len(asked) > 1:  # the first look is not a wait
+            raise PeerError("launcher", "asking for its processes", "connection refused")
+        return await services(launcher)
+
+    monkeypatch.setattr(Launcher, "services", gone)
+    with pytest.raises(NotReadyError, match="does not answer; it has ended"):
+        await said(tmp_path, Trainer(most=1), Processes(num_looks=0), 5.0)
 
 
 async def test_the_change_is_returned_for_programs(tmp_path: Path) -> None:

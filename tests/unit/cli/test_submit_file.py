@@ -57,6 +57,16 @@ def test_a_bad_line_is_named_with_what_it_needs(tmp_path: Path, line: str, named
     assert "needs prompt ([{role, content}]), data_source and ground_truth" in str(caught.value)
 
 
+def test_two_prompts_under_one_id_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"{GOOD}\n{GOOD}\n")
+    first, second = read_prompts(file)
+    assert first == second
+    file.write_text(f"{GOOD}\n{GOOD.replace('2 + 2?', '2 + 3?')}\n")
+    with pytest.raises(DataError, match=r"line 2: an earlier row with other content has .* 'a1'"):
+        read_prompts(file)
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(GOOD.encode().replace(b"a1", b"\xff"))
@@ -116,6 +126,24 @@ def test_a_row_that_is_wrong_and_a_file_that_is_no_parquet_are_named(tmp_path: P
         read_prompts(file)
 
 
+def test_a_submitted_row_keeps_what_plays_it(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    rows = [ROW | {"agent_name": "single_turn_agent"}, ROW | {"agent_name": None}]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    chosen, free = read_prompts(file)
+    assert chosen.extra_info == {**ROW["extra_info"], "agent_name": "single_turn_agent"}
+    assert free.extra_info == ROW["extra_info"]
+
+
+@pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content"])
+def test_a_message_with_more_than_role_and_content_is_refused(tmp_path: Path, lost: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    turn = {"role": "assistant", "content": "x", lost: [{}]}
+    file.write_text(json.dumps({**ROW, "prompt": [turn]}))
+    with pytest.raises(DataError, match=rf"jsonl, line 1: 'prompt' holds a message with {lost}"):
+        read_prompts(file)
+
+
 def test_images_are_beside_the_file_or_in_the_row(tmp_path: Path) -> None:
     data = b64encode(png()).decode()
     row = {**ROW, "prompt": [{"role": "user", "content": "<image>" * 3}]}
@@ -137,6 +165,12 @@ def test_an_image_that_is_none_is_named_by_file_and_line(tmp_path: Path, image: 
     file.write_text(json.dumps({**ROW, "images": [image]}))
     with pytest.raises(DataError, match=r"prompts\.jsonl, line 1: images\[0\] "):
         read_prompts(file)
+
+
+def test_rows_keep_the_ids_of_earlier_releases(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(ROW))
+    assert read_prompts(file)[0].prompt_id == "prompts:line-1:ec8dd895c70f4cf7"
 
 
 def test_rows_without_images_keep_the_ids_they_had(tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ def test_only_the_last_line_holds_the_reward(output: str, reward: float | None) 
         '{"reward": NaN}',
         '{"reward": Infinity}',
         '{"reward": 1' + "0" * 400 + "}",
+        '{"reward": 1e39}',
         '{"reward": true}',
         '{"failure": "lost"}',
         '{"failure": ""}',

@@ -24,7 +24,7 @@ async def test_a_snapshot_joins_what_trainer_and_reward_service_say() -> None:
         shot = await monitor.snapshot()
     assert (shot.phase, shot.step, shot.total_steps, shot.version) == ("waiting for batch", 2, 2, 2)
     assert [replica.name for replica in shot.replicas] == ["rollout-0"]
-    assert shot.prompts == {"submitted": 3, "pending": 1}
+    assert shot.prompts == {"submitted": 3, "pending": 1, "prompts_lost": 0}
     assert shot.accounts == ACCOUNTING
 
 

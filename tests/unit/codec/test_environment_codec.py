@@ -7,13 +7,13 @@ import pytest
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.environment import (
-    LARGEST_NUMBER,
     MAX_METRICS,
     MAX_PREDICTION_CHARS,
     grade_from_proto,
     observation_from_proto,
 )
 from sluice.errors import InvalidRequestError
+from sluice.types import LARGEST_NUMBER
 
 
 def closed(score: float = 1.0, **metrics: float) -> environment.CloseResponse:

@@ -91,6 +91,10 @@ def spoil_reward(message: common.Rollout) -> None:
     message.turns[0].reward = math.nan
 
 
+def reward_too_much(message: common.Rollout) -> None:
+    message.turns[0].reward = 1e39
+
+
 def end_strangely(message: common.Rollout) -> None:
     message.turns[0].finish_reason = 9  # type: ignore[assignment]
 
@@ -103,6 +107,7 @@ def end_strangely(message: common.Rollout) -> None:
         (lose_tokens, "sample 3: 9 tokens of turns for the 10 it has"),
         (continue_later, "turn 1 continues turn 1, which is not before it"),
         (spoil_reward, "sample 3, turn 0: its reward is nan"),
+        (reward_too_much, r"sample 3, turn 0: its reward is 1e\+39"),
         (end_strangely, "sample 3, turn 0, finish_reason: 9 is unknown"),
     ],
 )

@@ -17,7 +17,7 @@ from sluice.dashboard.overview import overview
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
-from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer
 
 LONG_S = 60.0
 
@@ -68,6 +68,16 @@ async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_s
     shown = overview("run", None, {}, StepHistory(tmp_path), later)
     assert (shown["step"], shown["total_steps"]) == (2, 2)
     assert [replica["name"] for replica in shown["replicas"]] == ["rollout-0"]
+
+
+async def test_prompts_that_a_running_reward_service_has_lost_are_shown(tmp_path: Path) -> None:
+    async with serving(trainer=ScriptedTrainer(), reward=ScriptedReward(prompts_lost=2)) as server:
+        here = f"endpoint.port={server.port}"
+        run = make_run(tmp_path, f"sluice.trainer.{here}", f"sluice.reward.{here}")
+        async with live_status(run, Clock()) as live:
+            shown = overview("run", 5, {}, StepHistory(tmp_path), await live.ask())
+    assert shown["health"] == "in trouble"
+    assert "2 prompts are lost: neither pending nor ended" in shown["reasons"]
 
 
 async def test_nothing_is_shown_of_a_run_without_services(tmp_path: Path) -> None:

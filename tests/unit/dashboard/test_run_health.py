@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_monitor import ReplicaSnapshot, WatchedRule
-from sluice.dashboard.overview import RunFacts, RunVerdict, health_of
+from sluice.dashboard.overview import RunFacts, RunVerdict, health_of, overview
+from sluice.dashboard.step_history import StepHistory
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:1", "serving", 3, 8, 4, 100.0, 0.1)
 WELL = RunFacts(
@@ -81,6 +83,11 @@ def test_a_run_that_gets_on_is_healthy() -> None:
             RunVerdict.TROUBLE,
             "no replica serves",
         ),
+        (
+            replace(WELL, phase="waiting for batch", replicas=()),  # the trainer has dropped it
+            RunVerdict.TROUBLE,
+            "no replica serves",
+        ),
         (replace(WELL, prompts={"prompts_lost": 2.0}), RunVerdict.TROUBLE, "2 prompts are lost"),
         (replace(WELL, recent={"kept": 1.0, "failed": 1.0}), RunVerdict.ATTENTION, "50% of the"),
         (replace(WELL, recent={"kept": 1.0, "all_right": 99.0}), RunVerdict.ATTENTION, "only 1.0%"),
@@ -91,6 +98,19 @@ def test_what_is_wrong_is_said(facts: RunFacts, verdict: RunVerdict, words: str)
     found = health_of(facts)
     assert found.verdict is verdict
     assert words in "; ".join(found.reasons)
+
+
+@pytest.mark.parametrize("phase", ["starting", "waiting for replicas"])
+def test_a_run_that_waits_for_its_first_replica_is_in_no_trouble(phase: str) -> None:
+    assert health_of(replace(WELL, phase=phase, replicas=())).verdict is RunVerdict.HEALTHY
+
+
+def test_a_finished_run_that_has_lost_prompts_says_so(tmp_path: Path) -> None:
+    shown = overview("run", 5, {"prompts_lost": 3.0}, StepHistory(tmp_path), None)
+    assert (shown["health"], shown["reasons"]) == (
+        "finished",
+        ["3 prompts are lost: neither pending nor ended"],
+    )
 
 
 def test_slow_steps_are_no_stall() -> None:

@@ -22,22 +22,24 @@ def read(source: StepHistory) -> None:
         pass
 
 
-def test_a_step_that_was_trained_again_counts_once_by_its_later_line(tmp_path: Path) -> None:
+def test_a_step_that_was_trained_again_voids_all_that_was_known_from_it_on(tmp_path: Path) -> None:
     history = StepHistory(tmp_path)
-    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: float(n)}) for n in (1, 2, 3)])
+    file, accuracy = tmp_path / "metrics.jsonl", "val-core/a/acc/mean@2"
+    add_lines(file, [step_row(n, **{REWARD: float(n)}) for n in (1, 2, 3)])
+    add_lines(file, [{"step": n, accuracy: 0.5} for n in (0, 1, 2, 3)])
     read(history)
-    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: -1.0}) for n in (2, 4)])
+    add_lines(file, [step_row(2, **{REWARD: -1.0})])
     read(history)
-    assert history.steps.tolist() == [1, 2, 3, 4]
-    assert history.column(REWARD).tolist() == [1.0, -1.0, 3.0, -1.0]
+    assert history.steps.tolist() == [1, 2]
+    assert history.column(REWARD).tolist() == [1.0, -1.0]
+    assert history.validated_steps() == history.series(accuracy)[0].tolist() == [0, 1]
 
 
-def test_a_step_that_comes_late_takes_its_place(tmp_path: Path) -> None:
-    history = StepHistory(tmp_path)
-    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: float(n)}) for n in (1, 3, 2)])
+def test_a_validation_that_comes_late_takes_its_place(tmp_path: Path) -> None:
+    history, name = StepHistory(tmp_path), "val/failed"
+    add_lines(tmp_path / "metrics.jsonl", [{"step": n, name: float(n)} for n in (1, 3, 2)])
     read(history)
-    assert history.steps.tolist() == [1, 2, 3]
-    assert history.column(REWARD).tolist() == [1.0, 2.0, 3.0]
+    assert [part.tolist() for part in history.series(name)] == [[1, 2, 3], [1.0, 2.0, 3.0]]
 
 
 def test_what_is_missing_or_no_number_is_a_gap(tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ def test_the_whole_conversation_counts(tmp_path: Path) -> None:
     assert kept_rows(opened(path)) == [0, 1, 2, 3]
 
 
+def test_mappings_that_are_equal_are_the_same_ground_truth(tmp_path: Path) -> None:
+    truths = [{"inputs": [1], "outputs": [2]}, {"outputs": [2], "inputs": [1]}, {"outputs": [2]}]
+    rows = [row("a", "") | {"reward_model": {"ground_truth": truth}} for truth in truths]
+    assert kept_rows(opened(written(tmp_path / "a.jsonl", rows))) == [0, 2]
+
+
 def test_a_copy_in_another_file_is_a_copy(tmp_path: Path) -> None:
     first = write_prompts(tmp_path / "a.parquet", [row("a", "1"), row("b", "1")])
     second = write_prompts(tmp_path / "b.parquet", [row("b", "1"), row("c", "1")])

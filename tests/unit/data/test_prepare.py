@@ -167,6 +167,35 @@ def test_base64_of_json_lines_becomes_the_bytes_of_the_image(tmp_path: Path, ima
     assert found.images == (b"png",)
 
 
+def test_paths_of_images_lead_to_the_same_files_from_the_folder_written_to(tmp_path: Path) -> None:
+    given = ["pics/a.png", str(tmp_path / "b.png"), {"bytes": None, "path": "c.png"}]
+    row = ORIGINALS["geo3k"] | {"images": given, "problem": "which?"}
+    made = order("geo3k", write(tmp_path / "a.jsonl", [row]))
+    prepare(made)
+    (found,) = made_rows(made)
+    places = [(made.output.parent / str(image)).resolve() for image in found.images]
+    assert places == [tmp_path / "pics/a.png", tmp_path / "b.png", tmp_path / "c.png"]
+
+
+@pytest.mark.parametrize("agent", ["single_turn_agent", "Game"])
+@pytest.mark.parametrize("name", ["dapo-math-17k", "jsonl"])
+def test_a_row_keeps_what_plays_it(tmp_path: Path, name: str, agent: str) -> None:
+    rows = [ORIGINALS[name] | {"agent_name": agent}, ORIGINALS[name] | {"agent_name": None}]
+    made = order(name, write(tmp_path / "a.parquet", rows))
+    prepare(made)
+    chosen, free = made_rows(made)
+    assert chosen.extra_info["agent_name"] == agent
+    assert "agent_name" not in free.extra_info
+
+
+@pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content"])
+def test_a_message_with_more_than_role_and_content_is_a_bad_row(tmp_path: Path, lost: str) -> None:
+    turn = {"role": "assistant", "content": "x", lost: "y"}
+    source = write(tmp_path / "a.jsonl", [DAPO_ROW, DAPO_ROW | {"prompt": [turn]}])
+    with pytest.raises(DataError, match=rf"row 1: 'prompt' holds a message with {lost}"):
+        prepare(order("dapo-math-17k", source))
+
+
 def test_copies_are_left_out_on_request_and_the_limit_counts_what_is_written(
     tmp_path: Path,
 ) -> None:

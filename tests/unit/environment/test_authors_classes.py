@@ -472,3 +472,13 @@ def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSour
     assert verl_source.tool_config_path is not None
     result = CliRunner().invoke(commands, ["env", "check", verl_source.tool_config_path])
     assert "tool_agent: 1 tool\n  note: Keep a text." in result.output
+
+
+def test_the_check_shows_of_a_tools_text_what_a_run_shows_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(
+        'class Long:\n    def read(self) -> str:\n        """Read."""\n        return "a" * 8000\n'
+    )
+    result = CliRunner().invoke(commands, ["env", "check", f"{tmp_path}/long.py", "--call", "read"])
+    shown = f"tool: {'a' * 128}...(truncated)...{'a' * 128}\n(cut to 256 characters, as in a run; "
+    assert shown in result.output
+    assert "multi_turn.max_tool_response_length=N keeps more)" in result.output

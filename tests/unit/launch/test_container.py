@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,7 @@ from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.service_contract import CONFIG_NAME, MARK_VARIABLE
-from tests.support.scripted_children import WAIT_S, polite, spec
+from tests.support.scripted_children import STUBBORN, WAIT_S, polite, spec
 
 FAILS = "print('port 7 is in use'); raise SystemExit(1)"
 
@@ -96,6 +98,22 @@ def test_a_volume_that_fails_for_a_moment_ends_no_service(
     assert folder.keep("rollout", polite("rollout")) == 0
     ends.join()
     assert failed.is_set()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk without Linux")
+def test_an_output_that_cannot_be_written_ends_no_service(folder: Folder) -> None:
+    program = f"""
+import runpy, sys
+from sluice.launch import service_spec
+process = service_spec.ServiceSpec("trainer", (sys.executable, "-c", "print('done')"))
+service_spec.trainer_services = lambda *_: (process,)
+sys.argv[1:] = ["trainer", "--config", {str(folder.file)!r}]
+runpy.run_module("sluice.launch.container", run_name="__main__")
+"""
+    with Path("/dev/full").open("w") as full:
+        kept = subprocess.run([sys.executable, "-c", program], stdout=full, check=False)
+    assert kept.returncode == 0
+    assert folder.run.ending() == Ending("trainer", ())
 
 
 def test_an_error_of_the_launcher_itself_is_distinguished_from_a_failure_of_the_run(
@@ -175,6 +193,18 @@ def test_being_asked_to_stop_ends_the_service_and_not_the_run(
     stops.join()
     assert "bye" in folder.log(kind)
     assert folder.run.ending() is None
+
+
+def test_a_trainer_that_must_be_killed_when_asked_to_stop_does_not_end_the_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "launcher_grace_s", lambda _: 0.5)
+    stops = when(
+        lambda: "ready" in folder.log("trainer"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert folder.keep("trainer", spec("trainer", STUBBORN, is_needed=True)) == 130
+    stops.join()
+    assert folder.run.is_active
 
 
 def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Folder) -> None:

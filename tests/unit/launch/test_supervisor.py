@@ -308,14 +308,28 @@ async def test_processes_that_have_no_handler_yet_may_die_of_the_signal(tmp_path
     assert (await run.run(when_ready=end_self(signal.SIGINT))).exit_code == 130
 
 
-async def test_a_process_that_ignores_the_signal_is_killed_and_the_exit_code_says_so(
-    tmp_path: Path,
+LATE = "did not end within 2 s and was killed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupted_run_whose_trainer_had_to_be_killed_did_not_fail(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Supervised(tmp_path, polite("reward"), spec("trainer", STUBBORN), grace_s=2.0)
-    end = await run.run(when_ready=end_self(signal.SIGINT))
-    assert end.exit_code == 1
-    assert end.failures == ("trainer did not end within 2 s and was killed",)
+    end = await run.run(when_ready=end_self(number))
+    assert (end.exit_code, end.failures) == (130, ())
+    assert f"trainer {LATE}" in caplog.text
     assert run.said("reward") == ["ready", "bye"]
+    await until_gone(*run.pids)
+
+
+async def test_a_run_that_ended_fails_if_a_process_had_to_be_killed(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    trainer = spec("trainer", f"print('ready'); open({str(gate)!r}).read()", ends_run=True)
+    run = Supervised(tmp_path / "logs", spec("reward", STUBBORN), trainer, grace_s=2.0)
+    end = await run.run(when_ready=lambda: gate.write_text("go"))
+    assert (end.exit_code, end.failures) == (1, (f"reward {LATE}",))
     await until_gone(*run.pids)
 
 

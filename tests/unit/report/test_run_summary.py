@@ -120,11 +120,11 @@ def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b'{"step": 3, ', b"\xff\x00", b"5", b'{"step": "x"}', b"{}"])
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path, line: bytes) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
-    file.write_bytes(file.read_bytes() + line + b"\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not a JSON object"):
-        read_progress(tmp_path)
+    before = read_progress(tmp_path)
+    file.write_bytes(line + b"\n" + file.read_bytes())
+    assert read_progress(tmp_path) == before
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff", b"5"])
@@ -147,6 +147,18 @@ def test_a_step_that_a_resumed_run_did_again_counts_once_by_its_last_numbers(
     record = read_progress(run_folder(tmp_path, steps=[*STEPS, again]))
     assert [row["step"] for row in record.steps] == [1, 2]
     assert record.total("train/trained_tokens") == 650.0
+
+
+def test_what_a_run_gave_up_when_it_went_back_does_not_count(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, steps=[*STEPS, {**STEPS[1], "step": 3}])
+    before = read_progress(folder)
+    assert (before.last_step, before.accuracies()[-1].step) == (3, 2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(STEPS[0]) + "\n")
+    after = read_progress(folder)
+    assert after.steps == (STEPS[0],)
+    assert after.last_step == 1
+    assert [point.step for point in after.accuracies()] == [0]
 
 
 def test_a_folder_without_any_record_is_empty_progress(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,80 @@ async def test_a_full_replica_is_no_failed_attempt() -> None:
     setting = Setting(ScriptedClient(before_sample=refuse_once), attempts=1)
     await setting.dispatcher.announce([replica("a")])
     assert len((await setting.dispatcher.generate(request())).rollouts) == 4
+
+
+class OneLongGroup:
+    """Replicas where sample 1 of prompt "p0" waits for `continues`, its last for `ends`; the first
+    requests for all other prompts fail with `error`.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.refused = error, set[str]()
+        self.continues, self.ends = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, _name: str, request: GroupRequest, index: int) -> None:
+        prompt_id = request.prompt.prompt_id
+        if prompt_id == "p0":
+            await (self.continues if index == 1 else self.ends).wait()
+        elif prompt_id not in self.refused:
+            self.refused.add(prompt_id)
+            raise self.error
+
+
+async def test_a_replica_that_refused_a_stream_takes_others_while_its_longest_group_continues() -> (
+    None
+):
+    long = OneLongGroup(ExhaustedError("queue full"))
+    setting = Setting(ScriptedClient(before_sample=long))
+    await setting.dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(setting.dispatcher.generate(request(0)))
+        await settled(lambda: len(setting.client.calls) == 1)
+        others = [tasks.create_task(setting.dispatcher.generate(request(n))) for n in (1, 2)]
+        await settled(lambda: all(other.done() for other in others))
+        long.continues.set()
+        long.ends.set()
+
+
+async def test_a_replica_that_failed_proves_itself_with_tokens_that_come_after_the_pause() -> None:
+    long = OneLongGroup(PeerError("a", "generating", "connection reset"))
+    long.ends.set()
+    setting = Setting(ScriptedClient(before_sample=long))
+    await setting.dispatcher.announce([replica("a")])
+    (member,) = setting.queue.fleet._members.values()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(setting.dispatcher.generate(request(0)))
+        await settled(lambda: member.num_outstanding == 3)
+        long.ends.clear()
+        second = tasks.create_task(setting.dispatcher.generate(request(1)))
+        await settled(lambda: member.on_probation and member.paused_until < time.monotonic())
+        assert setting.queue.num_waiting == 1
+        long.continues.set()
+        await settled(second.done)
+        assert not first.done()
+        long.ends.set()
+
+
+async def test_tokens_that_were_on_their_way_do_not_end_a_pause() -> None:
+    queue = ReplicaQueue(1.0)
+    queue.announce([replica("a")])
+    (member,) = queue.fleet._members.values()
+    queue.pause(member)
+    queue.answered(member, a_new_stream=False)
+    assert member.on_probation
+    queue.answered(member, a_new_stream=True)
+    assert not member.on_probation
+
+
+def test_an_error_that_may_mean_a_sick_replica_counts_while_it_pauses_for_another_reason() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([replica("a")])
+    (member,) = fleet._members.values()
+    until = fleet.failed(member, 0.0, may_be_sick=False)
+    assert fleet.num_free(0, 0.0) == 0
+    assert not member.on_probation
+    assert fleet.failed(member, until / 2) > until
+    assert member.on_probation
 
 
 async def test_a_refused_prompt_is_not_tried_again() -> None:

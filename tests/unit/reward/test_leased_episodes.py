@@ -304,8 +304,9 @@ async def test_messages_that_no_template_knows_are_refused(tmp_path: Path, role:
         tools = (Tool("a", "", "{}"), Tool("a", "", "{}"))
         with pytest.raises(InvalidRequestError, match="tools"):
             await run.client.leases().chat("x", "d", (ChatMessage("user", "hi"),), tools)
-        with pytest.raises(InvalidRequestError, match="finite"):
-            await run.client.leases().end("x", reward_value=float("nan"))
+        for unusable in (float("nan"), 1e39, -1.7e308):
+            with pytest.raises(InvalidRequestError, match="finite"):
+                await run.client.leases().end("x", reward_value=unusable)
         with pytest.raises(NotFoundError):
             await run.client.leases().end("x", reward_value=1.0)
 

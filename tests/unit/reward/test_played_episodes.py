@@ -14,20 +14,35 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.reward.episodes import loop
+from services.reward.episodes.drivers import EpisodeTask
+from services.reward.episodes.loop import EpisodeGenerator
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,
+    GroupRequest,
     OverlongPromptError,
 )
 from services.reward.generation.stream import CollectedSamples
 from services.reward.grading.grader import Grader
+from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.overlong import OverlongShaping
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.telemetry.samples import transcript
-from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored, Tool
-from tests.support.reward_app import InlineScorer
+from sluice.types import (
+    Answer,
+    ChatMessage,
+    EpisodeEnd,
+    Failed,
+    FailureKind,
+    FinishReason,
+    Rollout,
+    Scored,
+    Tool,
+)
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica
 from tests.support.scripted_environment import (
     LOOK,
     ScriptedEnvironment,
@@ -43,11 +58,38 @@ from tests.support.scripted_environment import (
     tool_says,
     user_says,
 )
+from tests.support.scripted_rollout import rollout_of
 
 
 def failure_of(rollout: Rollout) -> Failed:
     assert isinstance(rollout.outcome, Failed)
     return rollout.outcome
+
+
+ASKED = (ChatMessage("user", "Add jars."),)
+
+
+def short_answer(_name: str, _request: GroupRequest, index: int) -> Rollout:
+    return rollout_of("Answer: 1", index, 0, 1, 8)
+
+
+class ReadyEnvironments:
+    """Environments that answer at once, and are done at the first answer."""
+
+    def begin(self, _task: EpisodeTask) -> ReadyEnvironments:
+        return self
+
+    async def open(self) -> Observation:
+        return Observation()
+
+    async def step(self, _turn: int, _answer: Answer, _finish: FinishReason) -> Observation:
+        return Observation(done=True)
+
+    async def close(self) -> Scored | None:
+        return Scored(1.0, 1.0, {"acc": 1.0})
+
+    async def abandon(self) -> None:
+        """Nothing is open."""
 
 
 async def test_the_tokens_trained_are_the_tokens_read_and_sampled(tmp_path: Path) -> None:
@@ -104,6 +146,49 @@ async def test_a_failed_environment_costs_its_sample_alone(tmp_path: Path) -> No
     assert "the jar fell" in failed.detail
     assert group.rollouts[1].num_tokens > 0
     assert Counter(world.closed.values()) == {False: 2, True: 1}
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+async def test_no_replica_samples_a_first_turn_whose_episodes_have_no_time_left(
+    num_answered: int,
+) -> None:
+    async def hold(_name: str, _request: GroupRequest, index: int) -> None:
+        if index >= num_answered:
+            await asyncio.Event().wait()
+
+    queue, client = ReplicaQueue(1.0), ScriptedClient(before_sample=hold, make=short_answer)
+    dispatcher = GroupDispatcher(client, queue, max_attempts=2)
+    await dispatcher.announce([replica("a")])
+    rules = EpisodeRules(max_sequence_tokens=4000, timeout_s=1.0)
+    generator = EpisodeGenerator(dispatcher, ReadyEnvironments(), rules, by_default=True, seed=7)
+    async with asyncio.timeout(30):
+        group = await generator.generate(group_request(2))
+    for answered in group.rollouts[:num_answered]:
+        assert answered.end is EpisodeEnd.DONE
+    for late in group.rollouts[num_answered:]:
+        assert "sampling turn 0" in failure_of(late).detail
+    assert client.cancelled == ["p0"]
+    assert not queue.is_busy
+
+
+async def test_a_first_turn_is_sampled_while_one_of_its_samples_waits_for_it() -> None:
+    gate = asyncio.Event()
+
+    async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
+        await gate.wait()
+
+    client = ScriptedClient(before_sample=hold, make=short_answer)
+    dispatcher = GroupDispatcher(client, ReplicaQueue(1.0), max_attempts=2)
+    await dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        first = loop.FirstTurns(tasks, dispatcher, group_request(2), "batch")
+        turns = [tasks.create_task(first.turn(index, ASKED, ())) for index in range(2)]
+        await eventually(lambda: bool(client.calls))
+        turns[0].cancel()
+        await eventually(turns[0].done)
+        gate.set()
+    assert turns[1].result().replica == "a"
+    assert not client.cancelled
 
 
 async def test_a_sample_whose_environment_never_opens_fails_and_the_others_begin(

@@ -50,6 +50,7 @@ IDLE = LoopFacts(
                 ("scorer pool", "grading 2 groups"),
             ],
         ),
+        ({"num_generating": 3, "outside": "agent"}, [("agent", "working on samples")]),
         ({"leased_step": 7}, [("trainer", "training the batch of step 7")]),
         ({"num_kept": 8}, [("trainer", "taking the batch that is ready")]),
         ({"num_batches_in_training": 1}, [("trainer", "announcing the next policy version")]),

@@ -1,4 +1,5 @@
-"""What the reward service's watchdog sees of groups that are generated and graded."""
+"""What the reward service's watchdog sees of groups that are generated and graded, and how long
+it and the trainer wait for agents and environments."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ from functools import partial
 
 import pytest
 
-from services.reward.app import RewardApp
+from services.reward.app import RewardApp, RunFiles
+from services.reward.episodes.drivers import EpisodeTask
+from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import GroupRequest
 from services.reward.group_table import GroupTable
-from services.reward.metrics import work_state
+from services.reward.metrics import fleet_facts, work_state
+from sluice.algorithm.episode_rules import Observation
 from sluice.config.loading.loader import load_config
+from sluice.types import Answer, FinishReason, Scored
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
@@ -56,6 +61,93 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         assert not work().has_work
         assert app.groups.counts["generating"] == 1
         assert "rollout fleet" in {wait.peer for wait in work().waits}
+
+
+class SlowEnvironments:
+    """Environments that open when `opened` is set, and are done at the first answer."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+
+    def begin(self, _task: EpisodeTask) -> SlowEnvironments:
+        return self
+
+    async def open(self) -> Observation:
+        await self.opened.wait()
+        return Observation()
+
+    async def step(self, _turn: int, _answer: Answer, _finish: FinishReason) -> Observation:
+        return Observation(done=True)
+
+    async def close(self) -> Scored | None:
+        return Scored(1.0, 1.0, {"acc": 1.0})
+
+    async def abandon(self) -> None:
+        """Nothing is open."""
+
+
+PLAYED = (*SETTINGS, "actor_rollout_ref.rollout.multi_turn.enable=true")
+
+
+async def test_an_agent_works_as_long_as_it_may_and_a_replica_only_as_long_as_it_moves() -> None:
+    gate, files = asyncio.Event(), RunFiles()
+
+    async def before(_name: str, _request: GroupRequest, _index: int) -> None:
+        await gate.wait()
+
+    desk = LeaseDesk(files.ledger.leases)
+    config = load_config(None, (*PLAYED, "sluice.environment.agents=true"))
+    client = ScriptedClient(before_sample=before)
+    async with (
+        running_app(config, client, files=files, drivers=desk) as app,
+        asyncio.TaskGroup() as tasks,
+    ):
+        work = partial(work_state, app, patience_s=600.0)
+
+        def peers() -> set[str]:
+            return {wait.peer for wait in work().waits}
+
+        submit(app, ["answer=1 right=1"])
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        await settled(lambda: desk.num_offered == 2)
+        assert app.groups.counts["generating"] == 1
+        assert not work().has_work
+        assert peers() == {"agent"}
+        async with desk.taking(2, 1.0) as (first, _):
+            pass
+        assert not work().has_work
+        asked = tasks.create_task(
+            desk.chat(first.lease_id, "d", first.task.prompt.messages, (), 9), name="asked"
+        )
+        await settled(lambda: bool(client.calls))
+        assert work().has_work
+        assert peers() == {"rollout fleet"}
+        gate.set()
+        await asked
+        assert not work().has_work
+        assert peers() == {"agent"}
+        await app.loop.announce("trainer-1", 0, [], None)
+        assert peers() == {"rollout fleet"}
+
+
+async def test_an_environment_that_works_keeps_no_replica_busy() -> None:
+    environments = SlowEnvironments()
+    config = load_config(None, (*PLAYED, "sluice.environment.path=jars.py"))
+    async with (
+        running_app(config, ScriptedClient(), drivers=environments) as app,
+        asyncio.TaskGroup() as tasks,
+    ):
+        submit(app, ["answer=1 right=1"])
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        asking = tasks.create_task(app.loop.batches.take(1, 0, 60.0), name="trainer")
+        await settled(lambda: app.loop.batches.num_asking > 0)
+        await settled(lambda: app.groups.counts["generating"] == 1)
+        await settled(lambda: app.dispatcher.num_outside["environment"] == 2)
+        assert not work_state(app, 600.0).has_work
+        assert [wait.peer for wait in work_state(app, 600.0).waits] == ["environment"]
+        assert not fleet_facts(app, 0).is_starved
+        environments.opened.set()
+        await asking
 
 
 async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(

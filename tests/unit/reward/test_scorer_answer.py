@@ -17,6 +17,7 @@ from services.reward.grading.scorer_main import (
     answer_of,
     refusal,
 )
+from sluice.types import LARGEST_NUMBER
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,12 @@ from services.reward.grading.scorer_main import (
 )
 def test_a_number_is_score_and_accuracy(returned: object, score: float) -> None:
     assert answer_of(returned) == ScorerNumber(score, {"acc": score})
+
+
+@pytest.mark.parametrize("score", [LARGEST_NUMBER, -LARGEST_NUMBER])
+def test_a_score_may_be_as_large_as_float32_holds(score: float) -> None:
+    assert answer_of(score) == ScorerNumber(score, {"acc": score})
+    assert answer_of({"score": score}) == ScorerNumber(score, {})
 
 
 def test_of_a_sequence_the_first_element_counts() -> None:
@@ -56,6 +63,8 @@ def test_numbers_of_a_mapping_become_metrics_and_pred_the_prediction() -> None:
         np.float64("nan"),
         1j,
         10**400,
+        1e39,
+        {"score": -1.7e308},
         [math.nan],
         {},
         {"score": None},

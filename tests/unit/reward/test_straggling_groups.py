@@ -280,6 +280,19 @@ async def test_a_slow_stream_moves_once_where_there_is_room() -> None:
     assert (first[0], second[0]) == ("a", "b")
     assert second[2][0] >= 4
     assert setting.tokens.num_received == 80
+    members = setting.queue.fleet._members.values()
+    assert not any(member.on_probation for member in members)  # slow is not sick
+
+
+async def test_the_rate_of_a_replica_that_has_left_counts_no_longer() -> None:
+    setting = Setting(Parts(6, a=(sent(whole(0, 6)), asyncio.Event())))
+    await setting.dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(setting.draw())
+        await settled(lambda: setting.tokens.num_received == 6)
+        await setting.dispatcher.announce([replica("b")])
+        assert (await drawing).rollouts
+    assert setting.dispatcher._rates.median_of_others("b") is None
 
 
 async def test_a_slow_stream_stays_where_there_is_no_room_elsewhere() -> None:

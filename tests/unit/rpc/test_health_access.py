@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -107,6 +108,10 @@ async def never() -> AsyncIterator[bytes]:
     yield b""
 
 
+async def at_once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
 def limits(monkeypatch: pytest.MonkeyPatch, most_open: int, read_within_s: float) -> None:
     monkeypatch.setattr(auth, "MOST_OPEN_CHECKS", most_open)
     monkeypatch.setattr(auth, "_READ_WITHIN_S", read_within_s)
@@ -131,6 +136,26 @@ async def test_idle_checks_end_when_honest_ones_come(
                 assert await check(probe) == SERVING
             for call in idle:
                 call.cancel()
+
+
+async def test_a_check_that_has_just_used_its_time_up_costs_the_next_one_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits(monkeypatch, 1, 0.0)
+    checks, refused = auth.BoundedChecks(), AsyncMock()
+
+    async def read_slowly() -> None:
+        with pytest.raises(TimeoutError):
+            await checks._read(never(), refused)
+
+    async with asyncio.TaskGroup() as tasks:
+        slow = tasks.create_task(read_slowly())
+        while not checks._open or not checks._open[0].expired():
+            await asyncio.sleep(0)
+        monkeypatch.setattr(auth, "_READ_WITHIN_S", 60.0)
+        assert await checks._read(at_once(b"check"), refused) == b"check"
+        assert not slow.done()
+    refused.abort.assert_awaited_once()
 
 
 async def test_a_check_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,14 @@ REFUSED: dict[str, tuple[Callable[[], TrainBatch], str]] = {
         lambda: batch(good("p"), replace(good("q"), baseline_reward=float("nan"))),
         "group q: its baseline_reward is nan",
     ),
+    "a baseline that float32 cannot hold": (
+        lambda: batch(good("p"), replace(good("q"), baseline_reward=-1e39)),
+        r"group q: its baseline_reward is -1e\+39",
+    ),
+    "a reward that float32 cannot hold": (
+        lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=1e39)),
+        r"group q, sample 0: its reward is 1e\+39",
+    ),
     "no reward": (
         lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=float("nan"))),
         "group q, sample 0: its reward is nan",

@@ -290,6 +290,9 @@ def test_the_remedy_names_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     weights.write_text("torn")
     remedy = resume_remedy(tmp_path / "global_step_4")
     assert f"trainer.resume_from_path={tmp_path / 'global_step_2'}" in remedy
+    later = resume_remedy(tmp_path / "global_step_1")
+    assert later.startswith("resume from another complete one with")
+    assert later.endswith(f"trainer.resume_from_path={tmp_path / 'global_step_4'}")
 
 
 def test_a_protected_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> None:

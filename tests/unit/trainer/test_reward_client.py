@@ -179,6 +179,30 @@ async def test_a_batch_is_waited_for_as_long_as_the_service_makes_progress(
     assert clock.now_s - began_s > 2 * 60.0
 
 
+def awaiting(peer: str, seconds: float) -> reward_pb2.GetStatusResponse:
+    wait = reward_pb2.Awaited(peer=peer, phase="working on samples", seconds=seconds)
+    return status(prompts_submitted=5, awaited=[wait])
+
+
+@pytest.mark.parametrize("peer", ["agent", "environment"])
+async def test_a_batch_is_waited_for_while_all_samples_are_with_agents_or_environments(
+    client: RewardClient, stub: Stub, clock: Clock, peer: str
+) -> None:
+    stub.answers["TakeBatch"] = [
+        *[DEADLINE] * 20,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [awaiting(peer, 15.0 * n) for n in range(20)]
+    assert (await client.take_batch(1, 0, no_tokens, all_come)).batch_id == "b"
+
+
+async def test_time_at_a_fleet_that_hangs_is_no_progress(client: RewardClient, stub: Stub) -> None:
+    stub.answers["TakeBatch"] = [DEADLINE]
+    stub.answers["GetStatus"] = [awaiting("rollout fleet", 15.0 * n) for n in range(20)]
+    with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
+        await client.take_batch(4, 3, no_tokens, all_come)
+
+
 async def test_a_service_that_stands_still_ends_the_wait_for_a_batch(
     client: RewardClient, stub: Stub
 ) -> None:

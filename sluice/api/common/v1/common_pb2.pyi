@@ -507,7 +507,7 @@ class Turn(google.protobuf.message.Message):
     finish_reason: global___FinishReason.ValueType
     """Why it ended."""
     reward: builtins.float
-    """Its own reward, where the environment gives any; finite. Absent without one."""
+    """Its own reward, where the environment gives any; fits float32. Absent without one."""
     untrained: builtins.str
     """Never set: all of its tokens are trained."""
     def __init__(

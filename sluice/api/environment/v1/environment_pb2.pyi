@@ -30,7 +30,7 @@ class Observation(google.protobuf.message.Message):
     done: builtins.bool
     """Whether the episode is over: the policy reads nothing more."""
     reward: builtins.float
-    """Reward of the answer before, finite. Absent without one."""
+    """Reward of the answer before; fits float32. Absent without one."""
     drops_tools: builtins.bool
     """Whether the policy may call no tool from now on; then `tools` is empty."""
     @property

@@ -272,7 +272,7 @@ class TrainGroup(google.protobuf.message.Message):
     """Source of the prompt."""
     baseline_reward: builtins.float
     """Reward of one greedy response (temperature 0) to the prompt, graded and shaped like the
-    samples; finite. Absent unless the run's advantage estimator needs it (remax).
+    samples; fits float32. Absent unless the run's advantage estimator needs it (remax).
     """
     num_images: builtins.int
     """Number of images of the prompt."""
@@ -1295,7 +1295,7 @@ class EndEpisodeRequest(google.protobuf.message.Message):
     lease_id: builtins.str
     """The lease."""
     reward: builtins.float
-    """Its reward, finite. Absent: the row's scorer grades the last answer."""
+    """Its reward; fits float32. Absent: the row's scorer grades the last answer."""
     failure: builtins.str
     """Why the program failed, at most 2000 bytes; the sample then has no reward. Empty: it did not."""
     def __init__(
