@@ -16,7 +16,7 @@ import torch
 from sluice.checkpoint.adapter_files import ADAPTER_CONFIG, AdapterMerge, read_adapter
 from sluice.checkpoint.safetensors_files import copy_weights, is_weight_file, tensor_names
 from sluice.checkpoint.source import CheckpointFormat, CheckpointSource
-from sluice.checkpoint.verl_shards import assemble_model
+from sluice.checkpoint.verl_shards import assemble_model, refuse_adapters
 from sluice.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -96,6 +96,7 @@ def _write(
     dtype = _DTYPES[options.dtype]
     dropped = {EMBEDDING_OUTPUT} if options.tie_word_embeddings else set()
     if source.format is CheckpointFormat.HUGGING_FACE:
+        refuse_adapters(source.huggingface, tensor_names(source.huggingface))
         copy_weights(source.huggingface, target, dtype, dropped, on_tensor)
     else:
         assemble_model(

@@ -58,6 +58,7 @@ def find_source(directory: Path, role: str = "actor") -> CheckpointSource:
     for candidate in (huggingface, folder / ADAPTER_FOLDER, folder):
         if (candidate / ADAPTER_CONFIG).is_file():
             return CheckpointSource(candidate, huggingface, CheckpointFormat.ADAPTER)
+    for candidate in (huggingface, folder):
         if any(candidate.glob("*.safetensors")):  # verl's hf_model is next to its shards
             return CheckpointSource(folder, candidate, CheckpointFormat.HUGGING_FACE)
     if any(SHARD_NAME.fullmatch(file.name) for file in folder.iterdir()):

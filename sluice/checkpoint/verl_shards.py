@@ -234,7 +234,7 @@ def assemble_model(
     model = _empty_model(target, trust_remote_code=trust_remote_code)
     shapes: dict[str, Shape] = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     weights = read_shards(shards, dtype, shapes, on_tensor)
-    _refuse_adapters(shards, weights)
+    refuse_adapters(shards, weights)
     for name in sorted(dropped & weights.keys()):
         embedding = embedding_name(weights)
         tied = weights[embedding] if embedding else None
@@ -273,11 +273,12 @@ def _builder(config: PreTrainedConfig) -> Callable[..., object]:
     )
 
 
-def _refuse_adapters(shards: Path, names: Collection[str]) -> None:
+def refuse_adapters(folder: Path, names: Collection[str]) -> None:
+    """Raise CheckpointError if weights have peft's names: the adapters are not in them yet."""
     adapters = [name for name in names if ".lora_" in name or name.startswith("base_model.model.")]
     if adapters:
         raise CheckpointError(
-            f"{shards} holds LoRA weights (first {min(adapters)}), which are not merged here; use "
+            f"{folder} holds LoRA weights (first {min(adapters)}), which are not merged here; use "
             "`python -m verl.model_merger merge --backend fsdp` and then peft's merge_and_unload"
         )
 

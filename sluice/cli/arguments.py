@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from sluice.config.loading.keys import all_names
+from sluice.config.loading.yaml_files import VERLS_ESTIMATOR
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import (
     RECORDED,
@@ -23,6 +24,7 @@ from sluice.service_contract import CONFIG_NAME
 
 RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")
+_ESTIMATOR = "algorithm.adv_estimator"
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -90,7 +92,15 @@ def script_settings(
         _report(f"  exports: {', '.join(sorted(launch.exported))}")
         os.environ.update(launch.exported)
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
-    return launch.config, list(launch.settings)
+    settings = list(launch.settings)
+    if launch.config is None and not any(_sets_estimator(one) for one in settings):
+        settings.append(f"{_ESTIMATOR}={VERLS_ESTIMATOR}")
+        _report(f"  added: {settings[-1]}, verl's where a launch names none")
+    return launch.config, settings
+
+
+def _sets_estimator(setting: str) -> bool:
+    return setting.partition("=")[0].lstrip("+~") == _ESTIMATOR
 
 
 def _report(line: str) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import KeyStatus
-from sluice.config.derived import is_bypassed, is_corrected, total_training_steps
+from sluice.config.derived import is_bypassed, is_corrected, total_training_steps, uses_critic
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.loading.yaml_text import flat_tree
 from sluice.config.memory.rollout import (
     GIB,
     RolloutMemory,
@@ -24,7 +25,7 @@ from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import NEEDS_OTHERS, all_problems
 from sluice.config.rules.sampling import strategy_notes, truncation_notes
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, defaults
 from sluice.config.sources import source_configs
 from sluice.config.verl_sizes import (
     ACTOR,
@@ -44,7 +45,7 @@ _OVER_ROWS = ("gae", "remax", "reinforce_plus_plus")
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
     """Return the notes for the start of a run; `as_set`: the keys that were set."""
-    return [*notices(as_set), *remarks(config)]
+    return [*notices(as_set), *_idle_critic(config, as_set), *remarks(config)]
 
 
 def remarks(config: RunConfig) -> list[Problem]:
@@ -96,6 +97,22 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
         UNSET,
         f"samples may lag by at most {versions}; {means} correct for it",
     )
+
+
+def _idle_critic(config: RunConfig, as_set: SettingsTree) -> Iterator[Problem]:
+    if uses_critic(config):
+        return
+    critic = flat_tree({"critic": defaults()["critic"]})
+    keys = {key: value for key, value in as_set.by_key().items() if key in critic}
+    changed = [key for key, value in keys.items() if value not in (None, critic[key])]
+    if changed and changed != ["critic.enable"]:
+        more = f", as {len(changed) - 1} more of critic.*" if changed[1:] else ""
+        yield _note(
+            changed[0],
+            keys[changed[0]],
+            f"has no effect{more}: algorithm.adv_estimator = {config.algorithm.adv_estimator} "
+            "trains no critic",
+        )
 
 
 def _lone_responses(config: RunConfig) -> Iterator[Problem]:

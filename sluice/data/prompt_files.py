@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_rows import PromptColumns, images_refused
+from sluice.data.prompt_rows import UNREAD_MEDIA, PromptColumns, images_refused, media_refused
 from sluice.data.row_files import (
     PARQUET_SUFFIX,
     RowBlock,
@@ -62,7 +62,7 @@ def open_prompt_files(
 
     Raises:
         DataError: a file is missing, empty, of another format, lacks a column, or holds images
-            that are refused; or none has rows.
+            that are refused, videos or sound; or none has rows.
     """
     blocks: list[RowBlock] = []
     num_rows = 0
@@ -77,6 +77,9 @@ def open_prompt_files(
         found_at = first_row_with_images(paths, columns.refused_images)
         if found_at is not None:
             raise images_refused(f"{config_key}: {found_at}", columns.refused_images)
+    for name in UNREAD_MEDIA:
+        if name != columns.images and (found_at := first_row_with_images(paths, name)) is not None:
+            raise media_refused(f"{config_key}: {found_at}", name)
     return PromptFiles(tuple(blocks), columns, num_rows)
 
 
@@ -144,7 +147,7 @@ def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
 
     Args:
         paths: Parquet files, or files of JSON lines.
-        column: the images' column, ``data.image_key``.
+        column: the images' column, ``data.image_key``, or one of other media.
 
     Raises:
         DataError: a file is damaged.

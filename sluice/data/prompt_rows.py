@@ -17,6 +17,8 @@ from sluice.types import IMAGE_MARK, ChatMessage
 GROUND_TRUTH = "ground_truth"
 UNREAD_KEYS = ("tool_calls", "reasoning_content")
 """Keys of a message that chat templates write; rows with a value there would lose it."""
+UNREAD_MEDIA = ("videos", "audios")
+"""verl's columns of media that no run reads; rows that hold some are refused."""
 IMAGE_RUNS = "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without a critic"
 """The runs that read images, for refusals."""
 
@@ -161,8 +163,7 @@ def decode_row(
         raise _bad_row(place, f"'{columns.agent_name}' is {short_repr(agent)}, not a name")
     if agent:
         extra_info = {**(extra_info or {}), AGENT_NAME: agent}
-    if columns.refused_images and values.get(columns.refused_images):
-        raise images_refused(place, columns.refused_images)
+    _refuse_media(values, columns, place)
     messages = tuple(_message(turn, place, columns.prompt) for turn in turns)
     images = _images(values, columns, messages, place)
     is_json = not isinstance(truth, str)
@@ -185,11 +186,27 @@ def truth_text(truth: object) -> str | None:
         return None
 
 
+def _refuse_media(values: Mapping[str, object], columns: PromptColumns, place: str) -> None:
+    if columns.refused_images and values.get(columns.refused_images):
+        raise images_refused(place, columns.refused_images)
+    for name in UNREAD_MEDIA:
+        if name != columns.images and values.get(name):
+            raise media_refused(place, name)
+
+
 def images_refused(place: str, column: str) -> DataError:
     """Return the error for a row with images if model, engine or critic read text alone."""
     return DataError(
         f"{place} holds images (column '{column}'), and this run is text-only; give a data set "
         f"without images, or {IMAGE_RUNS}"
+    )
+
+
+def media_refused(place: str, column: str) -> DataError:
+    """Return the error for a row with videos or sound."""
+    return DataError(
+        f"{place} holds {column}, and no run reads them; give a data set without them, or remove "
+        f"the column '{column}' if the prompts mean the same without it"
     )
 
 

@@ -21,6 +21,10 @@ _VERLS = (
     "name a file of verl's functions in actor_rollout_ref.rollout.multi_turn.function_tool_path "
     "instead (sluice env check --verl)"
 )
+_VERLS_SCORERS = (
+    "verl is not installed here; its scorers are built in (set reward.scorer_routes), or copy the "
+    "function into the file"
+)
 PATH_KEY, NAME_KEY = "sluice.environment.path", "sluice.environment.name"
 
 
@@ -72,7 +76,9 @@ def import_error(key: str, path: str, error: Exception) -> ConfigError:
         deepest = traceback.extract_tb(error.__traceback__)[-1]
         file, line = deepest.filename, deepest.lineno
     is_verls = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
-    remedy = _VERLS if is_verls and key == PATH_KEY else "repair it"
+    remedy = "repair it"
+    if is_verls:
+        remedy = _VERLS if key == PATH_KEY else _VERLS_SCORERS
     return ConfigError(f"{key}: {path} fails to import: {last} ({file}, line {line}); {remedy}")
 
 

@@ -13,6 +13,7 @@ A stand-alone evaluation is a validation that stores each finished prompt, and s
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,7 @@ class FinishedValidation:
 
 
 class ValidationRun:
-    """The validated prompts of one run, by position, and the examples of the first of them.
+    """The validated prompts of one run, by position, and examples, spread over the whole set.
 
     Args:
         num_examples: largest number of responses to keep for display.
@@ -131,12 +132,12 @@ class ValidationRun:
     def add(
         self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
     ) -> None:
-        """Note a prompt; keep the examples of the lowest positions."""
+        """Note a prompt; keep examples of the same positions in every validation."""
         self._prompts[position] = prompt
         if example is not None:
             self._examples[position] = example
             if len(self._examples) > self._num_examples:
-                del self._examples[max(self._examples)]
+                del self._examples[max(self._examples, key=_shuffled)]
 
     def result(self) -> FinishedValidation:
         """Return verl's metrics over what could be scored, and the examples."""
@@ -154,6 +155,11 @@ class ValidationRun:
             sum(p.num_response_tokens for p in prompts),
             standard_errors(values),
         )
+
+
+def _shuffled(position: int) -> bytes:
+    """Return a position's place in a fixed random order: files hold a data source at a time."""
+    return hashlib.blake2b(position.to_bytes(8), digest_size=8).digest()
 
 
 class ValidationRows(Protocol):

@@ -335,7 +335,12 @@ def _samples(
             output=transcript(rollout),
             gts=prompt.ground_truth,
             score=outcome.score,
-            extras={**outcome.metrics, "reward": outcome.reward, "uid": prompt.prompt_id},
+            extras={
+                **outcome.metrics,
+                **({} if outcome.prediction is None else {"pred": outcome.prediction}),
+                "reward": outcome.reward,
+                "uid": prompt.prompt_id,
+            },
         )
         for rollout, outcome in zip(rollouts, outcomes, strict=True)
         if isinstance(outcome, Scored)

@@ -354,8 +354,8 @@ class Reporter:
 def choose_examples(examples: Iterable[Example], count: int) -> list[Example]:
     """Choose up to `count` examples, of the same prompts at every validation.
 
-    verl's choice: sort by input, shuffle with a fixed seed, take the first
-    (`verl/trainer/ppo/ray_trainer.py`, `_maybe_log_val_generations`).
+    verl's choice (`verl/trainer/ppo/ray_trainer.py`, `_maybe_log_val_generations`), but among one
+    response of each of some prompts: sort by input, shuffle with a fixed seed, take the first.
     """
     ordered = sorted(examples, key=lambda example: example.prompt)
     order = np.arange(len(ordered))

@@ -38,8 +38,11 @@ _LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
 _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
 
 NULL_IS_DEFAULT = (
+    "actor_rollout_ref.actor.data_loader_seed",
     "actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "critic.data_loader_seed",
     "critic.optim.lr_warmup_steps",
+    "critic.optim.min_lr_ratio",
     "algorithm.filter_groups.metric",
     "reward.custom_reward_function.name",
 )
@@ -94,6 +97,16 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
+def _name(value: object) -> object:
+    """Return a number, such as a date, as text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+def _home_or_none(value: object) -> object:
+    return _home(value or None)
+
+
 PATH_KEYS = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.lora_adapter_path",
@@ -113,6 +126,14 @@ PATH_KEYS = (
 )
 """Keys that name files and folders, without the files of `sluice.sources`."""
 
+_EMPTY_IS_NULL = (
+    "reward.custom_reward_function.path",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+)
+"""Files and folders whose empty text means none, as in verl."""
+
 WORDS: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(PATH_KEYS, _home),
     f"{_ACTOR}.fsdp_config.model_dtype": _words(_DTYPES),
@@ -122,10 +143,12 @@ WORDS: dict[str, Callable[[object], object]] = {
     f"{_ROLLOUT}.dtype": _words(_DTYPES),
     f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
     "reward.reward_manager.name": _words(_MANAGERS),
+    "trainer.experiment_name": _name,
     "trainer.logger": _loggers,
+    "trainer.project_name": _name,
     "sluice.sources": _homes,
     "actor_rollout_ref.model.lora.adapter_path": _home,
-    "trainer.resume_from_path": lambda value: _home(value or None),
+    **dict.fromkeys(_EMPTY_IS_NULL, _home_or_none),
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }

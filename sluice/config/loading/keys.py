@@ -113,7 +113,7 @@ def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath,
 def refers_to(value: object, path: KeyPath) -> bool:
     """Return whether `value` is one reference to the key at `path` in some spelling."""
     reference = _REFERENCE.match(value) if isinstance(value, str) else None
-    return reference is not None and canonical(tuple(reference[1].split("."))) == path
+    return reference is not None and full_form(canonical(tuple(reference[1].split(".")))) == path
 
 
 def other_spellings(key: str) -> tuple[str, ...]:

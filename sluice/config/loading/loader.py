@@ -16,7 +16,7 @@ from sluice.config.loading.overrides import apply_overrides, expand_overrides, i
 from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_files import read_document
-from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.loading.yaml_text import parse_word
 from sluice.config.problems import Problem, raise_problems
 from sluice.config.run import (
     RunConfig,
@@ -142,6 +142,11 @@ class KeySettings:
         """Return whether the user gave the key a value other than null."""
         return self._as_set.get(key) is not None
 
+    def set_below(self, section: str) -> dict[str, object]:
+        """Return what the user set in a section, without nulls, by key."""
+        given = self._as_set.items()
+        return {k: v for k, v in given if k.startswith(f"{section}.") and v is not None}
+
     def value(self, key: str) -> object:
         """Return the value of a key of the catalogue; `None` if it is null."""
         found = value_at(self._typed, key.split("."), self._as_set.get(key))
@@ -248,7 +253,7 @@ def _hint(value: object, annotation: object) -> str:
         return "YAML 1.2 has no other words for them"
     if isinstance(value, int | float) and wanted.startswith("a string"):
         return "put the value in quotes"
-    if isinstance(value, str) and isinstance(parse_scalar(value), int | float):
+    if isinstance(value, str) and isinstance(parse_word(value), int | float):
         return "write it without quotes"
     if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
         return "write it without a decimal point"

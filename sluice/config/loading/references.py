@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import catalogue
-from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
+from sluice.config.loading.keys import (
+    KeyPath,
+    canonical,
+    find_key,
+    full_form,
+    is_section,
+    unknown_key,
+)
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import flat_tree, parse_override_value, parse_scalar
 from sluice.config.problems import of_error
@@ -83,8 +90,11 @@ class _Resolver:
             found = self._look_up(inner[1].translate(_BACK).strip(), chain)
             if inner[0] == value:
                 return found
+            before = value[: inner.start()]
+            if found is None and "${" not in before:  # within a reference, null is a default
+                raise _without_value(chain[-1], inner[1])
             written = _written(found).translate(_ASIDE)
-            value = f"{value[: inner.start()]}{written}{value[inner.end() :]}"
+            value = f"{before}{written}{value[inner.end() :]}"
         return value
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
@@ -106,12 +116,12 @@ class _Resolver:
             return None if select[2] is None else parse_scalar(select[2].strip())
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
             raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
-        raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")
+        raise _without_value(chain[-1], key)
 
     def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
-        proper = canonical(path)
+        proper = full_form(canonical(path))
         key = ".".join(proper)
-        if key in chain:
+        if any(f"{one}.".startswith(f"{key}.") for one in chain):
             raise ConfigError(
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )
@@ -122,6 +132,10 @@ class _Resolver:
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default
+
+
+def _without_value(at: str, key: str) -> ConfigError:
+    return ConfigError(f"{at}: reference ${{{key}}}: that key has no value; set it")
 
 
 def _variable(name: str, default: str | None, at: str) -> str | None:

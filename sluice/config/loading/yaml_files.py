@@ -17,6 +17,9 @@ from sluice.errors import ConfigError
 VERLS_OWN = re.compile(r"(?:_generated_)?ppo_(?:\w+_)?trainer|legacy_reward_impl")
 """Names of verl's configurations: the catalogue knows their values."""
 
+VERLS_ESTIMATOR = "gae"
+"""``algorithm.adv_estimator`` of verl's trainers, the one default that trains something else."""
+
 _VERLS_FOLDER = ("verl", "trainer", "config")
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _SELF = "_self_"
@@ -27,7 +30,7 @@ def read_document(path: Path) -> Mapping[str, object]:
 
     Below it are the files that its ``defaults`` name, in Hydra's order, if they lie beside it or in
     a folder of its ``hydra.searchpath``. Groups of files that are not there, such as verl's, stay
-    in ``defaults``; verl's trainers do not.
+    in ``defaults``; verl's trainers do not: they set verl's estimator.
 
     Raises:
         ConfigError: a file cannot be read, is no YAML, or holds something else; one is not there,
@@ -121,7 +124,7 @@ class _Composition:
             if file := self._found(name, parent.group):
                 self.add(file, name, package, parent)
             elif isinstance(entry, str):
-                self._check_left_out(name.removeprefix("/"), parent.files[-1])
+                self._add_verls(name.removeprefix("/"), parent.files[-1])
             elif entry not in self.unread:
                 self.unread.append(entry)
 
@@ -136,18 +139,22 @@ class _Composition:
                 return file
         return None
 
-    def _check_left_out(self, name: str, file: Path) -> None:
+    def _add_verls(self, name: str, file: Path) -> None:
+        """Add what a file of verl's, which is not read, sets otherwise than sluice."""
         if not VERLS_OWN.fullmatch(name):
             folders = " or ".join(str(folder) for folder in self.folders)
             raise ConfigError(
                 f"configuration file {file}: its defaults name {name}, and there is no {name}.yaml "
                 f"in {folders}; put it there, or its keys into this file"
             )
-        if self.values:
+        of_verl: dict[str, object] = {"algorithm": {"adv_estimator": VERLS_ESTIMATOR}}
+        if self.values not in ({}, of_verl):
             raise ConfigError(
                 f"configuration file {file}: its defaults name {name} after other settings, which "
                 f"its values replace; move {name} to the start of defaults"
             )
+        if name.endswith("_trainer"):
+            self.values = of_verl
 
 
 @dataclass(frozen=True, slots=True)

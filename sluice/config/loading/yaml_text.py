@@ -30,6 +30,7 @@ SCALAR_PATTERNS = (
     ("tag:yaml.org,2002:int", _INT),
     ("tag:yaml.org,2002:float", _FLOAT),
 )
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9xo]")
 _FLOW_PART = re.compile(
     r"""(?<![^\s\[{,:])(?:'(?:[^']|'')*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL
 )  # a quoted string, or one character
@@ -99,18 +100,25 @@ def parse_document(text: str, source: str) -> object:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
+def parse_word(text: str) -> object:
+    """Return the value of an override's plain word: of numbers, Hydra takes ``0612`` for text."""
+    value = parse_scalar(text)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return text if is_number and _LEADING_ZERO.match(text) else value
+
+
 def parse_override_value(text: str, source: str) -> object:
     """Return the value on the right of an override.
 
     Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
-    values; anything else is one word, taken literally, so that `#` and `: ` have no meaning.
-    Nothing at all is the empty string.
+    values; anything else is one word (`parse_word`), taken literally, so that `#` and `: ` have no
+    meaning. Nothing at all is the empty string.
     """
     if text == "":
         return ""
     if text[0] in "[{\"'":
         return _parse_flow(text, source)
-    return parse_scalar(text)
+    return parse_word(text)
 
 
 def _parse_flow(text: str, source: str) -> object:

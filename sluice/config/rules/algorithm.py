@@ -10,12 +10,15 @@ from sluice.algorithm.registry import SILENT_AT_ZERO_ADVANTAGE
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.config import derived
 from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS, TURN_ESTIMATORS
+from sluice.config.loading.loader import KeySettings
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
+from sluice.config.schema.algorithm import AlgorithmConfig
 from sluice.config.verl_sizes import ACTOR
 from sluice.errors import ConfigError
 
 SKIPPING_KEY = "sluice.trainer.skip_zero_advantage"
+_ESTIMATOR = "algorithm.adv_estimator"
 _CORRECTION = "algorithm.rollout_correction"
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _WEIGHTS, _BEHAVIOR = f"{_CORRECTION}.rollout_is", f"{ACTOR}.use_rollout_log_probs"
@@ -164,6 +167,20 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
             mini,
             f"does not divide data.train_batch_size = {prompts} (both count prompts)",
             "set it to null to follow the actor",
+        )
+
+
+def idle_critic_problems(config: RunConfig, settings: KeySettings) -> Iterator[Problem]:
+    """Yield keys of a critic that no estimator asks for, where the user named no estimator."""
+    given = settings.set_below("critic")
+    if derived.uses_critic(config) or settings.is_set(_ESTIMATOR) or "critic.enable" in given:
+        return
+    if given and config.algorithm.adv_estimator == AlgorithmConfig().adv_estimator:
+        yield Problem(
+            *next(iter(given.items())),
+            f"without {_ESTIMATOR}: no critic is trained, since sluice's default is grpo, where "
+            "verl's is gae",
+            f"set {_ESTIMATOR}=gae to train as verl does, or {_ESTIMATOR}=grpo without a critic",
         )
 
 

@@ -20,7 +20,11 @@ from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.shape import ModelShape
 from sluice.config.parallel_layout import divisions, shard_size, trainer_layout
 from sluice.config.problems import Problem, errors, named, of_error, raise_problems
-from sluice.config.rules.algorithm import algorithm_problems, correction_problems
+from sluice.config.rules.algorithm import (
+    algorithm_problems,
+    correction_problems,
+    idle_critic_problems,
+)
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.environment import environment_problems
 from sluice.config.rules.files import file_problems
@@ -100,6 +104,7 @@ def all_problems(
         found = list(source_problems(config, check))
     else:
         found = _rule_problems(config, settings, shape)
+    found += named("critic", idle_critic_problems(config, settings))
     if files:
         found += named("files", file_problems(config))
     return found

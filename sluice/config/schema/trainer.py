@@ -45,7 +45,9 @@ class TrainerConfig(Section, frozen=True):
     """Validate once and exit, without training; requires val_before_train."""
 
     log_val_generations: NonNegativeInt = 0
-    """Number of validation samples that are logged with their scores; 0: none."""
+    """Number of validation samples, each of another prompt, that are logged with their scores;
+    0: none.
+    """
 
     rollout_data_dir: str | None = None
     """Folder for the samples of every train batch, <step>.jsonl; none: not written."""

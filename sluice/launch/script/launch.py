@@ -29,6 +29,9 @@ _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
 _OTHER_WORK = re.compile(
     r"(?:verl|recipe)\.(?:\w+\.)*(?:\w*sft_trainer\w*|main_generation\w*|main_eval\w*)"
 )
+# verl's modules and recipes, also as files.
+_VERLS_MODULE = re.compile(r"(?:.*\.)?recipe\..*|verl\..*|.*\.verl\.(?:trainer|experimental)\..*")
+_SAME_TRAINING = re.compile(r"\w*main_ppo\w*|main_dapo|fully_async_main|main_entropy")
 _CONFIG_OPTIONS = {
     **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "path"),
     **dict.fromkeys(("--config-name", "-cn"), "name"),
@@ -122,7 +125,8 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         isolated: as of `record`.
 
     Raises:
-        ConfigError: it launches nothing, or several different things, or cannot be run.
+        ConfigError: it launches nothing, several different things, or another algorithm's module,
+            or cannot be run.
         DeadlineError: it does not end.
     """
     recording = record(script, arguments, isolated=isolated)
@@ -138,6 +142,7 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     call = launches[0]
     start = _start_of(call)
     assert start is not None
+    _check_algorithm(script, call[start])
     given = call[start + 1 :]
     settings = [word for word in given if _SETTING.match(word)]
     settings += _not_passed_on(arguments, given)
@@ -239,6 +244,18 @@ def _start_of(call: Sequence[str]) -> int | None:
 def _trains(call: Sequence[str]) -> bool:
     start = _start_of(call)
     return start is not None and not _OTHER_WORK.fullmatch(call[start])
+
+
+def _check_algorithm(script: Path, module: str) -> None:
+    """Refuse a module of verl's whose code, not its keys, holds another algorithm."""
+    name = module.removesuffix(".py").replace("/", ".")
+    if _VERLS_MODULE.fullmatch(name) and not _SAME_TRAINING.fullmatch(name.rpartition(".")[2]):
+        raise ConfigError(
+            f"script {script}: starts {module}, whose code may train by another algorithm; sluice "
+            "trains what the keys of verl.trainer.main_ppo and recipe.dapo.main_dapo say (their "
+            "estimators and losses: docs/algorithms.md). If that is what it trains, name "
+            "verl.trainer.main_ppo in the script"
+        )
 
 
 def _no_launch(script: Path, recording: Recording) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -218,6 +218,20 @@ def test_adapters_are_refused_with_who_merges_them(tmp_path: Path) -> None:
     checkpoint = write_verl_checkpoint(tmp_path / "actor", base, weights, {})
     with pytest.raises(CheckpointError, match=r"LoRA weights .*verl\.model_merger"):
         merged(checkpoint, tmp_path / "out")
+
+
+def test_whole_weights_with_adapters_names_are_refused_and_the_adapter_beside_them_is_taken(
+    tmp_path: Path,
+) -> None:
+    huggingface = save_model(tmp_path / "actor" / "huggingface", "llama")
+    weights = {"base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)}
+    save_file(weights, huggingface / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"huggingface holds LoRA weights"):
+        merged(tmp_path, tmp_path / "out")
+    adapter = tmp_path / "actor" / "lora_adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").touch()
+    assert find_source(tmp_path).role == adapter
 
 
 def test_a_tensor_that_every_rank_holds_whole_is_taken_once() -> None:

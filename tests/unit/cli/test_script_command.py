@@ -56,6 +56,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "actor_rollout_ref.actor.use_dynamic_bsz",
         "trainer.logger",
         "trainer.total_epochs",
+        "algorithm.adv_estimator",
     }
     assert found.stderr.splitlines() == [
         "run.sh: bash runs the script to read its arguments; programs are recorded.",
@@ -63,7 +64,25 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
         "  ignored: --config-name=other; give what it changes of verl's defaults as key=value",
         "  launch: verl.trainer.main_ppo, 8 settings",
+        "  added: algorithm.adv_estimator=gae, verl's where a launch names none",
     ]
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("setting", "estimator"),
+    [
+        ("", "gae"),
+        (" algorithm.adv_estimator=grpo", "grpo"),
+        (" +algorithm.adv_estimator=rloo", "rloo"),
+    ],
+)
+def test_a_script_without_an_estimator_trains_verls(
+    setting: str, estimator: str, script: str
+) -> None:
+    Path(script).write_text(SCRIPT.replace(" $@", setting), encoding="utf-8")
+    assert sluice("init", "run.yaml", "--from", script).exit_code == 0
+    assert load_config(Path("run.yaml"), ()).algorithm.adv_estimator == estimator
 
 
 @isolated

@@ -137,6 +137,10 @@ def test_references_follow_references_and_refuse_circles() -> None:
     [
         ("${data.promt_key}", r"reference \$\{data.promt_key\}.*did you mean data.prompt_key\?"),
         ("${now:%Y}", "calls a resolver"),
+        (
+            "${trainer.default_local_dir}/x",
+            r"\$\{trainer.default_local_dir\}: that key has no value",
+        ),
         ("${oc.env:NOT_THERE}", r"\$NOT_THERE has no value; set it: NOT_THERE=... sluice ..."),
     ],
 )
@@ -153,6 +157,7 @@ def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None
         ("${oc.env:GONE,a b}", "a b"),
         ("${oc.env:GONE,'a,b'}", "a,b"),
         ("${oc.env:GONE,${oc.env:HERE}/data}", "7/data"),
+        ("${oc.env:HERE,${trainer.default_local_dir}}/data", "7/data"),
         ("${oc.env:EMPTY,x}", ""),
         ("${oc.env:GONE,}", ""),
     ],
@@ -371,3 +376,25 @@ def test_an_override_of_no_known_form_is_refused(text: str) -> None:
 )
 def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:
     assert parse_override(f"+k={text}").value == value
+
+
+# The values are those that Hydra 1.3 parses.
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("-0.5", -0.5),
+        ("1128", 1128),
+        ("+5", 5),
+        ("0612", "0612"),
+        ("00", "00"),
+        ("-08", "-08"),
+        ("0x10", "0x10"),
+        ("0o7", "0o7"),
+    ],
+)
+def test_a_word_in_an_override_is_a_number_only_where_it_is_to_hydra(
+    text: str, value: object
+) -> None:
+    found = parse_override(f"+k={text}").value
+    assert (found, type(found)) == (value, type(value))

@@ -107,6 +107,12 @@ def value(config: RunConfig, key: str) -> object:
         ([f"{ACTOR}.optim.lr_warmup_steps=null"], f"{ACTOR}.optim.lr_warmup_steps", -1),
         (["critic.optim.lr_warmup_steps=null"], "critic.optim.lr_warmup_steps", -1),
         (["trainer.resume_from_path=''"], "trainer.resume_from_path", None),
+        (["trainer.experiment_name=0612"], "trainer.experiment_name", "0612"),
+        (["trainer.experiment_name=1128"], "trainer.experiment_name", "1128"),
+        (["trainer.project_name=2026"], "trainer.project_name", "2026"),
+        (["trainer.rollout_data_dir="], "trainer.rollout_data_dir", None),
+        (["trainer.validation_data_dir="], "trainer.validation_data_dir", None),
+        (["custom_reward_function.path="], "reward.custom_reward_function.path", None),
         # Without adapters verl does not read their scale.
         (
             ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"],

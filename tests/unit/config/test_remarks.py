@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sluice.algorithm.registry import BATCH_ESTIMATORS
-from sluice.config.check import remarks
+from sluice.config.check import launch_notes, remarks
 from sluice.config.explain import notices
-from sluice.config.loading.loader import load_config, settings_of
-from sluice.config.rules.checks import relation_problems
+from sluice.config.loading.loader import load_config, read_run, settings_of
+from sluice.config.rules.checks import all_problems, relation_problems
 from sluice.config.run import RunConfig
 
 SOUND = (
@@ -39,6 +39,32 @@ def test_what_a_configuration_means_is_reported(overrides: list[str], reported: 
     found = remarks(load_config(None, [*SOUND, *overrides]))
     assert len(found) == len(reported)
     assert all(words in remark.text for words, remark in zip(reported, found, strict=True))
+
+
+def test_keys_of_a_critic_that_no_estimator_trains_are_reported_in_one_note() -> None:
+    critic = ["critic.optim.lr=1e-4", "critic.model.path=m", "critic.strategy=fsdp"]
+
+    def found(*overrides: str) -> list[str]:
+        given = [*SOUND, *critic, *overrides]
+        notes = launch_notes(load_config(None, given), settings_of({}, given))
+        return [one.text for one in notes if "no critic" in one.text]
+
+    (note,) = found("algorithm.adv_estimator=grpo")
+    assert "critic.optim.lr = 0.0001 has no effect, as 1 more of critic.*" in note
+    assert found("algorithm.adv_estimator=gae") == []
+
+
+def test_keys_of_a_critic_need_an_estimator_that_the_user_chose() -> None:
+    def problems(*overrides: str) -> list[str]:
+        run = read_run(None, [*SOUND, *overrides])
+        found = all_problems(run.config, run.keys, files=False)
+        return [one.text for one in found if one.rule == "critic"]
+
+    (problem,) = problems("critic.optim.lr=1e-5")
+    assert "critic.optim.lr = 1e-05 without algorithm.adv_estimator" in problem
+    assert "set algorithm.adv_estimator=gae to train as verl does" in problem
+    for chosen in ("algorithm.adv_estimator=grpo", "critic.enable=false", "critic.enable=true"):
+        assert problems("critic.optim.lr=1e-5", chosen) == []
 
 
 NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}

@@ -107,6 +107,20 @@ def test_of_two_keys_that_are_one_here_one_may_refer_to_the_other(tmp_path: Path
     assert loaded(tmp_path, alone) == RunConfig()
 
 
+def test_the_manager_of_verl_0_7_may_refer_to_the_older_key(tmp_path: Path) -> None:
+    select = "${oc.select:reward_model.reward_manager,naive}"
+    text = f"reward_manager: {{name: '{select}', source: register, module: {{path: null}}}}\n"
+    older = f"{text}reward_model: {{reward_manager: dapo}}\n"
+    assert loaded(tmp_path, older).reward.reward_manager.name == "dapo"
+    assert loaded(tmp_path, text).reward.reward_manager.name == "dapo"  # sluice's default
+    assert loaded(tmp_path, "reward_manager: {name: naive}\n").reward.reward_manager.name == "naive"
+
+
+def test_a_reference_to_its_own_section_is_a_circle(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"circle: critic\.ppo_epochs -> critic"):
+        loaded(tmp_path, "critic: {ppo_epochs: '${critic}'}\n")
+
+
 def test_a_null_in_an_old_spelling_leaves_the_key_alone(tmp_path: Path) -> None:
     text = "reward: {num_workers: 3}\nreward_model: {num_workers: null, reward_manager: null}\n"
     assert loaded(tmp_path, text).reward.scorer_pool.num_workers == 3

@@ -43,6 +43,7 @@ DYNAMIC = (
     f"{ACTOR}.ppo_max_token_len_per_gpu=4000",
 )
 PPO = ("algorithm.adv_estimator=gae",)
+NO_CRITIC = ("algorithm.adv_estimator=grpo",)
 CUT = (f"{ACTOR}.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2")
 
 
@@ -286,7 +287,7 @@ def test_rows_are_divided_among_the_ranks_that_stages_and_tensor_ranks_leave() -
 def test_what_tensor_ranks_do_not_cut_is_refused_before_the_start() -> None:
     stages, ranks = f"{FSDP}.pipeline_parallel_size=2", f"{FSDP}.tensor_parallel_size=2"
     compiled = f"{FSDP}.use_torch_compile=true", "critic.fsdp.use_torch_compile=true"
-    assert not errors(broken(stages, ranks, compiled[1]))
+    assert not errors(broken(*NO_CRITIC, stages, ranks, compiled[1]))
     assert not errors(broken(*PPO, stages, ranks))
     both = errors(broken(*PPO, ranks, *compiled))
     assert [one.overrides for one in both] == [
@@ -313,7 +314,7 @@ def test_stages_that_ranks_do_not_make_are_the_only_size_named() -> None:
 
 def test_the_critics_shards_divide_what_tensor_ranks_leave() -> None:
     three = "critic.fsdp.fsdp_size=3"
-    assert not errors(broken(three))
+    assert not errors(broken(*NO_CRITIC, three))
     (one,) = errors(broken(*PPO, three, f"{FSDP}.tensor_parallel_size=2"))
     left = "fsdp_size=3 does not divide the 4 trainer ranks that tensor and pipeline sizes leave"
     assert f"critic.fsdp.{left}; give 2 or 4" in one.text
@@ -373,7 +374,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 
 def test_rules_of_the_critic_hold_only_where_there_is_one() -> None:
     alone = ("critic.ppo_max_token_len_per_gpu=10", "critic.ulysses_sequence_parallel_size=3")
-    assert broken(*DYNAMIC, *alone) == []
+    assert broken(*DYNAMIC, *NO_CRITIC, *alone) == []
     rows = "critic.use_dynamic_bsz=false"
     assert {one.rule for one in broken(*DYNAMIC, *PPO, *alone, rows)} == {"critic-world-divides"}
 

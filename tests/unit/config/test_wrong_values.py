@@ -33,7 +33,7 @@ TYPES = (
     ("data.train_batch_size=8.0", "expected an integer >= 1; write it without a decimal point"),
     ("data.seed=None", "= None: expected an integer or null; the word for nothing is null"),
     ("trainer.val_only=yes", "= yes: expected true or false; YAML 1.2 has no other words for them"),
-    ("trainer.project_name=7", "= 7: expected a string; put the value in quotes"),
+    ("data.prompt_key=7", "= 7: expected a string; put the value in quotes"),
     ("data.train_files={a: 1}", "expected a string or a list with each element a string"),
     (f"{FSDP}.param_offload=1", "= 1: expected true or false"),
     ("actor_rollout_ref.model.lora_rank=-1", "lora_rank = -1: expected an integer >= 0"),

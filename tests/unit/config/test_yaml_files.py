@@ -33,6 +33,22 @@ def test_the_users_own_defaults_are_read_below_the_file_and_above_verls() -> Non
     assert notices(read_settings(file, [])) == []
 
 
+@pytest.mark.parametrize(
+    ("defaults", "estimator"),
+    [
+        ("[ppo_trainer, _self_]", "gae"),
+        ("[ppo_megatron_trainer, legacy_reward_impl, _self_]", "gae"),
+        ("[ppo_trainer, mine]", "rloo"),
+        ("[mine]", "rloo"),
+        ("[]", "grpo"),
+    ],
+)
+def test_verls_trainer_in_defaults_brings_verls_estimator(defaults: str, estimator: str) -> None:
+    write("mine.yaml", "algorithm: {adv_estimator: rloo}")
+    file = write("run.yaml", f"defaults: {defaults}\ndata: {{seed: 5}}\n")
+    assert load_config(file, []).algorithm.adv_estimator == estimator
+
+
 # The values are those that Hydra 1.3 composes from the same files.
 @pytest.mark.parametrize(
     ("defaults", "values"),

@@ -62,3 +62,27 @@ def test_a_later_line_with_images_is_refused_when_it_is_drawn(tmp_path: Path) ->
     with pytest.raises(DataError, match="row 1 holds images \\(column 'images'\\)"):
         slab.decode(1, columns)
     assert slab.decode(2, columns).messages[0].content == "c"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize("column", ["videos", "audios"])
+def test_a_row_with_other_media_is_refused_whatever_the_run_reads(
+    tmp_path: Path, column: str, suffix: str
+) -> None:
+    rows = prompt_rows(["a", "b"])
+    rows[0][column], rows[1][column] = [], [{"path": "a"}]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def read(columns: PromptColumns) -> None:
+        files = open_prompt_files([str(path)], columns, config_key="data.train_files")
+        (slab,) = SlabReader().read(files.blocks[0])
+        assert slab.decode(0, columns).messages[0].content == "a"
+        slab.decode(1, columns)
+
+    for columns in (PromptColumns(images="images"), PromptColumns(refused_images="images")):
+        with pytest.raises(DataError, match=f"row 1 holds {column}, and no run reads them"):
+            read(columns)

@@ -52,7 +52,7 @@ def launch(text: str, *arguments: str) -> ScriptLaunch:
         (f'eval "{VERL} a.b=1"', ["a.b=1"]),
         (f"exec {VERL} a.b=1", ["a.b=1"]),
         (f"bash -c '{VERL} a.b=1'", ["a.b=1"]),
-        ("torchrun --nproc 2 -m verl.trainer.other a.b=1", ["a.b=1"]),
+        ("torchrun --nproc 2 -m own.trainer a.b=1", ["a.b=1"]),
         ("python train.py a.b=1", ["a.b=1"]),
         (
             "ray start --head\nray job submit --address=http://127.0.0.1:8265 "
@@ -394,8 +394,36 @@ def test_other_work_after_a_training_is_not_run() -> None:
     assert found.not_run == ("python3 -m verl.trainer.main_generation c.d=2",)
 
 
-def test_a_training_is_known_by_the_last_part_of_its_name() -> None:
-    assert launch("python3 -m verl.recipe.retrieval.main_ppo a.b=1").settings == ("a.b=1",)
+@pytest.mark.parametrize(
+    "module",
+    [
+        "-m verl.recipe.retrieval.main_ppo",
+        "-m verl.trainer.main_ppo_v0",
+        "-m recipe.dapo.src.main_dapo",
+        "-m recipe.entropy.main_entropy",
+        "-m recipe.one_step_off_policy.async_main_ppo",
+        "-m verl.experimental.fully_async_policy.fully_async_main",
+        "recipe/dapo/main_dapo.py",
+        "own/recipes/train.py",
+    ],
+)
+def test_a_training_is_known_by_the_last_part_of_its_name(module: str) -> None:
+    assert launch(f"python3 {module} a.b=1").settings == ("a.b=1",)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "-m recipe.sppo.main_sppo",
+        "-m recipe.flowrl.main_flowrl",
+        "-m verl.trainer.other",
+        "recipe/spin/main_spin.py",
+        "/opt/verl/recipe/prime/main_prime.py",
+    ],
+)
+def test_a_recipe_with_an_algorithm_in_its_code_is_refused_by_name(module: str) -> None:
+    with pytest.raises(ConfigError, match=f"starts {module.split()[-1]}, whose code may train by"):
+        launch(f"python3 {module} a.b=1")
 
 
 def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:

@@ -106,6 +106,7 @@ def test_a_file_may_be_named_by_its_url(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("\nimport missing_module", r"No module named 'missing_module'.*score\.py, line 2"),
+        ("from verl.utils.reward_score import gsm8k", r"scorers are built in .*scorer_routes"),
         ("\n\ndef compute_score(:", r"SyntaxError.*score\.py, line 3"),
         ("compute_score = 3", "no function 'compute_score'"),
         ("", "no function 'compute_score'"),

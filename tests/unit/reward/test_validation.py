@@ -250,14 +250,21 @@ async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:
     assert len(result.examples) == 3
 
 
-async def test_the_examples_are_those_of_the_first_prompts_whoever_is_graded_first() -> None:
-    held = HeldPrompts("validation-0")
-    world = World(ScriptedClient(before_sample=held), 6)
+@pytest.mark.parametrize("last", [0, 7, 23, 59])
+async def test_the_examples_are_of_the_same_prompts_of_the_whole_set_whoever_is_graded_last(
+    last: int,
+) -> None:
+    held = HeldPrompts(f"validation-{last}")
+    world = World(ScriptedClient(before_sample=held), 60)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(world.run(num_examples=2))
-        await settled(lambda: world.validation.num_graded_groups == 5)
+        running = tasks.create_task(world.run(num_examples=6))
+        await settled(lambda: world.validation.num_graded_groups == 59)
         held.gate.set()
-    assert [example.prompt[-1] for example in running.result().examples] == ["0", "1"]
+    shown = [example.prompt for example in running.result().examples]
+    undisturbed = await World(ScriptedClient(), 60).run(6)
+    assert shown == [example.prompt for example in undisturbed.examples]
+    places = [int(prompt.rpartition("=")[2]) for prompt in shown]
+    assert min(places) < 30 < max(places)
 
 
 async def test_a_second_validation_starts_after_the_first_has_ended() -> None:
@@ -321,7 +328,7 @@ async def test_every_graded_response_is_written_where_asked(tmp_path: Path) -> N
     await world.run()
     rows = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * SAMPLES
-    assert {"input", "output", "gts", "score", "step", "uid"} <= rows[0].keys()
+    assert {"input", "output", "gts", "score", "step", "acc", "pred", "uid"} <= rows[0].keys()
 
 
 async def test_a_folder_that_cannot_be_written_is_told_once_and_stops_nothing(
