@@ -220,7 +220,8 @@ async def test_a_join_ends_a_stage_of_the_epoch_before_and_has_a_result_of_its_o
     await world.join()
 
     async def stage() -> None:
-        with pytest.raises(WeightSyncError, match=r"staging version 3: .*another call"):
+        # That another call began, or what a worker saw of it first.
+        with pytest.raises(WeightSyncError, match=r"(staging|receiving) version 3"):
             await world.replica.stage(3)
 
     async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -253,16 +254,16 @@ class KeptAlive(Commands):
         return super().broadcast_bytes()
 
 
-@pytest.mark.parametrize("commands", [KeptAlive(), Commands("save", "stop")])
+@pytest.mark.parametrize("made", [KeptAlive, partial(Commands, "save", "stop")])
 def test_a_follower_whose_save_beside_training_fails_for_another_reason_ends(
-    commands: Commands, caplog: pytest.LogCaptureFixture
+    made: Callable[[], Commands], caplog: pytest.LogCaptureFixture
 ) -> None:
     def write() -> None:
         raise MemoryError("no memory left on the host")
 
     learner = Following(write, saves_aside=True)
     with caplog.at_level(logging.ERROR), pytest.raises(MemoryError, match="no memory left"):
-        follow(cast("Any", learner), cast("Any", commands), NO_SAMPLES)
+        follow(cast("Any", learner), cast("Any", made()), NO_SAMPLES)
     assert "the checkpoint cannot be written" in caplog.text
 
 
