@@ -53,7 +53,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
 
 
 def _validations(run_dir: Path) -> list[tuple[int, float, int]]:
-    """Return step, accuracy, and the rollbacks before it, of each validation."""
+    """Return step, accuracy, and the rollbacks before it, of each validation, void ones too."""
     found, rollbacks = list[tuple[int, float, int]](), 0
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row: dict[str, Any] = json.loads(line)

@@ -130,7 +130,10 @@ def elsewhere(run_dir: Path) -> str:
     if not hosts or host_of_pids() in hosts or ended_summary(run_dir):
         return ""
     names = ", ".join(sorted({host.partition(" ")[0] for host in hosts}))
-    return f"the processes of {run_dir} were last seen on {names}; use the command there"
+    return (
+        f"the processes of {run_dir} were last seen on {names}; use the command there, or, if "
+        f"nothing runs there any more, `{resume_command(run_dir)}` starts it again"
+    )
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:

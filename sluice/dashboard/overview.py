@@ -26,7 +26,7 @@ _STUCK_STEPS = 5.0
 _MANY_FAILED = 0.1
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
-_BEFORE_REPLICAS = frozenset({"starting", "waiting for replicas"})
+_WITHOUT_REPLICAS = frozenset({"starting", "waiting for replicas", "paused", "saving"})
 _COMING, _LEAVING = "pending", "draining"
 _RECENT_STEPS = 20
 
@@ -108,7 +108,7 @@ def health_of(facts: RunFacts) -> Health:
 def _trouble(facts: RunFacts) -> Iterator[str]:
     serving = [replica for replica in facts.replicas if replica.state == "serving"]
     coming = [replica for replica in facts.replicas if replica.state == _COMING]
-    if facts.phase not in _BEFORE_REPLICAS and not serving and not coming:
+    if facts.phase not in _WITHOUT_REPLICAS and not serving and not coming:
         yield "no replica serves"
     yield from _lost(facts)
 

@@ -68,6 +68,7 @@ class StepHistory:
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
+        num_validations: lines with an accuracy, also void ones.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -79,7 +80,7 @@ class StepHistory:
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
-        self._num_undecoded = 0
+        self.num_validations = self._num_undecoded = 0
 
     def read(self) -> bool:
         """Read a bounded number of lines; return whether more may be there already.
@@ -152,3 +153,4 @@ class StepHistory:
         self._validated.note(step, row)
         if (accuracy := accuracy_of(row)) is not None:
             self._accuracy[step] = accuracy
+            self.num_validations += 1

@@ -18,6 +18,8 @@ Row = Mapping[str, float | None]
 
 METRICS_NAME = "metrics.jsonl"
 ACCOUNTS_NAME = "accounts.json"
+# The errors of a line that a full disk or a lost machine cut off, or that another program wrote.
+_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def _rows(file: Path) -> list[Row]:
     # The trainer is still writing the text after the last newline.
     rows = []
     for line in file.read_bytes().split(b"\n")[:-1]:
-        with suppress(ValueError, TypeError, KeyError):  # a full disk or a lost machine cut it off
+        with suppress(*_UNREADABLE):
             row = json.loads(line)
             _step(row)
             rows.append(row)

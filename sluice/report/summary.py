@@ -13,7 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sluice.concurrency.process import ENDED, MARKS_FOLDER, mark_file, process_marks
+from sluice.concurrency.process import (
+    ENDED,
+    MARKS_FOLDER,
+    host_of_pids,
+    mark_file,
+    process_marks,
+)
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, RunRecord, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
@@ -294,12 +300,15 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
 
 
 def forget_end(run_dir: Path) -> None:
-    """Remove what says how an earlier run in this folder ended, and the marks of its processes."""
+    """Remove what says how an earlier run in this folder ended, and the marks of its processes.
+
+    The mark of a process that lives stays, if it is of this machine.
+    """
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
         (run_dir / name).unlink(missing_ok=True)
     with suppress(OSError):  # not ours, not empty, or none
         for mark in process_marks(run_dir):
-            if mark.state() in ENDED:
+            if mark.state() in ENDED or mark.host != host_of_pids():
                 mark_file(run_dir, mark.name).unlink(missing_ok=True)
         (run_dir / MARKS_FOLDER).rmdir()
 

@@ -250,6 +250,7 @@ def late_waits(
         "committing changes": 60.0,
         # Of programs that work on samples; one that is offered waits for as long as none is free.
         "leasing a sample": math.inf,
+        "taking samples": math.inf,
         "working on samples": math.inf,
         "asking for an answer": service.environment.episode_timeout_s,
         "ending its sample": service.environment.episode_timeout_s,

@@ -181,7 +181,7 @@ class Episode:
         is_closed = False
         try:
             if self._leased is not None:
-                await self._called("waiting for an agent to take it", self._leased.taken())
+                await self._taken(self._leased)
             async with asyncio.timeout(self._seconds_left()) as scope:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
@@ -203,6 +203,13 @@ class Episode:
         finally:
             if not is_closed:
                 await abandoned(self._driver)
+
+    async def _taken(self, leased: LeasedEpisode) -> None:
+        self._dispatcher.num_untaken += 1
+        try:
+            await self._called("waiting for an agent to take it", leased.taken())
+        finally:
+            self._dispatcher.num_untaken -= 1
 
     async def _played(self, first_turn: FirstTurn) -> Rollout:
         """Play to the end. A sample without an `end` was aborted, and its environment is open."""

@@ -225,7 +225,8 @@ class GroupDispatcher:
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
-        num_outside: samples that an agent or an environment works on, by the kind of its failures.
+        num_outside: samples that wait for an agent or an environment, by the kind of its failures.
+        num_untaken: those of them that no agent has taken yet.
 
     Args:
         client: how replicas are called.
@@ -249,12 +250,14 @@ class GroupDispatcher:
         self._streams: set[StreamWatch] = set()
         self.num_received: Counter[Purpose] = Counter()
         self.num_outside: Counter[FailureKind] = Counter()
+        self.num_untaken = 0
 
     @property
     def awaited_outside(self) -> str:
         """What all unfinished samples wait for: "agent" or "environment"; empty: for replicas.
 
-        Each has deadlines of its own. Samples that no agent has taken yet count, too.
+        Each has deadlines of its own. Samples that no agent has taken yet count, too: they wait
+        without a deadline.
         """
         if self.queue.is_busy or not self.queue.fleet.announced:
             return ""

@@ -190,6 +190,7 @@ class GroupLoop:
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
             outside=self._dispatcher.awaited_outside,
+            is_untaken=self._dispatcher.num_untaken == self._dispatcher.num_outside.total(),
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         self._awaited_since = {kind: before.get(kind, now) for kind in found}
@@ -480,6 +481,7 @@ class LoopFacts:
         num_kept: groups for the next batch; of each source at most its part.
         lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
         outside: see `GroupDispatcher.awaited_outside`.
+        is_untaken: whether no agent has taken any of these samples.
     """
 
     is_announced: bool
@@ -495,6 +497,7 @@ class LoopFacts:
     is_exhausted: bool
     lacking: str = ""
     outside: str = ""
+    is_untaken: bool = False
 
 
 def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
@@ -506,7 +509,8 @@ def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     if facts.num_replicas == 0:
         found["replica"] = ("rollout fleet", "registering a replica: none is announced")
     if facts.outside:
-        found[facts.outside] = (facts.outside, "working on samples")
+        what = "taking samples" if facts.is_untaken else "working on samples"
+        found[facts.outside] = (facts.outside, what)
     elif facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"

@@ -326,7 +326,7 @@ class RewardClient:
         except (DeadlineError, PeerError):
             return None
         ended = sorted(status.prompts_by_end.items())
-        # They end by deadlines of their own: until then, time is progress.
+        # Episodes have deadlines, and a sample waits for its agent without one: time is progress.
         outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
         counts = f"{status.prompts_submitted} {ended} {status.groups_kept}"
         return f"{counts} {outside} {dict(status.statistics)}"

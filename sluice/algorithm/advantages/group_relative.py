@@ -29,7 +29,7 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     std 1), as in verl; a group of equal rewards gets exactly 0. Needs `group_index`.
 
     With `turn_rewards` R is the return from the token's turn on, and mean and std are those of the
-    group's whole returns; a group in which these are equal, up to 1e-6 of what its rows earn, gets
+    group's whole returns; a group in which these are equal, up to the rounding of float32, gets
     exactly 0. They must not be taken by the turn's index: the policy decides how many turns there
     are, so that such a baseline depends on what it did, and rewards or punishes it for another
     turn.
@@ -58,8 +58,10 @@ def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: st
         earned_before = inputs.turn_rewards.cumsum(-1) - inputs.turn_rewards
         advantages -= earned_before * inputs.on_tokens(scale)
         # Equal sums of different float32 rewards differ by their rounding.
-        sizes = groups.sum(inputs.rewards.abs().sum(-1, dtype=torch.float64)) / groups.row_sizes
-        advantages *= (std > STD_EPSILON * sizes).unsqueeze(-1)
+        sizes = inputs.rewards.abs().sum(-1, dtype=torch.float64)
+        size = (groups.sum(sizes.square()) / groups.row_sizes).sqrt()
+        differs = std > torch.finfo(torch.float32).eps * size
+        advantages *= (differs | (groups.row_sizes == 1)).unsqueeze(-1)
     return Advantages(advantages, advantages)
 
 

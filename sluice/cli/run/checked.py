@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sluice.cli.running_run import elsewhere
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
@@ -40,12 +41,12 @@ def checked_run(
             another run is active in the folder.
     """
     run = read_run(file, overrides)
-    asyncio.run(refuse_beside_another(Path(run.config.sluice.run_dir).absolute()))
+    run_dir = Path(run.config.sluice.run_dir).absolute()
+    asyncio.run(refuse_beside_another(run_dir))
+    if where := elsewhere(run_dir):
+        print_line(console, f"notice: {where}")
     notes = launch_notes(run.config, run.settings)
-    if (
-        file is not None
-        and file.absolute() == Path(run.config.sluice.run_dir).absolute() / CONFIG_NAME
-    ):
+    if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()
         notes = [note for note in notes if note.key in chosen]

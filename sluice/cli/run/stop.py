@@ -22,6 +22,8 @@ from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import all_left, launched_processes, launcher_of
 
 _POLL_S = 0.2
+# A trainer that is out of reach for less may be in its place, or be started again there.
+_ABSENT_POLLS = 25
 
 
 def stop(
@@ -103,9 +105,12 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
     """End the launcher of the run, as SIGTERM does: it ends all services in order."""
     run_dir = location.run_dir
     launcher = launcher_of(run_dir)
-    # What answers with the secret of the file is the launcher, so its process id is not another's.
-    if await launched_processes(run_dir) is None or not launcher.pid:
+    processes = await launched_processes(run_dir)
+    if processes is None or not launcher.pid:
         raise NotReadyError(_not_active(run_dir))
+    # What answers with the secret of the file is the launcher, so its process id is not another's.
+    if not processes:
+        raise NotReadyError(f"run: the launcher of {run_dir} does not answer; repeat the command")
     os.kill(launcher.pid, signal.SIGTERM)
     async with _until(timeout_s, run_dir):
         await _until_ended(run_dir)
@@ -123,18 +128,23 @@ def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]
 async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer: str = "") -> None:
     """Wait until neither the launcher nor the trainer of that instance id, if any, answers.
 
+    Where no launcher can be asked, the trainer is away for `_ABSENT_POLLS` looks in a row.
+
     Raises:
         NotReadyError: another trainer has taken its place, and knows of no stop.
     """
+    num_absent, enough = 0, _ABSENT_POLLS if monitor else 1
     while True:
         is_launched = await launched_processes(run_dir) is not None
+        enough = 1 if is_launched else enough
         found = await _answering(monitor, trainer) if monitor else None
         if found not in (None, trainer):
             raise NotReadyError(
                 f"run: the trainer of {run_dir} died before it had ended, and was started again; "
                 "repeat the command"
             )
-        if not is_launched and found is None:
+        num_absent = 0 if is_launched or found else num_absent + 1
+        if num_absent == enough:
             return
         await asyncio.sleep(_POLL_S)
 

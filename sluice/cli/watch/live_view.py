@@ -20,7 +20,7 @@ from rich.text import Text
 from sluice.cli.terminal import print_line
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
-from sluice.dashboard.line_tail import LineTail
+from sluice.dashboard.step_history import StepHistory
 from sluice.errors import SluiceError
 from sluice.report.notices import groups_since, low_yield
 from sluice.report.progress import (
@@ -29,7 +29,7 @@ from sluice.report.progress import (
     state_line,
     step_line,
 )
-from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
+from sluice.report.run_record import METRICS_NAME
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
 from sluice.safe_text import printable
@@ -47,41 +47,22 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
 
 
-class AccuracyTail:
-    """The newest accuracy in `metrics.jsonl`. Each whole line is read once."""
+def run_accuracies(history: StepHistory) -> list[tuple[int, float]]:
+    """Return step and held-out accuracy of each validation so far, by step.
 
-    def __init__(self, metrics_file: Path) -> None:
-        self._tail = LineTail(metrics_file)
-        self._newest: AccuracyPoint | None = None
-
-    def newest(self) -> AccuracyPoint | None:
-        """Return the accuracy of the last validation; ``None`` before the first.
-
-        A file that cannot be read for a moment, or a line cut off by a full disk, changes nothing.
-        """
-        has_more = True
-        with suppress(OSError):
-            while has_more:
-                taken = self._tail.take()
-                has_more = taken.has_more
-                for line in taken.lines:
-                    self._take(line.text)
-        return self._newest
-
-    def _take(self, text: bytes) -> None:
-        if metric_names.VAL_CORE.encode() not in text:
-            return
-        with suppress(ValueError):
-            row = json.loads(text)
-            if (accuracy := accuracy_of(row)) is not None:
-                self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
+    A file that cannot be read for a moment changes nothing.
+    """
+    with suppress(OSError):
+        while history.read():
+            pass
+    return history.accuracies()
 
 
 def run_table(
-    snapshot: RunSnapshot, accuracy: AccuracyPoint | None, doing: str = ""
+    snapshot: RunSnapshot, accuracies: list[tuple[int, float]], doing: str = ""
 ) -> RenderableType:
-    """Render a snapshot; `accuracy` comes from the last validation, `doing` replaces its phase."""
-    parts: list[RenderableType] = [_head(snapshot, doing), _numbers(snapshot, accuracy)]
+    """Render a snapshot; `accuracies` are `run_accuracies`, `doing` replaces its phase."""
+    parts: list[RenderableType] = [_head(snapshot, doing), _numbers(snapshot, accuracies)]
     if snapshot.replicas:
         parts.append(_fleet(snapshot.replicas))
     views = account_views(snapshot.accounts)
@@ -116,9 +97,9 @@ def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
     return line
 
 
-def _numbers(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Table:
+def _numbers(snapshot: RunSnapshot, accuracies: list[tuple[int, float]]) -> Table:
     """Render names and values, three pairs per row: they fit into 80 columns."""
-    held_out = "-" if accuracy is None else f"{accuracy.accuracy:.3f}"
+    held_out = f"{accuracies[-1][1]:.3f}" if accuracies else "-"
     reward, *others = _cells(snapshot.metrics)
     cells = [reward, ("held-out accuracy", held_out), *others]
     grid = Table.grid(padding=(0, 2))
@@ -207,8 +188,9 @@ class LiveView:
         self._metrics = run_dir / METRICS_NAME
         self._metrics_size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         self._last_step = 0
-        self._accuracy = AccuracyTail(self._metrics)
-        self._shown_accuracy = self._accuracy.newest()  # of a run that is resumed
+        self._history = StepHistory(run_dir)
+        run_accuracies(self._history)  # of a run that is resumed
+        self._num_validations = self._history.num_validations
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
         # Ranks of the trainer beside the first one serve nobody.
@@ -281,7 +263,7 @@ class LiveView:
                     self._has_stepped |= snapshot.step > 0
                     doing = self._state_line(snapshot)
                     self._check_yield(snapshot)
-                    live.update(run_table(snapshot, self._accuracy.newest(), doing))
+                    live.update(run_table(snapshot, run_accuracies(self._history), doing))
                 await asyncio.sleep(REFRESH_S)
 
     async def _print_states(self, monitor: RunMonitor) -> None:
@@ -337,10 +319,11 @@ class LiveView:
         )
 
     def _print_new_accuracy(self) -> None:
-        point = self._accuracy.newest()
-        if point is not None and point is not self._shown_accuracy:
-            self._print(f"validation after step {point.step}: accuracy {point.accuracy:.3f}")
-        self._shown_accuracy = point
+        found = run_accuracies(self._history)
+        if found and self._history.num_validations != self._num_validations:
+            step, accuracy = found[-1]
+            self._print(f"validation after step {step}: accuracy {accuracy:.3f}")
+        self._num_validations = self._history.num_validations
 
     def _check_yield(self, snapshot: RunSnapshot) -> None:
         """Print a low yield of the last step, or of the one that does not end, once in a row."""

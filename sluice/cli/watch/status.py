@@ -16,14 +16,14 @@ from rich.text import Text
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.terminal import output_console, print_json, print_line
-from sluice.cli.watch.live_view import AccuracyTail, run_table
+from sluice.cli.watch.live_view import run_accuracies, run_table
 from sluice.client.run_address import locate_run
 from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, explain_run
 from sluice.concurrency.waits import Waiting
+from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.servicer import all_left, launched_processes
 from sluice.report.notices import low_yield
-from sluice.report.run_record import METRICS_NAME
 
 _MOST_ROWS_A_SERVICE = 8
 
@@ -71,9 +71,8 @@ def status(
     if as_json:
         print_json(asdict(snapshot))
         return
-    accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
     console = output_console()
-    console.print(run_table(snapshot, accuracy))
+    console.print(run_table(snapshot, run_accuracies(StepHistory(folder))))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
     restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
     for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):

@@ -317,7 +317,9 @@ class TrainerServiceConfig(Section, frozen=True):
     """
 
     batch_timeout_s: PositiveFloat = 600.0
-    """Most seconds without progress while the trainer waits for a batch; then the run fails."""
+    """Most seconds without progress while the trainer waits for a batch; then the run fails. While
+    all samples wait for agents or environments, these seconds do not pass.
+    """
 
     heartbeat_interval_s: PositiveFloat = 1.0
     """Seconds between two heartbeats of a replica."""

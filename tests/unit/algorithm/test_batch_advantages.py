@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -242,3 +244,28 @@ def test_equal_returns_of_different_turns_give_0_whatever_their_sums_round_to(
     batch = AdvantageInputs(rewards=rewards, mask=mask, group_index=group, turn_rewards=turns)
     found = batch_estimator("grpo")(batch, AdvantageSettings(norm_by_std=norm_by_std))
     assert found.advantages.tolist() == [[0.0] * 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("rewards", "turns", "group"),
+    [
+        ([[0.0, 2e8]], [[0.0, 0.0]], [0]),
+        ([[0.0, 1e7], [0.0, 1e7 + 8]], [[0.0, 0.0]] * 2, [0, 0]),
+        ([[1e4, 0.01 - 1e4], [1e4, -1e4]], [[0.0, 0.0]] * 2, [0, 0]),
+    ],
+    ids=["a group of one", "large rewards", "large turns"],
+)
+def test_returns_that_float32_tells_apart_are_different(
+    rewards: list[list[float]], turns: list[list[float]], group: list[int]
+) -> None:
+    given = torch.tensor(rewards)
+    batch = AdvantageInputs(
+        rewards=given,
+        mask=torch.ones_like(given, dtype=torch.bool),
+        group_index=torch.tensor(group),
+        turn_rewards=torch.tensor(turns),
+    )
+    found = batch_estimator("grpo")(batch, AdvantageSettings()).advantages
+    without = replace(batch, turn_rewards=None)
+    assert torch.equal(found, batch_estimator("grpo")(without, AdvantageSettings()).advantages)
+    assert bool((found != 0).all())

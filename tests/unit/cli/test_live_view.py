@@ -17,7 +17,7 @@ from rich.console import Console
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.terminal import ConsoleHandler, RunConsole
 from sluice.cli.watch import live_view
-from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
+from sluice.cli.watch.live_view import Detail, LiveView, run_accuracies, run_table
 from sluice.client.run_monitor import (
     ReplicaSnapshot,
     RunMonitor,
@@ -26,8 +26,9 @@ from sluice.client.run_monitor import (
 )
 from sluice.concurrency.waits import Waiting
 from sluice.config.loading.loader import load_config
+from sluice.dashboard.step_history import StepHistory
 from sluice.errors import SluiceError
-from sluice.report.run_record import METRICS_NAME, AccuracyPoint
+from sluice.report.run_record import METRICS_NAME
 from sluice.telemetry.metric_names import STEP
 from tests.support.rpc_server import rpc_server
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, run_folder
@@ -43,10 +44,10 @@ def snapshot(
     return RunSnapshot("waiting for batch", 7.2, 3, 60, version, replicas, metrics, {}, awaited)
 
 
-def rendered(shown: RunSnapshot, accuracy: AccuracyPoint | None = None) -> str:
+def rendered(shown: RunSnapshot, accuracies: list[tuple[int, float]] | None = None) -> str:
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(run_table(shown, accuracy))
+        console.print(run_table(shown, accuracies or []))
     return captured.get()
 
 
@@ -72,7 +73,7 @@ def _lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> None:
-    text = rendered(snapshot(METRICS), AccuracyPoint(2, 0.625))
+    text = rendered(snapshot(METRICS), [(0, 0.25), (2, 0.625)])
     words = " ".join(text.split())
     for part in (
         "step 3/60",
@@ -276,30 +277,36 @@ def test_warnings_and_errors_of_services_are_shown_and_other_lines_only_when_ask
     assert shown["logs"] == "".join(f"reward    | {line}\n" for line in lines)
 
 
-def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(
+def test_accuracies_follow_a_growing_file_and_leave_out_what_cannot_be_read(
     tmp_path: Path,
 ) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = AccuracyTail(file)
-    assert tail.newest() is None
+    file, history = tmp_path / METRICS_NAME, StepHistory(tmp_path)
+    assert run_accuracies(history) == []
     line = json.dumps({"step": 10, ACCURACY: 0.5})
     file.write_text(json.dumps({"step": 1}) + "\n" + line[:20])
-    assert tail.newest() is None
-    file.write_text(json.dumps({"step": 1}) + "\n" + line + "\n")
-    assert tail.newest() == AccuracyPoint(10, 0.5)
-    with file.open("a") as more:
-        more.write(json.dumps({"step": 20, ACCURACY: None}) + "\n")
-    assert tail.newest() == AccuracyPoint(10, 0.5)
-
-
-def test_a_line_that_a_full_disk_cut_off_ends_no_view(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail, line = AccuracyTail(file), json.dumps({"step": 20, ACCURACY: 0.7})
-    file.write_text(line[:-3] + "\n" + json.dumps({"step": 10, ACCURACY: 0.5}) + "\n")
-    assert tail.newest() == AccuracyPoint(10, 0.5)
+    assert run_accuracies(history) == []
+    file.write_text(line[:-3] + "\n" + line + "\n")  # a full disk cut the first one off
+    assert run_accuracies(history) == [(10, 0.5)]
     file.unlink()
     file.mkdir()  # a file system that fails for a moment
-    assert tail.newest() == AccuracyPoint(10, 0.5)
+    assert run_accuracies(history) == [(10, 0.5)]
+
+
+def test_a_validation_of_steps_that_are_trained_again_is_not_shown(tmp_path: Path) -> None:
+    def write(*rows: Mapping[str, float]) -> None:
+        with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    write({"step": 0, ACCURACY: 0.1}, {"step": 7, STEP: 7.0}, {"step": 7, ACCURACY: 0.8})
+    assert run_accuracies(StepHistory(tmp_path)) == [(0, 0.1), (7, 0.8)]
+    view = view_on(screen := Screen(), tmp_path)
+    write({"step": 6, STEP: 6.0})
+    assert run_accuracies(StepHistory(tmp_path)) == [(0, 0.1)]
+    view.print_rest()
+    write({"step": 7, STEP: 7.0}, {"step": 7, ACCURACY: 0.8})
+    view.print_rest()
+    lines = [line for line in screen.getvalue().splitlines() if "validation" in line]
+    assert lines == ["validation after step 7: accuracy 0.800"]
 
 
 async def test_an_output_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from sluice.cli.main import commands
 from sluice.cli.run import prepare as prepare_module
 from sluice.cli.run.prepare import spent_notice
 from sluice.client.run_address import locate_run
-from sluice.concurrency.process import ProcessMark, host_of_pids, mark_file, marked_process
+from sluice.concurrency.process import (
+    ProcessMark,
+    host_of_pids,
+    mark_file,
+    marked_process,
+    process_marks,
+)
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -111,6 +117,14 @@ def test_a_process_that_lives_keeps_its_mark_where_another_run_begins(tmp_path: 
     with marked_process(tmp_path, "reward"):
         forget_end(tmp_path)
         assert mark_file(tmp_path, "reward").is_file()
+
+
+def test_the_marks_of_other_machines_are_those_of_the_last_start(tmp_path: Path) -> None:
+    before = ProcessMark("rollout-1", 7, f"not {host_of_pids()}", started=1)
+    mark_file(tmp_path, "rollout-1").parent.mkdir()
+    mark_file(tmp_path, "rollout-1").write_text(json.dumps(asdict(before)), encoding="utf-8")
+    forget_end(tmp_path)
+    assert not process_marks(tmp_path)
 
 
 def test_an_active_run_keeps_its_configuration_and_restart_begins_another(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
+from sluice.cli.run.checked import checked_run
 from sluice.cli.running_run import PastRun, past_run
+from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import runs as runs_module
 from sluice.concurrency.process import host_of_pids, marked_process
 from sluice.config.loading.loader import load_config
@@ -205,13 +208,20 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     mark = {"name": "trainer", "pid": 7, "host": "node7 pid:[1]", "started": 1}
     (run / "processes" / "trainer.json").write_text(json.dumps(mark))
     write_launcher(run, LauncherAddress("127.0.0.1:1", "a-secret-of-a-launcher", 7))
-    there = f"the processes of {run} were last seen on node7; use the command there"
+    there = (
+        f"the processes of {run} were last seen on node7; use the command there, or, if nothing "
+        f"runs there any more, `sluice up {run}/config.yaml` starts it again"
+    )
     assert sluice("status", str(run)).stdout.splitlines()[1:] == [there]
     for command in (("stop",), ("stop", "--now"), ("scale", "rollout", "2")):
         refused = sluice(*command, "--run", str(run))
         assert isinstance(refused.exception, NotReadyError)
         assert str(refused.exception) == f"run: {there}"
     assert [one["state"] for one in listed()] == ["out of sight"]
+    screen = StringIO()
+    with pytest.raises(ConfigError):
+        checked_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
+    assert "notice: the processes of " in screen.getvalue(), "a second start is seen"
     own = {**mark, "name": "reward", "host": host_of_pids()}
     (run / "processes" / "reward.json").write_text(json.dumps(own))
     assert "starts it again" in sluice("status", str(run)).stdout, "part of it was here"

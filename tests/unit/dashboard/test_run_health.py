@@ -105,6 +105,12 @@ def test_a_run_that_waits_for_its_first_replica_is_in_no_trouble(phase: str) -> 
     assert health_of(replace(WELL, phase=phase, replicas=())).verdict is RunVerdict.HEALTHY
 
 
+@pytest.mark.parametrize("phase", ["paused", "saving"])
+def test_a_phase_that_needs_no_replica_is_no_trouble_without_one(phase: str) -> None:
+    found = health_of(replace(WELL, phase=phase, replicas=()))
+    assert found.verdict is not RunVerdict.TROUBLE
+
+
 def test_a_finished_run_that_has_lost_prompts_says_so(tmp_path: Path) -> None:
     shown = overview("run", 5, {"prompts_lost": 3.0}, StepHistory(tmp_path), None)
     assert (shown["health"], shown["reasons"]) == (

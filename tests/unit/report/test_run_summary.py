@@ -119,8 +119,15 @@ def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:
     assert found.as_text().startswith("held-out accuracy - in 2 steps")
 
 
-@pytest.mark.parametrize("line", [b'{"step": 3, ', b"\xff\x00", b"5", b'{"step": "x"}', b"{}"])
-def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b'{"step": 3, ', b"\xff\x00", b"5", b'{"step": "x"}', b"{}"),
+        *(b'{"step": Infinity}', b"[" * 100_000),
+    ],
+    ids=range(7),
+)
+def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path, line: bytes) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
     before = read_progress(tmp_path)
     file.write_bytes(line + b"\n" + file.read_bytes())

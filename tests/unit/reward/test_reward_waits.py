@@ -51,6 +51,10 @@ IDLE = LoopFacts(
             ],
         ),
         ({"num_generating": 3, "outside": "agent"}, [("agent", "working on samples")]),
+        (
+            {"num_generating": 3, "outside": "agent", "is_untaken": True},
+            [("agent", "taking samples")],
+        ),
         ({"leased_step": 7}, [("trainer", "training the batch of step 7")]),
         ({"num_kept": 8}, [("trainer", "taking the batch that is ready")]),
         ({"num_batches_in_training": 1}, [("trainer", "announcing the next policy version")]),

@@ -107,14 +107,19 @@ async def test_an_agent_works_as_long_as_it_may_and_a_replica_only_as_long_as_it
         def peers() -> set[str]:
             return {wait.peer for wait in work().waits}
 
+        def phases() -> list[str]:
+            return [wait.phase for wait in work().waits]
+
         submit(app, ["answer=1 right=1"])
         await app.loop.announce("trainer-1", 0, [replica("a")], None)
         await settled(lambda: desk.num_offered == 2)
         assert app.groups.counts["generating"] == 1
         assert not work().has_work
         assert peers() == {"agent"}
+        assert phases() == ["taking samples"]
         async with desk.taking(2, 1.0) as (first, _):
             pass
+        await settled(lambda: phases() == ["working on samples"])
         assert not work().has_work
         asked = tasks.create_task(
             desk.chat(first.lease_id, "d", first.task.prompt.messages, (), 9), name="asked"
