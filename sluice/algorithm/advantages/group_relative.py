@@ -61,7 +61,8 @@ def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: st
         sizes = inputs.rewards.abs().sum(-1, dtype=torch.float64)
         size = (groups.sum(sizes.square()) / groups.row_sizes).sqrt()
         differs = std > torch.finfo(torch.float32).eps * size
-        advantages *= (differs | (groups.row_sizes == 1)).unsqueeze(-1)
+        counts = (differs | (groups.row_sizes == 1)).unsqueeze(-1)
+        advantages = torch.where(counts, advantages, 0.0)  # which may be infinite before
     return Advantages(advantages, advantages)
 
 
