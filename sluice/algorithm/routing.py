@@ -342,8 +342,8 @@ class ReplicaRouter:
     def failed(self, member: RoutedReplica, now: float, *, may_be_sick: bool = True) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends.
 
-        One that was only full, slow or too small pauses without probation, and without making the
-        next pause longer.
+        One that was only full or slow pauses without probation, and without making the next pause
+        longer.
         """
         if member.paused_until <= now or (may_be_sick and not member.on_probation):
             member.paused_until = now + member.next_pause_s

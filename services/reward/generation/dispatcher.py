@@ -359,7 +359,7 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self.queue.pause(member, may_be_sick=False)
+            self.queue.pause(member)
         except ExhaustedError:  # full: neither the group's fault nor the replica's
             self.queue.pause(member, may_be_sick=False)
         except SluiceError as error:

@@ -18,7 +18,7 @@ from services.reward.generation.request import (
     Purpose,
 )
 from sluice.algorithm.growing_sample import NewTokens
-from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
+from sluice.algorithm.routing import FIRST_PAUSE_S, ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
     EngineError,
     ExhaustedError,
@@ -350,6 +350,8 @@ async def test_a_group_too_large_for_the_least_replica_goes_to_one_with_more_slo
     for sequence in range(4):
         assert len((await setting.dispatcher.generate(request(sequence))).rollouts) == 4
     assert {name for name, _, _ in setting.client.calls} == {"small", "big"}
+    small, _ = setting.queue.fleet._members.values()
+    assert small.next_pause_s > FIRST_PAUSE_S  # it is asked less and less
 
 
 async def test_a_prompt_that_all_replicas_refuse_ends_at_the_one_with_most_slots() -> None:
