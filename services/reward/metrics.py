@@ -71,7 +71,8 @@ class FleetFacts:
 
     Attributes:
         num_batches: batches formed so far.
-        is_starved: whether the trainer waits for a batch, and a group of it for replicas.
+        is_starved: whether the trainer waits for a batch, and a group of it for replicas; or, while
+            a validation samples, for agents or environments.
         slots_in_use: slots of the fleet with a sequence.
         num_slots: all of them.
         num_replicas: announced replicas.

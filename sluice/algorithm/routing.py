@@ -62,10 +62,11 @@ class AnnouncedReplica:
 
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
-    """A replica in use. After an error that may mean that it is sick it pauses, then proves itself:
-    by one group, or by tokens of those that it still has.
+    """A replica in use. After an error that may mean that it is sick it pauses, then proves itself
+    with one group, beside those that it still has.
 
-    `order` is its index in the announcement, `capacity` the sequences that it may have at once.
+    `order` is its index in the announcement, `capacity` the sequences that it may have at once,
+    `probe` the group that it proves itself with.
     """
 
     announced: AnnouncedReplica
@@ -76,6 +77,7 @@ class RoutedReplica:
     paused_until: float = 0.0
     next_pause_s: float = FIRST_PAUSE_S
     on_probation: bool = False
+    probe: Reservation | None = None
     removed: bool = False
 
     @property
@@ -90,11 +92,9 @@ class RoutedReplica:
 
     def has_capacity(self, num_sequences: int, now: float) -> bool:
         """Return whether it takes so many sequences now; of a group, any number while idle."""
-        if self.paused_until > now:
+        if self.paused_until > now or self.probe:
             return False
-        if self.num_groups == 0:
-            return True
-        return not self.on_probation and self.num_outstanding + num_sequences <= self.capacity
+        return self.num_groups == 0 or self.num_outstanding + num_sequences <= self.capacity
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +283,7 @@ class ReplicaRouter:
         refused = sum(
             member.num_free
             for member in self._failed
-            if (member.paused_until > now or (member.on_probation and member.num_groups))
+            if (member.paused_until > now or member.probe)
             and member.announced.policy_version >= lowest_version
             and member.announced.use is not ReplicaUse.VALIDATION
         )
@@ -306,7 +306,10 @@ class ReplicaRouter:
         """Reserve capacity for a group on `member`."""
         member.num_groups += 1
         self._load(member, num_sequences)
-        return Reservation(member, num_sequences)
+        reservation = Reservation(member, num_sequences)
+        if member.on_probation:
+            member.probe = reservation
+        return reservation
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Release the capacity of finished sequences."""
@@ -323,20 +326,24 @@ class ReplicaRouter:
 
     def give_back(self, reservation: Reservation) -> None:
         """Release the capacity that is left of a group's reservation."""
-        reservation.member.num_groups -= 1
-        self._load(reservation.member, -reservation.num_missing)
+        member = reservation.member
+        member.num_groups -= 1
+        if member.probe is reservation:
+            member.probe = None
+        self._load(member, -reservation.num_missing)
         reservation.num_missing = 0
 
     def answered(self, member: RoutedReplica) -> None:
         """End the probation of a replica that works."""
-        member.on_probation = False
+        member.on_probation, member.probe = False, None
         member.next_pause_s = FIRST_PAUSE_S
         self._failed.discard(member)
 
     def failed(self, member: RoutedReplica, now: float, *, may_be_sick: bool = True) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends.
 
-        One that was only full, slow or too small pauses as long as last time, without probation.
+        One that was only full or slow pauses without probation, and without making the next pause
+        longer.
         """
         if member.paused_until <= now or (may_be_sick and not member.on_probation):
             member.paused_until = now + member.next_pause_s

@@ -14,6 +14,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress
+from sluice.codec.reward import service_progress
 from sluice.concurrency.waits import Waiting, beside, deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
@@ -284,7 +285,7 @@ class RunMonitor:
             policy_version: the announced one; another one is refused.
             n: responses per prompt; None: as configured.
             temperature: of sampling; None: as configured.
-            stall_s: longest time without a finished group, seconds.
+            stall_s: longest time without progress, seconds.
 
         Raises:
             DeadlineError: nothing moved for `stall_s`.
@@ -304,13 +305,12 @@ class RunMonitor:
         )
         return dict(answer.metrics)
 
-    async def _progress(self) -> object:
-        """Return what changes whenever the reward service made progress; None without an answer."""
+    async def _progress(self) -> str | None:
+        """Return `service_progress`; None without an answer."""
         try:
-            status = await self._reward_status()
+            return service_progress(await self._reward_status())
         except (DeadlineError, PeerError):
             return None
-        return dict(status.prompts_by_end), status.groups_kept, dict(status.statistics)
 
 
 def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:

@@ -31,6 +31,7 @@ from sluice.types import (
     Answer,
     ChatMessage,
     DataProgress,
+    FailureKind,
     FinishReason,
     Prompt,
     PromptEnd,
@@ -43,6 +44,19 @@ if TYPE_CHECKING:
 
 
 PROMPT_END_TO_PROTO = {end: reward.PromptEnd.Value(f"PROMPT_END_{end.name}") for end in PromptEnd}
+# What samples wait for that have no work at replicas.
+_OUTSIDE = (FailureKind.AGENT, FailureKind.ENVIRONMENT)
+
+
+def service_progress(status: reward.GetStatusResponse) -> str:
+    """Return a text that changes whenever the service made progress.
+
+    It also changes while all samples are with agents or environments.
+    """
+    ended, counts = sorted(status.prompts_by_end.items()), sorted(status.statistics.items())
+    # Episodes have deadlines, and a sample waits for its agent without one: time is progress.
+    outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
+    return f"{status.prompts_submitted} {ended} {status.groups_kept} {outside} {counts}"
 
 
 def score_to_proto(scored: Scored) -> common.Score:

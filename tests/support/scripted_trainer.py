@@ -85,11 +85,13 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     """Accepts every prompt but those named ``bad``, and trains the accepted ones in step 1.
 
     A validation ends at the `looks_to_evaluate`-th status call, each of which finds another group
-    validated as long as the service `moves`.
+    validated as long as the service `moves`. Without `outside`, samples wait for nobody; else each
+    call finds them longer with this peer.
     """
 
     looks_to_evaluate: int = 0
     moves: bool = True
+    outside: str = ""
     looks: int = 0
     prompts_lost: int = 0
     was_cancelled: bool = False
@@ -99,9 +101,11 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         self.looks += 1
         self.looked.set()
         validated = float(self.looks if self.moves else 0)
+        wait = reward_pb2.Awaited(peer=self.outside, phase="working on samples", seconds=self.looks)
         return reward_pb2.GetStatusResponse(
             prompts_submitted=3,
             prompts_pending=1,
+            awaited=[wait] if self.outside else [],
             statistics={
                 "reward/validation_groups": validated,
                 "reward/prompts_lost": self.prompts_lost,

@@ -221,7 +221,8 @@ class FirstTurns:
     ) -> AnsweredTurn:
         """Return the first turn of a sample, once it has been sampled.
 
-        A request ends when all samples that wait for it are cancelled, or have their turns.
+        A cancelled call ends its request, if all its other samples are cancelled or have their
+        turns by then.
         """
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
         self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)

@@ -147,10 +147,9 @@ class ReplicaQueue:
         self.fleet.give_back(reservation)
         self._capacity_changed()
 
-    def answered(self, member: RoutedReplica, *, a_new_stream: bool) -> None:
-        """Note that a replica works. This ends its probation: if no new stream but an earlier one
-        shows it, only after the pause."""
-        if member.on_probation and (a_new_stream or member.paused_until <= time.monotonic()):
+    def answered(self, member: RoutedReplica) -> None:
+        """Note that a replica accepted a stream. This ends its probation."""
+        if member.on_probation:
             self.fleet.answered(member)
             self._capacity_changed()
 
@@ -363,7 +362,7 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self.queue.pause(member, may_be_sick=False)
+            self.queue.pause(member)
         except ExhaustedError:  # full: neither the group's fault nor the replica's
             self.queue.pause(member, may_be_sick=False)
         except SluiceError as error:
@@ -441,8 +440,7 @@ class GroupDispatcher:
         now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
             watch.pace.accepted(now)
-        if event.started is not None or event.deltas or event.rollouts:
-            self.queue.answered(member, a_new_stream=event.started is not None)
+            self.queue.answered(member)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
             new_tokens = collected.take(event, now)

@@ -74,8 +74,6 @@ class TrainingSource:
     def statistics(self) -> dict[str, float]:
         """Return the strategy's gauges and counts, by metric name."""
         found = self.strategy.statistics()
-        if not self.name:
-            return found
         return {source_metric(self.name, name): value for name, value in found.items()}
 
 

@@ -18,7 +18,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import announced_to_proto
-from sluice.codec.reward import progress_to_proto
+from sluice.codec.reward import progress_to_proto, service_progress
 from sluice.codec.train_batch import outline_from_proto
 from sluice.concurrency.waits import while_progressing
 from sluice.config.addresses import peer_address
@@ -42,7 +42,7 @@ from sluice.rpc.client import (
 )
 from sluice.rpc.credentials import Credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
-from sluice.types import DataProgress, FailureKind, TrainBatch
+from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,6 @@ _COUNTERS_WITHIN_S = 2.0
 _MOST_FAILURES = 6
 # A service that answers INTERNAL this many times in a row does not recover without help.
 _MOST_DEFECTS = 3
-# What samples wait for that have no work at replicas.
-_OUTSIDE = (FailureKind.AGENT, FailureKind.ENVIRONMENT)
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 
 
@@ -311,9 +309,7 @@ class RewardClient:
         return await self._call(self._stub.GetStatus, request, "asking for its status")
 
     async def _progress(self) -> str | None:
-        """Return a text that changes whenever the service made progress; None without an answer.
-
-        It also changes while all samples are with agents or environments.
+        """Return `service_progress`; None without an answer.
 
         A service that has restarted knows no policy and can do nothing without one, so this
         announces it again.
@@ -325,11 +321,7 @@ class RewardClient:
                 await self._announce()
         except (DeadlineError, PeerError):
             return None
-        ended = sorted(status.prompts_by_end.items())
-        # Episodes have deadlines, and a sample waits for its agent without one: time is progress.
-        outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
-        counts = f"{status.prompts_submitted} {ended} {status.groups_kept}"
-        return f"{counts} {outside} {dict(status.statistics)}"
+        return service_progress(status)
 
     async def _call(
         self,

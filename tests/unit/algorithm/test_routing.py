@@ -46,12 +46,10 @@ def capacity(member: RoutedReplica) -> int:
 
 
 def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
-    if not suits(member, wanted) or member.paused_until > now:
+    if not suits(member, wanted) or member.paused_until > now or member.probe:
         return False
-    if member.num_groups == 0:
-        return True
     fits = member.num_outstanding + wanted.num_sequences <= capacity(member)
-    return fits and not member.on_probation
+    return member.num_groups == 0 or fits
 
 
 def expected(
@@ -76,7 +74,7 @@ def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
         if m.announced.policy_version >= lowest
         and m.announced.use is not ReplicaUse.VALIDATION
         and m.paused_until <= now
-        and not (m.on_probation and m.num_groups)
+        and not m.probe
     )
 
 

@@ -191,6 +191,16 @@ async def test_a_validation_may_take_any_time_while_groups_are_validated() -> No
     assert result == {"version": 7.0}
 
 
+@pytest.mark.parametrize("peer", ["agent", "environment"])
+async def test_a_validation_is_waited_for_while_its_samples_are_with_agents_or_environments(
+    peer: str,
+) -> None:
+    reward = ScriptedReward(looks_to_evaluate=12, moves=False, outside=peer)
+    async with serving(reward=reward) as server, evaluator(server.address) as monitor:
+        result = await monitor.evaluate(7, n=None, temperature=None, stall_s=1.0)
+    assert result == {"version": 7.0}
+
+
 async def test_a_validation_that_stands_still_is_ended_with_an_error_that_names_it() -> None:
     reward = ScriptedReward(looks_to_evaluate=10**9, moves=False)
     async with serving(reward=reward) as server, evaluator(server.address) as monitor:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
+    GenerateEvent,
     GroupFailedError,
     GroupRequest,
     OverlongPromptError,
     Purpose,
 )
-from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
+from sluice.algorithm.growing_sample import NewTokens
+from sluice.algorithm.routing import FIRST_PAUSE_S, ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
     EngineError,
     ExhaustedError,
@@ -23,7 +26,15 @@ from sluice.errors import (
     PeerError,
     PromptTooLongError,
 )
-from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
+from sluice.types import (
+    ChatMessage,
+    FinishReason,
+    Prompt,
+    PromptOrigin,
+    ReplicaInfo,
+    Rollout,
+    SamplingParams,
+)
 from tests.support.domain_values import with_turn
 from tests.support.reward_app import ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
@@ -178,6 +189,24 @@ async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
     assert again - later > later - until  # longer each time
 
 
+def test_a_probe_that_ends_without_an_answer_gives_its_place_to_another_group() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([replica("a", slots=8)])
+    (member,) = fleet._members.values()
+    old, wanted = fleet.reservation(member, 4), ReplicaRequirement(2, 0)
+    until = fleet.failed(member, 0.0)
+    assert fleet.choose(wanted, until) is member
+    probe = fleet.reservation(member, 2)
+    fleet.sequences_ended(old, 1)
+    assert fleet.choose(wanted, until) is None
+    assert fleet.num_free(0, until) == 0
+    fleet.give_back(old)
+    assert fleet.choose(wanted, until) is None
+    fleet.give_back(probe)
+    assert fleet.choose(wanted, until) is member
+    assert fleet.num_free(0, until) == 8
+
+
 async def test_a_group_ends_after_its_last_attempt_with_the_reason() -> None:
     async def burn(_name: str, _request: GroupRequest, _index: int) -> None:
         raise EngineError("out of memory")
@@ -234,34 +263,59 @@ async def test_a_replica_that_refused_a_stream_takes_others_while_its_longest_gr
         long.ends.set()
 
 
-async def test_a_replica_that_failed_proves_itself_with_tokens_that_come_after_the_pause() -> None:
+async def test_a_replica_that_failed_proves_itself_beside_its_longest_group() -> None:
     long = OneLongGroup(PeerError("a", "generating", "connection reset"))
-    long.ends.set()
     setting = Setting(ScriptedClient(before_sample=long))
     await setting.dispatcher.announce([replica("a")])
-    (member,) = setting.queue.fleet._members.values()
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(setting.dispatcher.generate(request(0)))
-        await settled(lambda: member.num_outstanding == 3)
-        long.ends.clear()
+        await settled(lambda: len(setting.client.calls) == 1)
         second = tasks.create_task(setting.dispatcher.generate(request(1)))
-        await settled(lambda: member.on_probation and member.paused_until < time.monotonic())
-        assert setting.queue.num_waiting == 1
-        long.continues.set()
         await settled(second.done)
         assert not first.done()
+        long.continues.set()
         long.ends.set()
 
 
-async def test_tokens_that_were_on_their_way_do_not_end_a_pause() -> None:
-    queue = ReplicaQueue(1.0)
-    queue.announce([replica("a")])
-    (member,) = queue.fleet._members.values()
-    queue.pause(member)
-    queue.answered(member, a_new_stream=False)
-    assert member.on_probation
-    queue.answered(member, a_new_stream=True)
-    assert not member.on_probation
+class OnlyAnOldStream(ScriptedClient):
+    """Replicas where the stream of prompt "p0" brings tokens for ever; all further streams are
+    refused before the third of prompt "p1".
+    """
+
+    async def generate(
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout] = (),
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        async for event in super().generate(replica, request, sample_indexes, partials):
+            while request.prompt.prompt_id == "p0":
+                yield event
+                await asyncio.sleep(0.01)
+                token = NewTokens(0, np.ones(1, np.uint32), np.zeros(1, np.float32), 0)
+                event = GenerateEvent(None, (), (token,))
+            if [prompt_id for _, prompt_id, _ in self.calls].count("p1") < 3:
+                raise PeerError(replica.name, "generating", "new streams are refused")
+            yield event
+
+
+async def test_tokens_of_an_old_stream_send_no_more_than_one_group_to_a_replica_that_failed() -> (
+    None
+):
+    setting = Setting(OnlyAnOldStream())
+    await setting.dispatcher.announce([replica("a", slots=8)])
+    async with asyncio.TaskGroup() as tasks:
+        old = tasks.create_task(setting.dispatcher.generate(request(0, n=1)))
+        await settled(lambda: setting.dispatcher.num_received[Purpose.TRAINING] > 0)
+        others = [
+            tasks.create_task(setting.dispatcher.generate(request(number, n=1)))
+            for number in range(1, 6)
+        ]
+        await settled(lambda: all(other.done() for other in others))
+        old.cancel()
+    called = [prompt_id for _, prompt_id, _ in setting.client.calls]
+    assert called == ["p0", "p1", "p1", "p1", "p2", "p3", "p4", "p5"]
 
 
 def test_an_error_that_may_mean_a_sick_replica_counts_while_it_pauses_for_another_reason() -> None:
@@ -296,6 +350,8 @@ async def test_a_group_too_large_for_the_least_replica_goes_to_one_with_more_slo
     for sequence in range(4):
         assert len((await setting.dispatcher.generate(request(sequence))).rollouts) == 4
     assert {name for name, _, _ in setting.client.calls} == {"small", "big"}
+    small, _ = setting.queue.fleet._members.values()
+    assert small.next_pause_s > FIRST_PAUSE_S  # it is asked less and less
 
 
 async def test_a_prompt_that_all_replicas_refuse_ends_at_the_one_with_most_slots() -> None:
