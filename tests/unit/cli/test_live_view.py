@@ -319,8 +319,10 @@ async def test_an_output_that_cannot_be_written_ends_no_run(
 
     view = view_on(screen := FullDisk(), run_folder(tmp_path), terminal=terminal)
     view.log_line("reward", "12:00:00 ERROR reward | something")
-    async with monitored(ScriptedTrainer()) as monitor, asyncio.timeout(60):
-        await view.follow(monitor)
+    async with monitored(ScriptedTrainer()) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor))
+        await screen.until("step 2")
+        following.cancel()
     log = logging.LogRecord("sluice.launch", logging.WARNING, "", 1, "again", None, None)
     ConsoleHandler(RunConsole(file=screen)).emit(log)
 
