@@ -94,8 +94,8 @@ def script_settings(
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):
-        settings.append(f"{_ESTIMATOR}={VERLS_ESTIMATOR}")
-        _report(f"  added: {settings[-1]}, verl's where a launch names none")
+        settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins
+        _report(f"  added: {settings[0]}, verl's where nothing names one")
     return launch.config, settings
 
 

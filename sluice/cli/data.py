@@ -218,7 +218,7 @@ def print_inspection(
     if max_prompt_length is not None:
         overlong = found.num_longer(max_prompt_length)
         name = f"over {max_prompt_length} tokens{_of_text(found)}"
-        facts.append((name, _share(overlong, found.num_rows)))
+        facts.append((name, _share(overlong, found.tokens.size)))
     print_table(console, printable(file), ("what", "value"), facts)
     print_table(
         console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)

@@ -135,17 +135,17 @@ async def _played(
 def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
     """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
     goes too."""
-    new = within_limits(seen.messages, _RULES)
-    is_cut = new != seen.messages
+    new, whole = within_limits(seen.messages, _RULES), seen.messages
     if seen.is_whole:
         is_continued = list(new[: len(shown)]) == shown
-        new = new[len(shown) :] if is_continued else new
+        if is_continued:
+            new, whole = new[len(shown) :], whole[len(shown) :]
         if not is_continued:
             yield "a new root:"
             shown.clear()
     shown += new
     yield from _written(new)
-    if is_cut:
+    if new != whole:
         yield _CUT
     if seen.reward is not None:
         yield f"reward {seen.reward:g}"

@@ -6,8 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
@@ -39,14 +38,12 @@ class RunConsole(Console):
     What is printed on a full disk is lost, and all of it once nobody reads a pipe any more.
     """
 
-    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
-        """Print, or lose it."""
+    def _check_buffer(self) -> None:  # which all output passes, a live view's too
         try:
-            super().print(*objects, **options)
+            super()._check_buffer()
         except OSError:
             # The console would keep it in memory, and write all of it with each later line.
-            with suppress(OSError), self.capture():
-                pass
+            del self._buffer[:]
 
     def on_broken_pipe(self) -> None:
         """Print no more, where rich would end the process."""

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.data.image_sources import image_source, usable_images
-from sluice.data.prompt_rows import GROUND_TRUTH, UNREAD_KEYS
+from sluice.data.prompt_rows import GROUND_TRUTH, UNREAD_KEYS, UNREAD_MEDIA, media_refused
 from sluice.data.row_files import check_raw_file, digest_of, raw_rows
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK
@@ -353,8 +353,12 @@ def _converted(
         try:
             values = row.values()
             converted = published.convert(values, row.place, index, order.wishes)
-            if values.get(AGENT_NAME):
-                converted[AGENT_NAME] = _text(values, AGENT_NAME, row.place)
+            for name in UNREAD_MEDIA:
+                if values.get(name):
+                    raise media_refused(row.place, name)
+            if AGENT_NAME in values:
+                named = values[AGENT_NAME]
+                converted[AGENT_NAME] = _text(values, AGENT_NAME, row.place) if named else None
             _move_paths(converted.get("images"), path.parent, order.output.parent)
         except DataError as error:
             if not order.skip_bad:

@@ -175,13 +175,15 @@ def truth_of(reward_model: object) -> object:
     return reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
 
 
-def truth_text(truth: object) -> str | None:
-    """Return a ground truth as text: itself, or its JSON, the same for mappings that are equal;
-    ``None``: it is neither, or null."""
+def truth_text(truth: object, *, sorts_keys: bool = False) -> str | None:
+    """Return a ground truth as text: itself, or its JSON; ``None``: it is neither, or null.
+
+    With `sorts_keys` mappings that are equal have the same text.
+    """
     if truth is None or isinstance(truth, str):
         return truth
     try:
-        return json.dumps(truth, ensure_ascii=False, allow_nan=False, sort_keys=True)
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False, sort_keys=sorts_keys)
     except (TypeError, ValueError, RecursionError):
         return None
 

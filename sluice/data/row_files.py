@@ -162,7 +162,7 @@ class LineSlab(Slab):
             yield digest_of(
                 [_text(turn, "role") for turn in turns],
                 [_text(turn, "content") for turn in turns],
-                truth_text(truth_of(values.get(columns.reward_model))),
+                truth_text(truth_of(values.get(columns.reward_model)), sorts_keys=True),
                 usable_images(values.get(columns.images)) if columns.images else (),
             )
 
@@ -263,7 +263,7 @@ class ArrowSlab(Slab):
             part = slice(offsets[row], offsets[row + 1])
             # Images of one row at a time: together they may be large.
             found = self.batch.column(columns.images)[row].as_py() if with_images else None
-            text = truth_text(truth)
+            text = truth_text(truth, sorts_keys=True)
             yield digest_of(roles[part], contents[part], text, usable_images(found))
 
 

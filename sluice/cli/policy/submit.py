@@ -23,7 +23,7 @@ from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
-from sluice.data.prompt_rows import UNREAD_KEYS
+from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_refused
 from sluice.errors import DataError
 from sluice.safe_text import printable
 from sluice.types import ChatMessage
@@ -56,6 +56,8 @@ class _SubmittedRow(msgspec.Struct):
     extra_info: dict[str, Any] | None = None
     images: list[Any] | None = None
     agent_name: str | None = None
+    videos: Any = None
+    audios: Any = None
 
 
 def read_prompts(file: Path) -> list[NewPrompt]:
@@ -90,6 +92,9 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
     for turn in row.prompt:
         if lost := [key for key in UNREAD_KEYS if getattr(turn, key)]:
             raise DataError(f"{file}, {place}: 'prompt' holds a message with {lost[0]}; remove it")
+    for name in UNREAD_MEDIA:
+        if getattr(row, name):
+            raise media_refused(f"{file}, {place}", name)
     agent = {AGENT_NAME: row.agent_name} if row.agent_name else {}
     return NewPrompt(
         row.prompt_id or _made_id(file, place, row),
@@ -112,7 +117,8 @@ def _image(file: Path, place: str, index: int, found: object) -> Image:
 
 def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
     fields = msgspec.structs.asdict(row)
-    for newer in ("images", AGENT_NAME):  # without them the ids of earlier releases stay
+    # Without them the ids of earlier releases stay.
+    for newer in ("images", AGENT_NAME, *UNREAD_MEDIA):
         if not fields[newer]:
             del fields[newer]
     digest = hashlib.blake2b(msgspec.json.encode(fields), digest_size=_DIGEST_BYTES).hexdigest()

@@ -40,6 +40,7 @@ _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "rem
 NULL_IS_DEFAULT = (
     "actor_rollout_ref.actor.data_loader_seed",
     "actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "actor_rollout_ref.actor.optim.min_lr_ratio",
     "critic.data_loader_seed",
     "critic.optim.lr_warmup_steps",
     "critic.optim.min_lr_ratio",

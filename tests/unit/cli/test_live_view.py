@@ -309,15 +309,20 @@ def test_a_validation_of_steps_that_are_trained_again_is_not_shown(tmp_path: Pat
     assert lines == ["validation after step 7: accuracy 0.800"]
 
 
-async def test_an_output_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_an_output_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, *, terminal: bool
+) -> None:
     class FullDisk(Screen):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    view = view_on(screen := FullDisk(), run_folder(tmp_path))
+    view = view_on(screen := FullDisk(), run_folder(tmp_path), terminal=terminal)
     view.log_line("reward", "12:00:00 ERROR reward | something")
-    async with monitored(ScriptedTrainer()) as monitor, asyncio.timeout(60):
-        await view.follow(monitor)
+    async with monitored(ScriptedTrainer()) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor))
+        await screen.until("step 2")
+        following.cancel()
     log = logging.LogRecord("sluice.launch", logging.WARNING, "", 1, "again", None, None)
     ConsoleHandler(RunConsole(file=screen)).emit(log)
 

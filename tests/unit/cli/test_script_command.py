@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from sluice.cli.arguments import split_arguments
 from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
@@ -64,7 +65,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
         "  ignored: --config-name=other; give what it changes of verl's defaults as key=value",
         "  launch: verl.trainer.main_ppo, 8 settings",
-        "  added: algorithm.adv_estimator=gae, verl's where a launch names none",
+        "  added: algorithm.adv_estimator=gae, verl's where nothing names one",
     ]
 
 
@@ -83,6 +84,17 @@ def test_a_script_without_an_estimator_trains_verls(
     Path(script).write_text(SCRIPT.replace(" $@", setting), encoding="utf-8")
     assert sluice("init", "run.yaml", "--from", script).exit_code == 0
     assert load_config(Path("run.yaml"), ()).algorithm.adv_estimator == estimator
+
+
+@isolated
+@pytest.mark.parametrize(
+    "named", ["algorithm={adv_estimator: rloo}", "algorithm.adv_estimator=rloo", "own.overrides"]
+)
+def test_an_estimator_beside_a_script_wins_over_verls(named: str, script: str) -> None:
+    Path("own.overrides").write_text("algorithm.adv_estimator=rloo\n", encoding="utf-8")
+    Path(script).write_text(SCRIPT.replace(" $@", ""), encoding="utf-8")
+    read_from, overrides = split_arguments([script, named], trust_script=False)
+    assert load_config(read_from, overrides).algorithm.adv_estimator == "rloo"
 
 
 @isolated

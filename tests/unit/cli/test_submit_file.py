@@ -135,6 +135,14 @@ def test_a_submitted_row_keeps_what_plays_it(tmp_path: Path) -> None:
     assert free.extra_info == ROW["extra_info"]
 
 
+@pytest.mark.parametrize("column", ["videos", "audios"])
+def test_a_submitted_row_with_other_media_is_refused(tmp_path: Path, column: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(ROW | {column: ["a.mp4"]}), encoding="utf-8")
+    with pytest.raises(DataError, match=f"holds {column}, and no run reads them"):
+        read_prompts(file)
+
+
 @pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content"])
 def test_a_message_with_more_than_role_and_content_is_refused(tmp_path: Path, lost: str) -> None:
     file = tmp_path / "prompts.jsonl"

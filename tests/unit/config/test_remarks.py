@@ -65,6 +65,8 @@ def test_keys_of_a_critic_need_an_estimator_that_the_user_chose() -> None:
     assert "set algorithm.adv_estimator=gae to train as verl does" in problem
     for chosen in ("algorithm.adv_estimator=grpo", "critic.enable=false", "critic.enable=true"):
         assert problems("critic.optim.lr=1e-5", chosen) == []
+    sources = "{a: {files: a.parquet, share: 1, adv_estimator: grpo}}"
+    assert problems("critic.optim.lr=1e-5", f"sluice.sources={sources}") == [], "sources name it"
 
 
 NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}

@@ -31,6 +31,7 @@ VALUES = [
     ([1, 2], "[1, 2]"),
     ({"target": ["Orléans", "Paris"]}, '{"target": ["Orléans", "Paris"]}'),
     ({"a": {"b": [0.5]}}, '{"a": {"b": [0.5]}}'),
+    ({"target": 10, "numbers": [4, 6]}, '{"target": 10, "numbers": [4, 6]}'),
 ]
 
 

@@ -188,6 +188,21 @@ def test_a_row_keeps_what_plays_it(tmp_path: Path, name: str, agent: str) -> Non
     assert "agent_name" not in free.extra_info
 
 
+def test_what_plays_a_row_may_be_named_after_many_rows_without_it(tmp_path: Path) -> None:
+    rows = [ORIGINALS["jsonl"] | {"agent_name": None}] * 1400
+    rows += [ORIGINALS["jsonl"] | {"agent_name": "Game"}]
+    made = order("jsonl", write(tmp_path / "a.parquet", rows))
+    assert prepare(made).num_written == 1401
+    assert made_rows(made)[-1].extra_info["agent_name"] == "Game"
+
+
+@pytest.mark.parametrize("column", ["videos", "audios"])
+def test_rows_with_other_media_are_refused(tmp_path: Path, column: str) -> None:
+    file = write(tmp_path / "a.jsonl", [ORIGINALS["dapo-math-17k"] | {column: ["a.mp4"]}])
+    with pytest.raises(DataError, match=f"row 0 holds {column}, and no run reads them"):
+        prepare(order("dapo-math-17k", file))
+
+
 @pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content"])
 def test_a_message_with_more_than_role_and_content_is_a_bad_row(tmp_path: Path, lost: str) -> None:
     turn = {"role": "assistant", "content": "x", lost: "y"}
