@@ -66,7 +66,7 @@ class RoutedReplica:
     with one group, beside those that it still has.
 
     `order` is its index in the announcement, `capacity` the sequences that it may have at once,
-    `probe` the group that it proves itself with.
+    `trial` the group that it proves itself with.
     """
 
     announced: AnnouncedReplica
@@ -77,7 +77,7 @@ class RoutedReplica:
     paused_until: float = 0.0
     next_pause_s: float = FIRST_PAUSE_S
     on_probation: bool = False
-    probe: Reservation | None = None
+    trial: Reservation | None = None
     removed: bool = False
 
     @property
@@ -92,7 +92,7 @@ class RoutedReplica:
 
     def has_capacity(self, num_sequences: int, now: float) -> bool:
         """Return whether it takes so many sequences now; of a group, any number while idle."""
-        if self.paused_until > now or self.probe:
+        if self.paused_until > now or self.trial:
             return False
         return self.num_groups == 0 or self.num_outstanding + num_sequences <= self.capacity
 
@@ -283,7 +283,7 @@ class ReplicaRouter:
         refused = sum(
             member.num_free
             for member in self._failed
-            if (member.paused_until > now or member.probe)
+            if (member.paused_until > now or member.trial)
             and member.announced.policy_version >= lowest_version
             and member.announced.use is not ReplicaUse.VALIDATION
         )
@@ -308,7 +308,7 @@ class ReplicaRouter:
         self._load(member, num_sequences)
         reservation = Reservation(member, num_sequences)
         if member.on_probation:
-            member.probe = reservation
+            member.trial = reservation
         return reservation
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
@@ -328,14 +328,15 @@ class ReplicaRouter:
         """Release the capacity that is left of a group's reservation."""
         member = reservation.member
         member.num_groups -= 1
-        if member.probe is reservation:
-            member.probe = None
+        if member.trial is reservation:
+            member.trial = None
         self._load(member, -reservation.num_missing)
         reservation.num_missing = 0
 
     def answered(self, member: RoutedReplica) -> None:
-        """End the probation of a replica that works."""
-        member.on_probation, member.probe = False, None
+        """End the pause and the probation of a replica that works."""
+        member.on_probation, member.trial = False, None
+        member.paused_until = 0.0
         member.next_pause_s = FIRST_PAUSE_S
         self._failed.discard(member)
 

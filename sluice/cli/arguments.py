@@ -95,7 +95,7 @@ def script_settings(
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):
         settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins
-        _report(f"  added: {settings[0]}, verl's where nothing names one")
+        _report(f"  added: {settings[0]}, verl's default; what is given beside the script wins")
     return launch.config, settings
 
 

@@ -122,7 +122,16 @@ async def is_active(run_dir: Path) -> bool:
 
 
 def elsewhere(run_dir: Path) -> str:
-    """Return where a run without a noted end may be active, out of our sight; empty: nowhere.
+    """Return where a run may be active out of our sight, and what to do; empty: nowhere."""
+    where = last_seen(run_dir)
+    return where and (
+        f"{where}; use the command there, or, if nothing runs there any more, "
+        f"`{resume_command(run_dir)}` starts it again"
+    )
+
+
+def last_seen(run_dir: Path) -> str:
+    """Return on which other hosts a run without a noted end was seen; empty: on none.
 
     A run that had processes here, too, is ours, such as one on Ray whose launcher has died.
     """
@@ -130,10 +139,7 @@ def elsewhere(run_dir: Path) -> str:
     if not hosts or host_of_pids() in hosts or ended_summary(run_dir):
         return ""
     names = ", ".join(sorted({host.partition(" ")[0] for host in hosts}))
-    return (
-        f"the processes of {run_dir} were last seen on {names}; use the command there, or, if "
-        f"nothing runs there any more, `{resume_command(run_dir)}` starts it again"
-    )
+    return f"the processes of {run_dir} were last seen on {names}"
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:

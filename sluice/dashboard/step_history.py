@@ -68,7 +68,7 @@ class StepHistory:
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
-        num_validations: lines with an accuracy, also void ones.
+        newest_accuracy: step and accuracy of the newest line of a validation that has one.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -80,7 +80,8 @@ class StepHistory:
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
-        self.num_validations = self._num_undecoded = 0
+        self.newest_accuracy: tuple[int, float] | None = None
+        self._num_undecoded = 0
 
     def read(self) -> bool:
         """Read a bounded number of lines; return whether more may be there already.
@@ -153,4 +154,4 @@ class StepHistory:
         self._validated.note(step, row)
         if (accuracy := accuracy_of(row)) is not None:
             self._accuracy[step] = accuracy
-            self.num_validations += 1
+            self.newest_accuracy = (step, accuracy)

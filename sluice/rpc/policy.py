@@ -76,7 +76,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "EnvironmentService/Play": CallPolicy(deadline_s=60.0),
     "EnvironmentService/GetStatus": _QUICK,
     "LaunchService/SetReplicas": _QUICK,
-    "LaunchService/GetServices": _QUICK,
+    # The launcher is on this machine, so a refused connection says that it is gone.
+    "LaunchService/GetServices": CallPolicy(deadline_s=5.0, attempts=2, backoff_s=0.1),
 }
 
 

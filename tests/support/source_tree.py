@@ -31,8 +31,7 @@ def name_of(path: Path) -> str:
 @cache
 def syntax_tree(path: Path) -> ast.Module:
     """The parsed file; a search for garbage in what was parsed would take most of the time."""
-    if gc.get_freeze_count() == 0:
-        gc.collect()  # what is frozen is never found to be garbage
+    _collect_once()
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,6 +40,11 @@ def syntax_tree(path: Path) -> ast.Module:
         gc.freeze()
         if is_enabled:
             gc.enable()
+
+
+@cache
+def _collect_once() -> None:
+    gc.collect()  # what is frozen is never found to be garbage
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -255,8 +255,8 @@ class GroupDispatcher:
     def awaited_outside(self) -> str:
         """What all unfinished samples wait for: "agent" or "environment"; empty: for replicas.
 
-        Each has deadlines of its own. Samples that no agent has taken yet count, too: they wait
-        without a deadline.
+        What runs outside has deadlines of its own. A sample that no agent has taken yet counts,
+        too, and has none.
         """
         if self.queue.is_busy or not self.queue.fleet.announced:
             return ""

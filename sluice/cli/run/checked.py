@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.running_run import elsewhere
+from sluice.cli.running_run import last_seen
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
@@ -43,8 +43,9 @@ def checked_run(
     run = read_run(file, overrides)
     run_dir = Path(run.config.sluice.run_dir).absolute()
     asyncio.run(refuse_beside_another(run_dir))
-    if where := elsewhere(run_dir):
-        print_line(console, f"notice: {where}")
+    if where := last_seen(run_dir):
+        spoils = "if they still run there, end this start: two runs spoil one folder"
+        print_line(console, f"notice: {where}; {spoils}")
     notes = launch_notes(run.config, run.settings)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.

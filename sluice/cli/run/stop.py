@@ -22,8 +22,9 @@ from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import all_left, launched_processes, launcher_of
 
 _POLL_S = 0.2
-# A trainer that is out of reach for less may be in its place, or be started again there.
-_ABSENT_POLLS = 25
+# About 5 s, since each look tries three times. A trainer that is out of reach for less may be in
+# its place, or be started again there.
+_ABSENT_POLLS = 6
 
 
 def stop(

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -40,11 +41,15 @@ from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launch_service
 from sluice.report.summary import forget_end
 from sluice.rpc.credentials import service_credentials
+from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME
 from sluice.telemetry.metrics import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
+
+# A trainer may begin to listen just now, or be busy.
+_SAVE = RetryPolicy(patience_s=5.0, most_s=0.5)
 
 ENDPOINTS_NAME = "endpoints.json"
 """In the run's folder while it is active: where clients in any language reach its services."""
@@ -285,8 +290,9 @@ async def start_processes(
 
 async def _save_and_end(monitor: RunMonitor) -> bool:
     """Ask the trainer to save and to end; return false if it does not answer."""
+    ask = partial(monitor.stop, "interrupted", skip_validation=True, save=True)
     try:
-        await monitor.stop("interrupted", skip_validation=True, save=True)
+        await Retries(_SAVE, retries_on=is_absence).call(ask)
     except SluiceError as error:
         logger.warning("nothing is saved: %s", error)
         return False

@@ -190,7 +190,7 @@ class LiveView:
         self._last_step = 0
         self._history = StepHistory(run_dir)
         run_accuracies(self._history)  # of a run that is resumed
-        self._num_validations = self._history.num_validations
+        self._shown_accuracy = self._history.newest_accuracy
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
         # Ranks of the trainer beside the first one serve nobody.
@@ -319,11 +319,12 @@ class LiveView:
         )
 
     def _print_new_accuracy(self) -> None:
-        found = run_accuracies(self._history)
-        if found and self._history.num_validations != self._num_validations:
-            step, accuracy = found[-1]
+        run_accuracies(self._history)
+        newest = self._history.newest_accuracy
+        if newest is not None and newest is not self._shown_accuracy:
+            step, accuracy = newest
             self._print(f"validation after step {step}: accuracy {accuracy:.3f}")
-        self._num_validations = self._history.num_validations
+        self._shown_accuracy = newest
 
     def _check_yield(self, snapshot: RunSnapshot) -> None:
         """Print a low yield of the last step, or of the one that does not end, once in a row."""

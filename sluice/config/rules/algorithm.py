@@ -172,8 +172,10 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 
 def idle_critic_problems(config: RunConfig, settings: KeySettings) -> Iterator[Problem]:
     """Yield keys of a critic that no estimator asks for, where the user named no estimator."""
-    given = settings.set_below("critic")
+    given, sources = settings.set_below("critic"), config.sluice.sources or {}
     if derived.uses_critic(config) or settings.is_set(_ESTIMATOR) or "critic.enable" in given:
+        return
+    if sources and all(source.adv_estimator for source in sources.values()):
         return
     if given and config.algorithm.adv_estimator == AlgorithmConfig().adv_estimator:
         yield Problem(

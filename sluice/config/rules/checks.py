@@ -104,7 +104,7 @@ def all_problems(
         found = list(source_problems(config, check))
     else:
         found = _rule_problems(config, settings, shape)
-        found += named("critic", idle_critic_problems(config, settings))
+    found += named("critic", idle_critic_problems(config, settings))
     if files:
         found += named("files", file_problems(config))
     return found

@@ -46,7 +46,7 @@ def capacity(member: RoutedReplica) -> int:
 
 
 def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
-    if not suits(member, wanted) or member.paused_until > now or member.probe:
+    if not suits(member, wanted) or member.paused_until > now or member.trial:
         return False
     fits = member.num_outstanding + wanted.num_sequences <= capacity(member)
     return member.num_groups == 0 or fits
@@ -74,7 +74,7 @@ def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
         if m.announced.policy_version >= lowest
         and m.announced.use is not ReplicaUse.VALIDATION
         and m.paused_until <= now
-        and not m.probe
+        and not m.trial
     )
 
 

@@ -292,6 +292,18 @@ def test_accuracies_follow_a_growing_file_and_leave_out_what_cannot_be_read(
     assert run_accuracies(history) == [(10, 0.5)]
 
 
+def test_the_first_validation_of_a_resumed_run_is_shown_below_a_later_one_of_before(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / METRICS_NAME
+    file.write_text(json.dumps({"step": 12, ACCURACY: 0.3}) + "\n", encoding="utf-8")
+    view = view_on(screen := Screen(), tmp_path)
+    with file.open("a", encoding="utf-8") as metrics:
+        metrics.write(json.dumps({"step": 10, ACCURACY: 0.81}) + "\n")
+    view.print_rest()
+    assert screen.getvalue().endswith("validation after step 10: accuracy 0.810\n")
+
+
 def test_a_validation_of_steps_that_are_trained_again_is_not_shown(tmp_path: Path) -> None:
     def write(*rows: Mapping[str, float]) -> None:
         with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:

@@ -222,6 +222,7 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     with pytest.raises(ConfigError):
         checked_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
     assert "notice: the processes of " in screen.getvalue(), "a second start is seen"
+    assert "node7; if they still run there, end this start" in screen.getvalue()
     own = {**mark, "name": "reward", "host": host_of_pids()}
     (run / "processes" / "reward.json").write_text(json.dumps(own))
     assert "starts it again" in sluice("status", str(run)).stdout, "part of it was here"

@@ -12,12 +12,14 @@ import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.run import stop as command
+from sluice.cli.run import up
 from sluice.client.run_address import locate_run
 from sluice.errors import NotReadyError
 from sluice.launch.servicer import LauncherAddress, write_launcher
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
-from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
 
 class DyingTrainer(ScriptedTrainer):
@@ -61,7 +63,29 @@ async def test_a_trainer_that_is_out_of_reach_for_a_moment_has_not_ended(
             await command._save_and_end(locate_run(run), 60.0)
 
 
-async def test_a_launcher_that_never_answers_is_not_killed(tmp_path: Path) -> None:
+class AbsentAtFirst(ScriptedTrainer):
+    """Begins to listen after more tries than one call makes."""
+
+    num_asked = 0
+
+    async def Stop(self, request: Any, context: Any) -> Any:
+        self.num_asked += 1
+        if self.num_asked < 5:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection refused")
+        return trainer_pb2.StopResponse(step=self.step)
+
+
+async def test_an_interrupted_run_whose_trainer_begins_to_listen_just_now_is_saved() -> None:
+    trainer = AbsentAtFirst()
+    async with monitored(trainer) as monitor:
+        assert await up._save_and_end(monitor)
+    assert trainer.num_asked == 5
+
+
+async def test_a_launcher_that_never_answers_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CALL_POLICIES, "LaunchService/GetServices", CallPolicy(deadline_s=0.5))
     run = locate_run(make_run(tmp_path))
     stranger = subprocess.Popen(["sleep", "60"])  # has the process id of the former launcher
     try:

@@ -67,6 +67,8 @@ def test_keys_of_a_critic_need_an_estimator_that_the_user_chose() -> None:
         assert problems("critic.optim.lr=1e-5", chosen) == []
     sources = "{a: {files: a.parquet, share: 1, adv_estimator: grpo}}"
     assert problems("critic.optim.lr=1e-5", f"sluice.sources={sources}") == [], "sources name it"
+    sources = "{a: {files: a.parquet, share: 1, adv_estimator: grpo}, b: {files: b, share: 1}}"
+    assert len(problems("critic.optim.lr=1e-5", f"sluice.sources={sources}")) == 1, "b does not"
 
 
 NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}

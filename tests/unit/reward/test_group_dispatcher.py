@@ -189,22 +189,33 @@ async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
     assert again - later > later - until  # longer each time
 
 
-def test_a_probe_that_ends_without_an_answer_gives_its_place_to_another_group() -> None:
+def test_a_trial_that_ends_without_an_answer_gives_its_place_to_another_group() -> None:
     fleet = ReplicaRouter(1.0)
     fleet.announce([replica("a", slots=8)])
     (member,) = fleet._members.values()
     old, wanted = fleet.reservation(member, 4), ReplicaRequirement(2, 0)
     until = fleet.failed(member, 0.0)
     assert fleet.choose(wanted, until) is member
-    probe = fleet.reservation(member, 2)
+    trial = fleet.reservation(member, 2)
     fleet.sequences_ended(old, 1)
     assert fleet.choose(wanted, until) is None
     assert fleet.num_free(0, until) == 0
     fleet.give_back(old)
     assert fleet.choose(wanted, until) is None
-    fleet.give_back(probe)
+    fleet.give_back(trial)
     assert fleet.choose(wanted, until) is member
     assert fleet.num_free(0, until) == 8
+
+
+def test_a_replica_that_answers_an_older_stream_during_its_pause_is_in_use_again() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([replica("a", slots=8)])
+    (member,) = fleet._members.values()
+    until = fleet.failed(member, 0.0)
+    assert fleet.num_free(0, until / 2) == 0
+    fleet.answered(member)
+    assert fleet.choose(ReplicaRequirement(2, 0), until / 2) is member
+    assert fleet.num_free(0, until / 2) == 8
 
 
 async def test_a_group_ends_after_its_last_attempt_with_the_reason() -> None:
