@@ -95,7 +95,7 @@ def script_settings(
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):
         settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins
-        _report(f"  added: {settings[0]}, verl's default; what is given beside the script wins")
+        _report(f"  added: {settings[0]}, verl's default; settings beside the script win")
     return launch.config, settings
 
 

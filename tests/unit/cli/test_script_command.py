@@ -65,7 +65,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
         "  ignored: --config-name=other; give what it changes of verl's defaults as key=value",
         "  launch: verl.trainer.main_ppo, 8 settings",
-        "  added: algorithm.adv_estimator=gae, verl's default; what is given beside the script wins",
+        "  added: algorithm.adv_estimator=gae, verl's default; settings beside the script win",
     ]
 
 
