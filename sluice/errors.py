@@ -74,7 +74,7 @@ class BatchUnfillableError(SluiceError):
 
 
 class DataExhaustedError(BatchUnfillableError):
-    """The data set has ended before the next train batch was full; for a run by epochs its end."""
+    """The data set has ended before the next train batch was full; a run by epochs then ends."""
 
 
 class ValidationFailedError(SluiceError):
@@ -82,7 +82,7 @@ class ValidationFailedError(SluiceError):
 
 
 class DeadlineError(SluiceError):
-    """A wait ran out."""
+    """A wait reached its deadline."""
 
     def __init__(self, peer: str, phase: str, seconds: float, remedy: str = "") -> None:
         self.peer, self.phase, self.seconds = peer, phase, seconds

@@ -93,7 +93,7 @@ async def serve_http(
     shutdown_s: float,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
-    """Serve within the block; yield the port. The handler of a caller that disconnects ends.
+    """Serve within the block; yield the port. If a caller disconnects, its handler is cancelled.
 
     Args:
         port: 0 lets the system choose one.

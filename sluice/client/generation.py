@@ -1,4 +1,4 @@
-"""Generate across failures: another replica continues the samples of one that fails."""
+"""Generate in spite of failures: another replica continues what a failed one began."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class ResumableGeneration:
         moved_because: str,
         full: list[str],
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Yield what one replica generates, to its end or failure; a full one joins `full`."""
+        """Yield what one replica generates, to its end or failure; add a full one to `full`."""
         address = (await self._fleet.choose(full)).address
         request, known = progress.request(), progress.num_tokens
         self._channels.check_size("prompt", request)

@@ -1,4 +1,4 @@
-"""The same client for programs without an event loop: a thread runs the loop."""
+"""`AsyncClient` for programs without an event loop: a thread of its own runs the loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CLOSE_S = 5.0
 class Client:
     """`AsyncClient` for synchronous programs. Use it as a context manager, from any thread.
 
-    Takes the arguments and raises the errors of `AsyncClient`. Closing an iterator ends its call,
-    and so does leaving a ``for`` over it, as soon as Python collects it; `contextlib.closing` does
-    so at once.
+    Takes the arguments and raises the errors of `AsyncClient`. Closing an iterator ends its call.
+    Leaving a ``for`` over it does so, too, once Python collects it; `contextlib.closing` does so at
+    once.
     """
 
     def __init__(

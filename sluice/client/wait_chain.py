@@ -1,4 +1,4 @@
-"""Explain what a run waits for: ask every service at once, then follow the waits to the one that
+"""Explain what a run waits for: ask all services at once, then follow the waits to the service that
 holds up the others.
 
 A service that does not answer in time is part of the result, with the state of its process if that
@@ -122,7 +122,7 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
         others = ", ".join(service.name for service in refused[1:])
         cause = refused[0].failure + (f"; also refused by {others}" if others else "")
     elif silent:
-        root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
+        root = max(silent, key=lambda one: (_num_waits_behind(one.name, by_name), one.name)).name
         cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
     elif chain := _chain(by_name):
         root, cause = chain[-1][1], _chain_in_words(chain, by_name)
@@ -170,8 +170,8 @@ def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]
     return found
 
 
-def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
-    """Return the number of waits that lead to `root`, over any number of services."""
+def _num_waits_behind(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
+    """Return the number of waits that end at `root`, directly or through other services."""
     return sum(
         wait.count for name in _distances(root, by_name) for _, wait in _waits_on(name, by_name)
     )

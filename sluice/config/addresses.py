@@ -81,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def advertised_address(endpoint: EndpointConfig, port: int) -> str:
-    """Return host:port that peers use for a server bound to `port`.
+    """Return the host:port at which peers reach a server that is bound to `port`.
 
     Raises:
         ConfigError: `advertise` is no address.

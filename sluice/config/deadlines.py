@@ -1,4 +1,4 @@
-"""Deadlines that follow from the lengths, model and engine of a launch where a key is null."""
+"""Deadlines for keys that are null: from the lengths, the model and the engine of a run."""
 
 from __future__ import annotations
 

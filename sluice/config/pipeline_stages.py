@@ -1,7 +1,7 @@
 """Which decoder layers each stage of a pipeline holds, by Megatron's keys.
 
-A stage has an equal number of layers, among which the embedding and the loss may count as one each;
-or first and last stage have as many as given, and those between share the rest.
+All stages have equally many layers, where the embedding and the loss may count as a layer each; or
+the first and the last stage have given numbers, and those between share the rest evenly.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ErrorAnswer:
 
 
 class RefusedError(InvalidRequestError):
-    """A request that names an unknown thing, or requests a feature that is not offered."""
+    """A request for something unknown, or for a feature that is not offered."""
 
     def __init__(
         self, message: str, param: str, *, status: int = 400, code: str | None = None
@@ -60,7 +60,7 @@ class RefusedError(InvalidRequestError):
 
 
 def error_answer(error: SluiceError) -> ErrorAnswer:
-    """Return the status of one of our errors; 500 for one that the caller did not cause."""
+    """Return the status of one of our errors; 500 where the caller did not cause it."""
     if isinstance(error, RefusedError):
         return ErrorAnswer(
             error.status, str(error), "invalid_request_error", error.code, error.param

@@ -29,7 +29,7 @@ class ListedRun:
         state: running, finished, failed, stopped before its last step, out of sight on another
             machine, or unreadable.
         step: finished steps.
-        total_steps: None: as many as the data have.
+        total_steps: None: unknown, the length of the data decides.
         accuracy: of the last validation; None without one.
         age_s: seconds since it was started.
         quiet_s: seconds since its last finished step, or since its start.

@@ -39,10 +39,10 @@ _ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
     """Return a copy of `tree` without references.
 
-    A value that is one reference takes the other value with its type; a reference inside a longer
-    string is written out. ``${.a}`` starts in the section of the key itself, ``${..a}`` one section
-    above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are
-    looked up in `defaults`, then in the catalogue.
+    A value that consists of one reference becomes the other value, with its type; inside a longer
+    string a reference becomes its text. ``${.a}`` starts in the section of the key itself,
+    ``${..a}`` one section above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys
+    the tree does not set are looked up in `defaults`, then in the catalogue.
 
     ``${oc.env:A,c}`` is the environment's text, or c; ``${oc.decode:...}`` the value that a text
     means.
@@ -139,7 +139,7 @@ def _without_value(at: str, key: str) -> ConfigError:
 
 
 def _variable(name: str, default: str | None, at: str) -> str | None:
-    """Return a variable's text, as OmegaConf does also where it looks like a number."""
+    """Return a variable as a text, like OmegaConf, even where it looks like a number."""
     if name in os.environ:
         return os.environ[name]
     if default is None:

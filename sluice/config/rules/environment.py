@@ -1,4 +1,4 @@
-"""What episodes with an environment need from other keys: one environment, and what fits it."""
+"""Rules about environments: a run has one at most, and other keys must fit it."""
 
 from __future__ import annotations
 
