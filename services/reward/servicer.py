@@ -10,9 +10,9 @@ import grpc
 
 from services.reward.app import RewardApp
 from services.reward.episodes.leases import LeaseDesk
-from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
+from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession

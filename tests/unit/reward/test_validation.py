@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from services.reward.app import open_prompt_sets
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GroupRequest,
     Purpose,
