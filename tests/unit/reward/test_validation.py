@@ -25,7 +25,6 @@ from services.reward.generation.request import (
     Purpose,
 )
 from services.reward.grading.grader import Grader, SampleScorer
-from services.reward.grading.messages import ScorerInput
 from services.reward.groups.validation import (
     FinishedValidation,
     ValidationOrder,
@@ -34,6 +33,7 @@ from services.reward.groups.validation import (
 )
 from services.reward.records.group_log import SampleDumps
 from sluice.config.run import RunConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import (
     DataError,
     DeadlineError,
