@@ -171,6 +171,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
+def seed_of(text: str) -> int:
+    """Return 63 bits that depend on a text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
     """How probable the tokens of a prompt are after the first, each given the tokens before it.

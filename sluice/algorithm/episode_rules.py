@@ -8,13 +8,12 @@ agents replace or leave them out.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, ToolCall
+from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, ToolCall, seed_of
 
 ASSISTANT, TOOL, USER = "assistant", "tool", "user"
 CONTINUING_ROLES = frozenset((USER, TOOL))
@@ -27,8 +26,6 @@ SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 
 TruncateSide = Literal["left", "middle", "right"]
 _MARK = "(truncated)"
-_SEED_BYTES = 8
-_SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +202,6 @@ def turn_seed(seed: int, turn: int) -> int:
     if turn == 0:
         return seed
     return seed_of(f"{seed}/turn {turn}")
-
-
-def seed_of(text: str) -> int:
-    """Return 63 bits that depend on a text."""
-    digest = hashlib.blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from sluice.algorithm.episode_rules import seed_of
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.algorithm.routing import ReplicaRequirement
@@ -27,6 +26,7 @@ from sluice.types import (
     SamplingParams,
     TokenIds,
     Tool,
+    seed_of,
 )
 
 PHASE = "generating"

@@ -51,8 +51,9 @@ from services.reward.groups.sources import (
     TrainingSources,
     source_to_start,
 )
-from services.reward.prompts.history import PromptMemoryStore, prompt_key
+from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
+from services.reward.prompts.source import prompt_key
 from services.reward.records.traces import PromptTraces
 from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica

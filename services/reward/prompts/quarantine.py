@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.prompts.history import prompt_key
+from services.reward.prompts.source import prompt_key
 from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt

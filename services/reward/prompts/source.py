@@ -10,18 +10,33 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from heapq import heapify, heappop, heappush
+from struct import Struct
 
 from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow, PromptStream
-from services.reward.prompts.history import prompt_key
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 from sluice.types import DataProgress, Prompt, PromptOrigin
 
 ROWS_PER_READ = 64
+_KEY_BYTES = 16
+_FRAME = Struct("<Q").pack
 DATASET_ID_PREFIX, VALIDATION_ID_PREFIX = "data-", "validation-"
 """What the ids of the run's own prompts begin with."""
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
+    digest = blake2b(digest_size=_KEY_BYTES)
+    texts = [text for turn in prompt.messages for text in (turn.role, turn.content)]
+    for text in (*texts, prompt.ground_truth):
+        encoded = text.encode()
+        digest.update(_FRAME(len(encoded)) + encoded)  # without the size, "ab", "c" = "a", "bc"
+    for image in prompt.images:
+        digest.update(blake2b(image, digest_size=_KEY_BYTES).digest())
+    return digest.hexdigest()
 
 
 class PromptSource:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.prompts.history import prompt_key
+from services.reward.prompts.source import prompt_key
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 

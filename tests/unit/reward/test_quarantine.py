@@ -12,8 +12,8 @@ import pytest
 from services.reward.app import QUARANTINE_FILE, RewardApp, open_run_files
 from services.reward.grading.grader import SampleScorer
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.prompts.history import prompt_key
 from services.reward.prompts.quarantine import Quarantine, read_quarantine
+from services.reward.prompts.source import prompt_key
 from services.reward.prompts.submissions import SubmissionSession
 from sluice.config.run import RunConfig
 from sluice.data.scorer_input import ScorerInput
