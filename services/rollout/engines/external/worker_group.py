@@ -72,7 +72,7 @@ class WorkerCalls(Protocol):
         ...
 
 
-class WeightWorkers:
+class WorkerGroup:
     """All workers of one engine; see the module.
 
     Args:

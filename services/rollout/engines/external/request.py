@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from services.rollout.engines.causal_lm import CheckpointLayout
-    from services.rollout.engines.vendor.settings import VendorSettings
+    from services.rollout.engines.external.settings import VendorSettings
 
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
