@@ -64,7 +64,7 @@ class _Core(VendorCore):
     async def unused(self, *_: Any) -> None:
         raise NotImplementedError
 
-    heartbeat = unused
+    check_alive = unused
     seed = deltas = check_versions = unused  # type: ignore[assignment]
 
 

@@ -115,10 +115,10 @@ def test_the_samples_of_both_model_runners_are_counted(kind: type[_Runner]) -> N
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_a_pulse_answers_with_both_model_runners(kind: type[_Runner]) -> None:
+def test_a_liveness_check_answers_with_both_model_runners(kind: type[_Runner]) -> None:
     worker = _worker(kind())
     worker.sluice_begin(msgspec.json.encode(_BEGIN))
-    assert worker.sluice_pulse() == 2
+    assert worker.sluice_check_alive() == 2
 
 
 @pytest.mark.parametrize("kind", RUNNERS)

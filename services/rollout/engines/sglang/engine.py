@@ -101,10 +101,10 @@ class SglangCore(VendorCore):
             images=run.images,
         )
 
-    async def heartbeat(self, timeout_s: float) -> None:
+    async def check_alive(self, timeout_s: float) -> None:
         """Wait for an answer of SGLang's scheduler."""
         await self.swapped()  # it has a longer deadline of its own
-        await self.client.heartbeat(timeout_s)
+        await self.client.check_alive(timeout_s)
 
     async def _note_weights(self, _version: int) -> None:
         self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones

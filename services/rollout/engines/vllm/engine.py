@@ -125,10 +125,10 @@ class VllmCore(VendorCore):
         """Return the tokens that vLLM's client has of a running sample beyond those taken."""
         return self.client.so_far(_request_id(run, sample), sample.num_taken())
 
-    async def heartbeat(self, timeout_s: float) -> int:
+    async def check_alive(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
         await self.swapped()  # it has a longer deadline of its own
-        held = await self.workers.heartbeat(timeout_s)
+        held = await self.workers.check_alive(timeout_s)
         self.catch_up()
         return held
 

@@ -1,11 +1,10 @@
-"""What sluice adds to each of vLLM's worker processes, where vLLM imports this module by name, and
-what it uses of them.
+"""What sluice adds to each of vLLM's worker processes, and what it uses of them.
 
-See `external.weight_worker` for how weights come. Read in the sources of vLLM 0.23 to 0.33, run with
-0.32 on the CPU. vLLM has two model runners. V1 keeps its samples in `requests`; V2, the default of
-newer versions wherever Triton works, keeps them in `req_states`. A worker reports what it lacks
-when it begins, not at its first update. What differs between vLLM's clients is looked up in
-`client`.
+vLLM imports this module by name. See `external.weight_worker` for how weights come. Read in the
+sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1 keeps its
+samples in `requests`; V2, the default of newer versions wherever Triton works, keeps them in
+`req_states`. A worker reports what it lacks when it begins, not at its first update. What differs
+between vLLM's clients is looked up in `client`.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ class VllmWorker(WeightWorker):
         """Return vLLM's model here. Raises ConfigError if this version lacks what is needed."""
         return WorkerFeatures(self)
 
-    def sluice_pulse(self) -> int:
+    def sluice_check_alive(self) -> int:
         """Return the samples held since the last step; answered in the engine's loop."""
         if self.sluice_features is None:
             raise RuntimeError("sluice_begin was not called")
