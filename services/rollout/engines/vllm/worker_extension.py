@@ -37,7 +37,7 @@ _VERSION_REMEDY = (
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
-_MARK = "sluice_keeps_buffers"
+_PATCHED = "sluice_keeps_buffers"
 
 
 class WorkerFeatures:
@@ -245,10 +245,11 @@ def _module(name: str) -> Any:
 def keep_buffers() -> None:
     """Make vLLM's dummy loader leave buffers as they were; call it before a model is loaded.
 
-    Do nothing a second time, nor without that loader; `WorkerFeatures` refuses such a vLLM.
+    A second call changes nothing. Neither does one without that loader, for `WorkerFeatures`
+    refuses such a vLLM.
     """
     loader = dummy_loader()
-    if loader is None or hasattr(loader, _MARK):
+    if loader is None or hasattr(loader, _PATCHED):
         return
     original = loader.load_weights
 
@@ -262,7 +263,7 @@ def keep_buffers() -> None:
                 buffer.data.copy_(kept)
 
     loader.load_weights = load_weights
-    setattr(loader, _MARK, True)
+    setattr(loader, _PATCHED, True)
 
 
 # vLLM imports this file before it loads the model, and calls nothing before that.
