@@ -130,7 +130,7 @@ class VendorSample:
 
 
 class _Core(Protocol):
-    """What a run uses of `vendor.engine.VendorCore`, which makes it."""
+    """What a run uses of `external.engine.VendorCore`, which makes it."""
 
     first_goes_ahead: bool
     settings: VendorSettings

@@ -62,7 +62,7 @@ class SchedulerCalls:
             self._turns.append(asyncio.Lock())
 
     async def call(self, method: str, arguments: Sequence[object]) -> list[object]:
-        """Return the results of a method of `vendor.weight_worker.WeightWorker`, by rank.
+        """Return the results of a method of `external.weight_worker.WeightWorker`, by rank.
 
         Raises:
             EngineError: a process has ended.
