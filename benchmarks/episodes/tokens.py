@@ -23,7 +23,8 @@ from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention

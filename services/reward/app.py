@@ -12,7 +12,8 @@ from pathlib import Path
 from services.reward.episodes.drivers import EpisodeDrivers
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.loop import EpisodeGenerator
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerationClient,
     SampleGenerator,

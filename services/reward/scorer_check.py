@@ -9,30 +9,16 @@ which do not import services, start it.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 
 import msgspec
 
-from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import running_scorer_pool
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
-from sluice.config.schema.reward import RewardConfig
-from sluice.config.schema.sandbox import SandboxConfig
-from sluice.doctor.trial import TrialAnswer
+from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.types import Scored
-
-
-class ScorerTrial(msgspec.Struct, frozen=True):
-    """The configured grading, and what to try it on; without rows it is only loaded. A row after
-    `enough_s` is not graded any more."""
-
-    reward: RewardConfig
-    sandbox: SandboxConfig = SandboxConfig()
-    rows: list[ScorerInput] = []
-    enough_s: float = math.inf
 
 
 async def tried(trial: ScorerTrial) -> list[TrialAnswer]:

@@ -10,9 +10,8 @@ import grpc
 
 from services.reward.app import RewardApp
 from services.reward.episodes.leases import LeaseDesk
-from services.reward.generation.request import validation_sampling
-from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
+from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
@@ -43,6 +42,7 @@ from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.rollout import RolloutConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import InvalidRequestError, LeaseEndedError, SluiceError
 from sluice.rpc.metadata import caller_context, caller_of
 from sluice.rpc.policy import CALL_POLICIES

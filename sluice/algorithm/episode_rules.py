@@ -204,7 +204,12 @@ def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a turn; the first turn's is that of a sample without an environment."""
     if turn == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/turn {turn}".encode(), digest_size=_SEED_BYTES).digest()
+    return seed_of(f"{seed}/turn {turn}")
+
+
+def seed_of(text: str) -> int:
+    """Return 63 bits that depend on a text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
     return int.from_bytes(digest, "little") & _SEED_MASK
 
 

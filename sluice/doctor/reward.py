@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from sluice.algorithm.groups.filter import metric_value
 from sluice.concurrency.answers import answer_of
 from sluice.config.derived import may_grade_itself
@@ -15,8 +13,9 @@ from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
 from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
+from sluice.data.scorer_input import ScorerInput
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.doctor.trial import TrialAnswer
+from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DataError, SluiceError
 from sluice.sandbox.choice import backend_of
@@ -138,18 +137,18 @@ def try_responses(
         ConfigError: what grades cannot be loaded; names file, function and the Python error.
     """
     reward = config.reward
-    trial = {
-        "reward": msgspec.to_builtins(reward),
-        "sandbox": msgspec.to_builtins(config.sluice.sandbox),
-        "rows": [
-            (
-                *(row.data_source, response, row.ground_truth, row.extra_info, _question(row)),
-                row.truth_is_json,
-            )
-            for row, response in pairs
-        ],
-        "enough_s": enough_s,
-    }
+    rows = [
+        ScorerInput(
+            row.data_source,
+            response,
+            row.ground_truth,
+            row.extra_info,
+            _question(row),
+            row.truth_is_json,
+        )
+        for row, response in pairs
+    ]
+    trial = ScorerTrial(reward, config.sluice.sandbox, rows, enough_s)
     timeout_s = _TRIAL_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
     function = reward.custom_reward_function.path
     return answer_of(

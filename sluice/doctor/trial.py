@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
+
+from sluice.config.schema.reward import RewardConfig
+from sluice.config.schema.sandbox import SandboxConfig
+from sluice.data.scorer_input import ScorerInput
 
 
 class PromptsToMeasure(msgspec.Struct, frozen=True):
@@ -21,6 +26,18 @@ class PromptsToMeasure(msgspec.Struct, frozen=True):
     template_kwargs: Mapping[str, object]
     trust_remote_code: bool
     prompts: Sequence[Sequence[tuple[str, str]]]
+
+
+class ScorerTrial(msgspec.Struct, frozen=True):
+    """What `services.reward.scorer_check` reads: the configured grading, and what to try it on.
+
+    Without rows it is only loaded. A row after `enough_s` is not graded any more.
+    """
+
+    reward: RewardConfig
+    sandbox: SandboxConfig = SandboxConfig()
+    rows: list[ScorerInput] = []
+    enough_s: float = math.inf
 
 
 class TrialAnswer(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Find what a file defines: a class, or a function."""
+"""Load the environment that a file defines: a class, or an async function."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sluice.environment.episodes import Environment
 from sluice.environment.loops import loop_environment
 from sluice.errors import ConfigError
 
-_VERLS = (
+_VERL_TOOLS_REMEDY = (
     "name a file of verl's functions in actor_rollout_ref.rollout.multi_turn.function_tool_path "
     "instead (sluice env check --verl)"
 )
-_VERLS_SCORERS = (
+_VERL_SCORERS_REMEDY = (
     "verl is not installed here; its scorers are built in (set reward.scorer_routes), or copy the "
     "function into the file"
 )
@@ -32,7 +32,7 @@ def file_environment(path: str, name: str | None = None) -> Environment:
     """Load a file.
 
     Args:
-        name: class or async function in it; ``None``: its only one that is public.
+        name: class or async function in it; ``None``: the only public one in it.
 
     Raises:
         ConfigError: it fails to import, or defines no environment that can be used; names file,
@@ -75,10 +75,10 @@ def import_error(key: str, path: str, error: Exception) -> ConfigError:
     else:
         deepest = traceback.extract_tb(error.__traceback__)[-1]
         file, line = deepest.filename, deepest.lineno
-    is_verls = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
+    is_of_verl = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
     remedy = "repair it"
-    if is_verls:
-        remedy = _VERLS if key == PATH_KEY else _VERLS_SCORERS
+    if is_of_verl:
+        remedy = _VERL_TOOLS_REMEDY if key == PATH_KEY else _VERL_SCORERS_REMEDY
     return ConfigError(f"{key}: {path} fails to import: {last} ({file}, line {line}); {remedy}")
 
 
@@ -106,17 +106,17 @@ def _only(module: ModuleType, path: str) -> type | Callable[..., object]:
 
 
 def _candidates(module: ModuleType) -> list[type | Callable[..., object]]:
-    """Return the public classes and async functions that may be meant."""
+    """Return the public classes and async functions that may be the environment."""
     return [
         value
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
-        and (_is_class(value) or inspect.iscoroutinefunction(value))
+        and (_may_be_environment(value) or inspect.iscoroutinefunction(value))
     ]
 
 
-def _is_class(value: object) -> bool:
+def _may_be_environment(value: object) -> bool:
     if not isinstance(value, type) or issubclass(value, Enum | BaseException):
         return False
     if hasattr(value, RESET) or hasattr(value, TURN):

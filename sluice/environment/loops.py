@@ -174,26 +174,26 @@ class LoopEpisode:
     def __init__(
         self,
         function: Callable[..., Coroutine[Any, Any, object]],
-        task: PlayedRow,
+        row: PlayedRow,
         calls: AuthorCalls,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._function, self._task = function, task
+        self._function, self._row = function, row
         self._calls, self._tasks = calls, tasks
         self._policy = Policy()
         self._running: asyncio.Task[object] | None = None
 
     async def open(self) -> Observation:
         """Start the function, and wait for its first question."""
-        row = self._task.row
+        columns = self._row.row
         task = LoopTask(
-            self._task.prompt,
-            row.get("ground_truth"),
-            row.get("data_source"),
-            self._task.extra_info,
-            self._task.seed,
+            self._row.prompt,
+            columns.get("ground_truth"),
+            columns.get("data_source"),
+            self._row.extra_info,
+            self._row.seed,
         )
-        self._running = self._tasks.create_task(self._kept(task), name="an author's loop")
+        self._running = self._tasks.create_task(self._run_function(task), name="an author's loop")
         seen = await self._next()
         if seen.done:
             self._returned()
@@ -229,7 +229,7 @@ class LoopEpisode:
             with self._calls.noted():  # it may catch the cancellation and stay
                 await asyncio.wait([self._running])
 
-    async def _kept(self, task: LoopTask) -> object:
+    async def _run_function(self, task: LoopTask) -> object:
         """Run the function; its errors are results, which must not end the other episodes."""
         try:
             return await self._function(task, self._policy)

@@ -39,8 +39,8 @@ class EnvironmentSource(msgspec.Struct, frozen=True):
 
 
 def _names(source: EnvironmentSource) -> list[str]:
-    world = source.load()
-    return [world.name, *(tool.name for tool in world.tools)]
+    environment = source.load()
+    return [environment.name, *(tool.name for tool in environment.tools)]
 
 
 if __name__ == "__main__":

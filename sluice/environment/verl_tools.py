@@ -147,22 +147,20 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
 class VerlEpisode:
     """Tools of one episode."""
 
-    def __init__(
-        self, by_name: Mapping[str, VerlTool], task: PlayedRow, calls: AuthorCalls
-    ) -> None:
-        selection = task.extra_info.get("tool_selection")
+    def __init__(self, by_name: Mapping[str, VerlTool], row: PlayedRow, calls: AuthorCalls) -> None:
+        selection = row.extra_info.get("tool_selection")
         self._tools = {
             name: one
             for name, one in by_name.items()
             if not isinstance(selection, list) or name in selection
         }
-        kwargs = task.extra_info.get("tools_kwargs")
+        kwargs = row.extra_info.get("tools_kwargs")
         self._kwargs: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
         self._calls = calls
         self._ids: dict[str, str] = {}
         # Tools read the conversation in it, and keep in extra_fields what they like.
         self._data = SimpleNamespace(
-            messages=task.prompt, tools_kwargs=self._kwargs, extra_fields={}
+            messages=row.prompt, tools_kwargs=self._kwargs, extra_fields={}
         )
 
     async def open(self) -> Observation:

@@ -2,7 +2,7 @@
 
 It needs no privilege. Inside are: the system, read-only, without /etc; a Python interpreter; own
 network, process, IPC and host name spaces; /tmp and /dev/shm in memory, of limited size. Nothing of
-the environment is passed. A process of root gives its user up first: root may write to parts of
+the environment is passed. A process of root becomes `nobody` first: root may write to parts of
 /proc whatever the namespace.
 """
 
@@ -27,7 +27,7 @@ NOBODY = 65534
 FOLDER = "/tmp"  # noqa: S108 - of the sandbox, which has its own
 _SHARED = "/dev/shm"  # noqa: S108 - the same
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_ETC_PATHS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": FOLDER,
@@ -76,15 +76,14 @@ class BubblewrapSandbox(ProcessSandbox):
         super().__init__(limits)
         self._program = bubblewrap_program()
         self._user = NOBODY if os.geteuid() == 0 else None
-        self._python, self._shown = self._interpreter(python)
+        self._python, self._shown_folders = self._interpreter(python)
         self._filter = filter_program()
 
     @contextmanager
     def command(
         self, argv: Sequence[str], files: Mapping[str, str], limits: Limits
     ) -> Iterator[Containment]:
-        """Give the command line of a program; its descriptors are open for the length of the
-        block."""
+        """Yield the command line of a program; its descriptors are open during the block."""
         with ExitStack() as closing:
             reader, writer = os.pipe()
             closing.callback(os.close, reader)
@@ -130,7 +129,7 @@ class BubblewrapSandbox(ProcessSandbox):
         view += ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
         view += ["--dev", "/dev", "--size", size, "--tmpfs", _SHARED, "--remount-ro", "/dev"]
         view += ["--size", size, "--tmpfs", FOLDER]
-        for path in (*_OF_ETC, *self._shown):  # an interpreter may lie below /tmp
+        for path in (*_ETC_PATHS, *self._shown_folders):  # an interpreter may lie below /tmp
             view += ["--ro-bind-try", path, path]
         return [*view, "--remount-ro", "/"]
 
@@ -178,7 +177,7 @@ def bubblewrap_program() -> str:
 
 
 def with_remedy(error: SandboxUnavailableError) -> SandboxUnavailableError:
-    """Return the error with what to do about it, if bubblewrap was refused its namespaces."""
+    """Return the error with what to do about it, if the system refused bubblewrap namespaces."""
     signs = ("namespace", "Operation not permitted", "uid map", "Permission denied", "mount proc")
     text = str(error)
     if any(sign in text for sign in signs) and "; " not in text:
@@ -187,13 +186,13 @@ def with_remedy(error: SandboxUnavailableError) -> SandboxUnavailableError:
 
 
 def _script(limits: Limits) -> str:
-    """Return the shell's lines that set the limits inside, where processes are counted apart."""
+    """Return the shell lines that set the limits inside, where processes are counted apart."""
     values = {
-        "cpu_s": _at_most(resource.RLIMIT_CPU, limits.whole_cpu_s),
-        "memory_kib": _at_most(resource.RLIMIT_AS, limits.memory_bytes) // 1024,
-        "file_blocks": _at_most(resource.RLIMIT_FSIZE, limits.tmp_bytes) // 512,
-        "open_files": _at_most(resource.RLIMIT_NOFILE, limits.open_files),
-        "processes": _at_most(resource.RLIMIT_NPROC, limits.processes),
+        "cpu_s": _within_own(resource.RLIMIT_CPU, limits.whole_cpu_s),
+        "memory_kib": _within_own(resource.RLIMIT_AS, limits.memory_bytes) // 1024,
+        "file_blocks": _within_own(resource.RLIMIT_FSIZE, limits.tmp_bytes) // 512,
+        "open_files": _within_own(resource.RLIMIT_NOFILE, limits.open_files),
+        "processes": _within_own(resource.RLIMIT_NPROC, limits.processes),
     }
     script = _INSIDE
     for name, value in values.items():
@@ -201,9 +200,9 @@ def _script(limits: Limits) -> str:
     return script
 
 
-def _at_most(limit: int, value: int) -> int:
-    """Return the value, or this process's own limit where that is lower."""
-    own = resource.getrlimit(limit)[1]
+def _within_own(kind: int, value: int) -> int:
+    """Return the value, or this process's own limit of that kind where that is lower."""
+    own = resource.getrlimit(kind)[1]
     return value if own == resource.RLIM_INFINITY else min(value, own)
 
 

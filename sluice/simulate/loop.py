@@ -165,7 +165,7 @@ class PromptFeed:
     """Positions of the data set, and groups that wait to begin again.
 
     Args:
-        num_in_line: positions that are weighed against each other, see `pacing`; 1: none.
+        num_in_line: positions that are weighed against each other, see `AdmissionOrder`; 1: none.
         key: names the prompt at a position.
         forecast: how long groups take.
     """

@@ -94,7 +94,7 @@ class Workload(Protocol):
     def samples(
         self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
     ) -> SimulatedSamples:
-        """Return the samples of a group; another `attempt` (0, 1, ...) has others."""
+        """Return the samples of a group; another `num_restarts` (0, 1, ...) has others."""
         ...
 
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -14,6 +13,7 @@ from sluice.config.schema.reward import (
     ScorerPoolConfig,
 )
 from sluice.config.schema.sandbox import SandboxConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.choice import limits_of, process_sandbox
 from sluice.types import Failed, FailureKind, Scored

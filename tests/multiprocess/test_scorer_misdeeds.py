@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.registry import RULES
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.scorer_pools import running_scorer_pool
 

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.grading.messages import ScorerInput
 from sluice.config.run import RunConfig
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -22,6 +21,7 @@ from sluice.config.schema.reward import (
     ScorerPoolConfig,
 )
 from sluice.data.prompt_rows import PromptRow
+from sluice.data.scorer_input import ScorerInput
 from sluice.doctor.reward import try_responses
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage, Failed, FailureKind, Scored

@@ -12,7 +12,8 @@ from typing import Any, cast
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import EpisodeRules

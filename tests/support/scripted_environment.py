@@ -15,7 +15,8 @@ from services.reward.episodes.client import ServedEnvironments
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import GroupProgress, GroupRequest, Purpose
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.routing import AnnouncedReplica

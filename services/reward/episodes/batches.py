@@ -31,9 +31,9 @@ from sluice.rpc.client import (
 from sluice.rpc.status import RPC_ERRORS, error_of
 
 _TOGETHER_S = 0.005
-"""Calls that follow others to the same server within these seconds wait, so that they are one."""
+"""Calls that follow others to the same server within these seconds wait: one Play takes them."""
 _SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
-"""Failures of a Play that its answers alone may not meet."""
+"""After these failures of a Play, its steps are sent again one by one: alone they may succeed."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 _METHOD_OF = {

@@ -205,11 +205,8 @@ class Episode:
                 await abandoned(self._driver)
 
     async def _taken(self, leased: LeasedEpisode) -> None:
-        self._dispatcher.num_untaken += 1
-        try:
+        with self._dispatcher.outside.untaken():
             await self._called("waiting for an agent to take it", leased.taken())
-        finally:
-            self._dispatcher.num_untaken -= 1
 
     async def _played(self, first_turn: FirstTurn) -> Rollout:
         """Play to the end. A sample without an `end` was aborted, and its environment is open."""
@@ -447,12 +444,9 @@ class Episode:
     async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
-        self._dispatcher.num_outside[self._failure] += 1
-        try:
+        with self._dispatcher.outside.waiting(self._failure.value):
             async with self._request.progress.bounded():
                 return await call
-        finally:
-            self._dispatcher.num_outside[self._failure] -= 1
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

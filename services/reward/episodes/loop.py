@@ -64,14 +64,14 @@ class EpisodeGenerator:
         self,
         dispatcher: GroupDispatcher,
         drivers: EpisodeDrivers,
-        limits: EpisodeRules,
+        rules: EpisodeRules,
         *,
         by_default: bool,
         seed: int,
         are_leased: bool = False,
     ) -> None:
         self._dispatcher, self._drivers = dispatcher, drivers
-        self._limits, self._by_default, self._seed = limits, by_default, seed
+        self._rules, self._by_default, self._seed = rules, by_default, seed
         self._are_leased = are_leased
         self.notes = EpisodeNotes()
 
@@ -131,7 +131,7 @@ class EpisodeGenerator:
                         environment,
                         request.prompt,
                         seed,
-                        self._limits.timeout_s,
+                        self._rules.timeout_s,
                         index,
                         is_kept,
                     )
@@ -156,7 +156,7 @@ class EpisodeGenerator:
             task.sample_index,
             task.episode_id,
             request,
-            self._limits,
+            self._rules,
             self._drivers.begin(task),
             self._dispatcher,
             self.notes,
@@ -174,7 +174,7 @@ async def _play(
     try:
         rollout = rollouts[index] = await episode.run(first.turn)
     finally:
-        first.without(index)
+        first.stop_waiting_for(index)
     if rollout.end is None:
         return
     request.progress.has_finished_samples = True
@@ -209,7 +209,7 @@ class FirstTurns:
         alone: bool = False,
     ) -> None:
         self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
-        self._batch, self._alone, self._are_apart = batch, alone, alone
+        self._batch, self._alone, self._is_late = batch, alone, False
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
         self._requests: dict[int, tuple[asyncio.Task[None], Sequence[int]]] = {}
@@ -226,7 +226,7 @@ class FirstTurns:
         """
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
         self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
-        self.without(index)
+        self.stop_waiting_for(index)
         try:
             return await answered
         except asyncio.CancelledError:
@@ -235,14 +235,14 @@ class FirstTurns:
                 task.cancel()
             raise
 
-    def without(self, index: int) -> None:
-        """Wait no longer for a sample: it waits for its turn, or has ended."""
+    def stop_waiting_for(self, index: int) -> None:
+        """Stop waiting for a sample: it waits for its turn, or has ended."""
         if index not in self._awaited:
             return
         self._awaited.remove(index)
         if index in self._waiters:
             self._ready.append(index)
-        if self._alone or not self._awaited:
+        if self._alone or self._is_late or not self._awaited:
             self._start_ready()
         elif len(self._ready) == 1:
             asyncio.get_running_loop().call_later(PATIENCE_S, self._start_late)
@@ -250,7 +250,7 @@ class FirstTurns:
     def _start_late(self) -> None:
         """Request what is ready, and each further turn alone."""
         if self._awaited:
-            self._alone = True
+            self._is_late = True
             self._start_ready()
 
     def _start_ready(self) -> None:
@@ -286,7 +286,7 @@ class FirstTurns:
         try:
             await self._dispatcher.collect(collected)
         except GroupFailedError as error:
-            is_of_all = len(self._keys) == 1 and not self._are_apart  # as far as is known
+            is_of_all = len(self._keys) == 1 and not self._alone  # as far as is known
             if is_of_all or error.kind is not None:
                 raise
             self._refuse(indexes, error)

@@ -50,9 +50,9 @@ class WorkerReply(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-async def _serve(world: Environment, address: str, replies: int, output: OutputLimit) -> None:
+async def _serve(environment: Environment, address: str, replies: int, output: OutputLimit) -> None:
     processes = ProcessLimit()
-    async with serving(world, address, 0, credentials=OPEN):
+    async with serving(environment, address, 0, credentials=OPEN):
         _reply(replies, WorkerReply())
         while True:
             await asyncio.sleep(COUNTED_EVERY_S)
@@ -67,12 +67,12 @@ def loaded(source: EnvironmentSource) -> Environment:
         ConfigError: the environment cannot be loaded, or no sandbox for it is configured.
         SandboxUnavailableError: the sandbox does not work here.
     """
-    world = source.load()
+    environment = source.load()
     if _PYTHON_TOOL in sys.modules:
         config = inherited_config()
         process_sandbox(config)  # refuses those that keep no state
         proven_sandbox(config)
-    return world
+    return environment
 
 
 def _reply(replies: int, reply: WorkerReply) -> None:
@@ -92,11 +92,11 @@ def main(parent_pid: int, address: str, setup_text: str) -> int:
     limit_resources(setup.memory_bytes, MAX_OPEN_FILES)
     with limited_output(MAX_OUTPUT_BYTES) as output:
         try:
-            world = loaded(setup.source)
+            environment = loaded(setup.source)
         except SluiceError as error:
             _reply(replies, WorkerReply(str(error)))
             return 1
-        asyncio.run(_serve(world, address, replies, output))
+        asyncio.run(_serve(environment, address, replies, output))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Processes that run the user's environment: start them, watch them, replace them.
 
-Consumes: an environment's source. Waits for: a worker's end, and twice a second its word on its
+Consumes: an environment's source. Waits for: a worker's end, and twice a second its report of its
 oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
 dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all that it
 started, and replaced; its episodes fail and the others' do not. On shutdown: all are killed and
@@ -58,7 +58,7 @@ class _Worker:
     """A running process.
 
     Attributes:
-        mark: it and all that it started carry it.
+        mark: carried by it and all that it started.
     """
 
     process: asyncio.subprocess.Process

@@ -1,27 +1,23 @@
 """Send groups to replicas and return their samples, whatever happens to a replica.
 
 Consumes: groups to generate. Waits for: a replica with free capacity (`ReplicaQueue`: validation
-before training, then in order of issue), then its stream. Unblocked
-by: an announcement, a finished sequence, the end of a pause, a stream that failed, stalled or lost
-its replica, the group's own deadline. Produces: whole groups. On failure of a stream: the replica
-pauses and the missing samples continue elsewhere from the tokens that came, up to `max_attempts`
-failures; then the group continues without them, or fails. On shutdown: cancelling a call cancels
-its stream, which frees the replica's slots.
+before training, then in order of issue), then its stream. Unblocked by: an announcement, a finished
+sequence, the end of a pause, a stream that failed, stalled or lost its replica, the group's own
+deadline. Produces: whole groups. On failure of a stream: the replica pauses and the missing samples
+continue elsewhere from the tokens that came, up to `max_attempts` failures; then the group
+continues without them, or fails. On shutdown: cancelling a call cancels its stream, which frees the
+replica's slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
-from operator import attrgetter
 
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
     GenerationClient,
@@ -32,18 +28,15 @@ from services.reward.generation.request import (
     Purpose,
     SampleCallback,
 )
-from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
+from services.reward.generation.stream import (
+    CollectedSamples,
+    EndedStreams,
+    StreamEnd,
+    StreamWatch,
+)
 from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
-from sluice.algorithm.routing import (
-    AnnouncedReplica,
-    Offer,
-    ReplicaRequirement,
-    ReplicaRouter,
-    Reservation,
-    RoutedReplica,
-)
-from sluice.concurrency.waits import ChangeSignal, waiting_for
+from sluice.algorithm.routing import AnnouncedReplica, Reservation, RoutedReplica
 from sluice.errors import (
     EngineError,
     ExhaustedError,
@@ -53,7 +46,6 @@ from sluice.errors import (
     PromptTooLongError,
     SequenceTooLongError,
     SluiceError,
-    ValidationFailedError,
 )
 from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
@@ -61,171 +53,57 @@ from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.5
-"""Streams of a replica that end within these seconds have one line in the log."""
-_TIMER_SLACK_S = 0.001
 
+class OutsideWaits:
+    """The samples that wait for an agent or an environment instead of a replica."""
 
-@dataclass(slots=True, eq=False)
-class _QueuedGroup:
-    rank: tuple[bool, int]
-    wanted: ReplicaRequirement
-    reserved: asyncio.Future[Reservation]
-
-
-class ReplicaQueue:
-    """The fleet and the groups that wait for it.
-
-    Args:
-        slack: most sequences in flight per slot.
-
-    Attributes:
-        fleet: the announced replicas, and what of their capacity is taken.
-        capacity: notified when there may be capacity for more.
-    """
-
-    def __init__(self, slack: float) -> None:
-        self.fleet = ReplicaRouter(slack)
-        self.capacity = ChangeSignal()
-        self._waiters: list[_QueuedGroup] = []
+    def __init__(self) -> None:
+        self._num_waiting: Counter[str] = Counter()  # by whom they wait for
+        self._num_untaken = 0
 
     @property
     def num_waiting(self) -> int:
-        """Groups without a replica."""
-        return len(self._waiters)
+        """How many wait."""
+        return self._num_waiting.total()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a replica has a sequence, or a group waits for one."""
-        return bool(self._waiters) or self.fleet.has_sequences
+    def peer(self) -> str:
+        """What they wait for: "agent" or "environment"; empty: none waits."""
+        return next((peer for peer, number in self._num_waiting.items() if number), "")
 
-    def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
-        """Return how many sequences could start now, less those that wait for a replica already.
+    @property
+    def are_untaken(self) -> bool:
+        """Whether no agent has taken any of them."""
+        return self._num_untaken == self.num_waiting
 
-        A validation that only held replicas may sample takes nothing from training. An idle
-        replica counts as at least a group of `group_size` sequences.
-        """
-        free = self.fleet.num_free(lowest_version, time.monotonic(), group_size)
-        if not self._waiters:
-            return free
-        training = ReplicaRequirement(1, lowest_version)
-        return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
-
-    def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
-        """Replace the fleet; members that are gone are marked as removed."""
-        self.fleet.announce(replicas)
-        self._capacity_changed()
-
-    def may_validate(self, version: int) -> bool:
-        """Return whether a replica, busy or paused, serves validations of `version`."""
-        wanted = ReplicaRequirement(1, version, version)
-        return any(wanted.takes(offer) for offer in self.fleet.offers)
-
-    async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
-        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
-
-        Raises:
-            ValidationFailedError: no replica may validate the wanted version, and none will.
-        """
-        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        waiter = _QueuedGroup(rank, wanted, reserved)
-        insort(self._waiters, waiter, key=attrgetter("rank"))
-        self._serve()
+    @contextmanager
+    def waiting(self, peer: str) -> Iterator[None]:
+        """Count a sample that waits for `peer` while the block runs."""
+        self._num_waiting[peer] += 1
         try:
-            with waiting_for("rollout fleet", "freeing capacity for a group"):
-                return await reserved
-        except asyncio.CancelledError:
-            if reserved.done() and not reserved.cancelled() and not reserved.exception():
-                self.fleet.give_back(reserved.result())
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            self._capacity_changed()
-            raise
-
-    def give_back(self, reservation: Reservation) -> None:
-        """Release the capacity that is left of a reservation."""
-        self.fleet.give_back(reservation)
-        self._capacity_changed()
-
-    def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica accepted a stream. This ends its probation."""
-        if member.on_probation:
-            self.fleet.answered(member)
-            self._capacity_changed()
-
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
-        """Give back the capacity of finished sequences."""
-        self.fleet.sequences_ended(reservation, count)
-        self._capacity_changed()
-
-    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
-        """Return whether another replica than `member` would take the group at once."""
-        if next(self._rivals(wanted), None) is not None:
-            return False
-        # Paused for the time of this question, so that the router looks past it.
-        paused_until, member.paused_until = member.paused_until, math.inf
-        try:
-            return self.fleet.choose(wanted, time.monotonic()) is not None
+            yield
         finally:
-            member.paused_until = paused_until
+            self._num_waiting[peer] -= 1
 
-    def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
-        """Yield the groups that wait for a replica that would do for `wanted`, too."""
-        offers = [offer for offer in self.fleet.offers if wanted.takes(offer)]
-        for waiter in self._waiters:
-            if any(waiter.wanted.takes(offer) for offer in offers):
-                yield waiter
-
-    def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
-        """Avoid a replica that failed, until the next announcement or the end of a pause."""
-        now = time.monotonic()
-        until = self.fleet.failed(member, now, may_be_sick=may_be_sick)
-        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
-
-    def _capacity_changed(self) -> None:
-        self._serve()
-        self.capacity.notify()
-
-    def _serve(self) -> None:
-        """Reserve capacity in order.
-
-        A group is served before an earlier one only by a replica that the earlier one cannot use.
-        """
-        now, offers = time.monotonic(), self.fleet.offers
-        still_waiting: list[_QueuedGroup] = []
-        taken: set[Offer] = set()
-        for waiter in self._waiters:
-            wanted = waiter.wanted
-            is_served = len(taken) < len(offers) and not waiter.reserved.done()
-            member = self.fleet.choose(wanted, now, taken) if is_served else None
-            if member is not None:
-                waiter.reserved.set_result(self.fleet.reservation(member, wanted.num_sequences))
-                continue
-            taken.update(offer for offer in offers if wanted.takes(offer))
-            if not waiter.reserved.done() and wanted.came_too_late(offers):
-                waiter.reserved.set_exception(_no_replica(wanted))
-                continue
-            still_waiting.append(waiter)
-        self._waiters = still_waiting
-
-
-def _no_replica(wanted: ReplicaRequirement) -> ValidationFailedError:
-    return ValidationFailedError(
-        f"validating version {wanted.highest_version}: no replica that serves it is left; the "
-        "others have, or are about to get, another version"
-    )
+    @contextmanager
+    def untaken(self) -> Iterator[None]:
+        """Count a waiting sample as one that no agent has taken, while the block runs."""
+        self._num_untaken += 1
+        try:
+            yield
+        finally:
+            self._num_untaken -= 1
 
 
 class GroupDispatcher:
-    """Groups on their way to replicas and back.
+    """Sends groups to replicas, and collects their samples.
 
     Attributes:
         queue: assigns capacity on replicas.
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
-        num_outside: samples that wait for an agent or an environment, by the kind of its failures.
-        num_untaken: those of them that no agent has taken yet.
+        outside: the samples that wait for an agent or an environment.
 
     Args:
         client: how replicas are called.
@@ -248,8 +126,7 @@ class GroupDispatcher:
         self._ended_streams = EndedStreams()
         self._streams: set[StreamWatch] = set()
         self.num_received: Counter[Purpose] = Counter()
-        self.num_outside: Counter[FailureKind] = Counter()
-        self.num_untaken = 0
+        self.outside = OutsideWaits()
 
     @property
     def awaited_outside(self) -> str:
@@ -260,7 +137,7 @@ class GroupDispatcher:
         """
         if self.queue.is_busy or not self.queue.fleet.announced:
             return ""
-        return next((kind.value for kind, number in self.num_outside.items() if number), "")
+        return self.outside.peer
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; groups go elsewhere from replicas that are gone.
@@ -542,34 +419,3 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     failed = Failed(FailureKind.ENGINE_ERROR, detail)
     request.progress.engine_errors.update(dict.fromkeys(missing, failed))
     collected.end_unfinished()
-
-
-class EndedStreams:
-    """Streams that lately ended before their samples, by replica; for use inside an event loop.
-
-    A replica that dies, hangs or swaps its weights ends the streams of all its groups at once: the
-    log has one line for all of them, a warning if they broke.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[str, bool], list[int]] = {}
-
-    def note(self, replica: str, num_samples: int, why: str, *, broke: bool = True) -> None:
-        """Count a stream that ended without `num_samples`; the line has the first `why`.
-
-        A stream that broke after its last sample does not count.
-        """
-        if not num_samples:
-            return
-        counts = self._samples.setdefault((replica, broke), [])
-        counts.append(num_samples)
-        if len(counts) == 1:
-            asyncio.get_running_loop().call_later(GATHER_S, self._notify, replica, broke, why)
-
-    def _notify(self, replica: str, broke: bool, why: str) -> None:
-        counts = self._samples.pop((replica, broke))
-        logger.log(
-            logging.WARNING if broke else logging.INFO,
-            "replica %s: streams of %d groups %s, %d samples continue elsewhere; the first: %s",
-            *(replica, len(counts), "broke" if broke else "moved", sum(counts), why),
-        )

@@ -1,5 +1,5 @@
-"""A request for samples of one prompt: its key and seeds, the progress that all requests of a group
-share, what a replica answers, and the errors that end it.
+"""A request for samples of one prompt: its seed, the progress that all requests of a group share,
+what a replica answers, and the errors that end it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from hashlib import blake2b
-from struct import Struct
 from typing import Protocol
 
+from sluice.algorithm.episode_rules import seed_of
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.algorithm.routing import ReplicaRequirement
-from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
 from sluice.types import (
     ChatMessage,
@@ -32,23 +30,6 @@ from sluice.types import (
 )
 
 PHASE = "generating"
-
-_KEY_BYTES = 16
-_SEED_BYTES = 8
-_SEED_MASK = 2**63 - 1
-_FRAME = Struct("<Q").pack
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
-    digest = blake2b(digest_size=_KEY_BYTES)
-    texts = [text for turn in prompt.messages for text in (turn.role, turn.content)]
-    for text in (*texts, prompt.ground_truth):
-        encoded = text.encode()
-        digest.update(_FRAME(len(encoded)) + encoded)  # without the size, "ab", "c" = "a", "bc"
-    for image in prompt.images:
-        digest.update(blake2b(image, digest_size=_KEY_BYTES).digest())
-    return digest.hexdigest()
 
 
 class Purpose(Enum):
@@ -349,33 +330,6 @@ def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:
     )
 
 
-def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams:
-    """Return the training parameters; `for_prompt` sets the seed of each prompt."""
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=max_tokens,
-        seed=rollout.seed,
-        ignore_eos=rollout.ignore_eos,
-    )
-
-
-def validation_sampling(
-    rollout: RolloutConfig, max_tokens: int, temperature: float | None
-) -> SamplingParams:
-    """Return the validation parameters; `temperature` overrides the configured one."""
-    configured = rollout.val_kwargs
-    return SamplingParams(
-        temperature=configured.temperature if temperature is None else temperature,
-        top_p=configured.top_p,
-        top_k=configured.top_k,
-        max_tokens=max_tokens,
-        seed=rollout.seed,
-        ignore_eos=rollout.ignore_eos,
-    )
-
-
 def for_prompt(sampling: SamplingParams, prompt: Prompt, *, label: str) -> SamplingParams:
     """Return the same parameters with a seed of the prompt.
 
@@ -386,6 +340,4 @@ def for_prompt(sampling: SamplingParams, prompt: Prompt, *, label: str) -> Sampl
     number = prompt.sequence if prompt.position is None else prompt.position
     if prompt.source:  # rows of several sources have the same positions
         label = f"{label}/{prompt.source}"
-    text = f"{sampling.seed}/{label}/{prompt.origin}/{number}"
-    digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
-    return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)
+    return replace(sampling, seed=seed_of(f"{sampling.seed}/{label}/{prompt.origin}/{number}"))

@@ -1,8 +1,10 @@
-"""Collect the samples of one request; end its stream at a stall or at a bound."""
+"""Collect the samples of one request; end its stream at a stall or at a bound; log the streams that
+ended early."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +22,11 @@ from sluice.algorithm.growing_sample import GrowingSample
 from sluice.algorithm.routing import RoutedReplica
 from sluice.errors import PeerError
 from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.5
+"""Streams of a replica that end within these seconds have one line in the log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -314,4 +321,35 @@ class StreamWatch:
             f"nothing for {now - pace.last_progress:.1f} s, stream of {now - self._begun:.1f} s "
             f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
             f"{len(pace.running)} running{silent}, {pace.num_finished} ended"
+        )
+
+
+class EndedStreams:
+    """Streams that lately ended before their samples, by replica; for use inside an event loop.
+
+    A replica that dies, hangs or swaps its weights ends the streams of all its groups at once: the
+    log has one line for all of them, a warning if they broke.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[str, bool], list[int]] = {}
+
+    def note(self, replica: str, num_samples: int, why: str, *, broke: bool = True) -> None:
+        """Count a stream that ended without `num_samples`; the line has the first `why`.
+
+        A stream that broke after its last sample does not count.
+        """
+        if not num_samples:
+            return
+        counts = self._samples.setdefault((replica, broke), [])
+        counts.append(num_samples)
+        if len(counts) == 1:
+            asyncio.get_running_loop().call_later(GATHER_S, self._notify, replica, broke, why)
+
+    def _notify(self, replica: str, broke: bool, why: str) -> None:
+        counts = self._samples.pop((replica, broke))
+        logger.log(
+            logging.WARNING if broke else logging.INFO,
+            "replica %s: streams of %d groups %s, %d samples continue elsewhere; the first: %s",
+            *(replica, len(counts), "broke" if broke else "moved", sum(counts), why),
         )

@@ -23,7 +23,7 @@ _FLUSH_S, _FLUSH_PAUSE_S = 0.2, 0.001
 MAX_MORE_PROCESSES = 1024
 """Processes that it may start beyond those that its user runs now."""
 MAX_MORE_PROCESSES_EVER = 65_536
-"""The same, beyond those at the start: the most to which it can raise its own limit."""
+"""The same, beyond those at its start: the most to which it can raise its own limit."""
 COUNTED_EVERY_S = 5.0
 MAX_OUTPUT_BYTES = 64 * 2**10
 """Printed for a request, or in `COUNTED_EVERY_S` seconds."""
@@ -156,7 +156,7 @@ def end_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when the reward service dies, however it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
 
@@ -173,7 +173,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow `seconds` of CPU time from now on, and some slack; beyond it SIGXCPU ends us."""
+    """Allow `seconds` of CPU time from now on, and some slack; then SIGXCPU ends the process."""
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     allowed = _at_most(hard_limit, int(time.process_time() + seconds) + _CPU_SLACK_S)
     resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard_limit))

@@ -20,6 +20,7 @@ import msgspec
 
 from sluice.config.schema.reward import RewardModelConfig, SandboxFusionConfig
 from sluice.config.schema.sandbox import SandboxConfig
+from sluice.data.scorer_input import ScorerInput
 
 FRAME_HEADER = struct.Struct("<I")
 MAX_REPLY_BYTES = 64 * 2**20
@@ -50,22 +51,6 @@ class SetupReply(msgspec.Struct, frozen=True, array_like=True):
     """`error` is why the process cannot score; ``None``: it is ready."""
 
     error: str | None
-
-
-class ScorerInput(msgspec.Struct, frozen=True, array_like=True):
-    """One response to grade. Only reward models look at `question`, the prompt's last turn.
-
-    `num_turns` counts answers and the turns that they answer, as verl does. `truth_is_json` is
-    that of a prompt.
-    """
-
-    data_source: str
-    response: str
-    ground_truth: str
-    extra_info: Mapping[str, object] = {}
-    question: str = ""
-    truth_is_json: bool = False
-    num_turns: int = 2
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, array_like=True):

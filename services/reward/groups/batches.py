@@ -37,13 +37,12 @@ from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.algorithm.sources import source_metric
 from sluice.concurrency.waits import ChangeSignal, deadline
 from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
+from sluice.telemetry.metric_names import WAIT_GROUPS_S
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 
 logger = logging.getLogger(__name__)
 
 PEER = "reward service"
-WAIT_GROUPS = "timing_s/wait_groups"
-"""Seconds from the trainer's request for a batch until it was formed."""
 
 
 class TrainBatches:
@@ -306,7 +305,7 @@ class TrainBatches:
                 **self._statistics.close_interval(train_groups, version),
                 **gauges,
                 "train/groups_carried_over": float(self._groups.num_kept),
-                WAIT_GROUPS: time.monotonic() - self._asked[1],
+                WAIT_GROUPS_S: time.monotonic() - self._asked[1],
             },
         )
         self._was_voided = False

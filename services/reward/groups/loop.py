@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.request import prompt_key
 from services.reward.group_table import (
     IN_FLIGHT,
     CancelReason,
@@ -52,7 +51,7 @@ from services.reward.groups.sources import (
     TrainingSources,
     source_to_start,
 )
-from services.reward.prompts.history import PromptMemoryStore
+from services.reward.prompts.history import PromptMemoryStore, prompt_key
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.traces import PromptTraces
 from sluice.algorithm.groups.staleness import reserves_slot
@@ -190,7 +189,7 @@ class GroupLoop:
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
             outside=self._dispatcher.awaited_outside,
-            is_untaken=self._dispatcher.num_untaken == self._dispatcher.num_outside.total(),
+            is_untaken=self._dispatcher.outside.are_untaken,
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         self._awaited_since = {kind: before.get(kind, now) for kind in found}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from services.reward.generation.request import training_sampling
 from services.reward.records.episode_counts import EnvironmentNames
 from sluice.algorithm.episode_rules import TOOL_AGENT, EpisodeRules
 from sluice.algorithm.groups.filter import (
@@ -24,6 +23,7 @@ from sluice.config.derived import (
     on_policy_fill,
 )
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
 
@@ -64,6 +64,33 @@ def group_settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
             outcome_policy(config),
         ),
         epoch_rows=epoch_rows,
+    )
+
+
+def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams:
+    """Return the training parameters; `for_prompt` sets the seed of each prompt."""
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=max_tokens,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(
+    rollout: RolloutConfig, max_tokens: int, temperature: float | None
+) -> SamplingParams:
+    """Return the validation parameters; `temperature` overrides the configured one."""
+    configured = rollout.val_kwargs
+    return SamplingParams(
+        temperature=configured.temperature if temperature is None else temperature,
+        top_p=configured.top_p,
+        top_k=configured.top_k,
+        max_tokens=max_tokens,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
     )
 
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
+from struct import Struct
 from typing import Self
 
 from services.reward.sqlite_file import SqliteFile
 from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
+from sluice.types import Prompt
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
 FORMAT = 1
+_KEY_BYTES = 16
+_FRAME = Struct("<Q").pack
 
 _TABLES = """
 CREATE TABLE histories (
@@ -32,6 +37,18 @@ CREATE TABLE histories (
 _READ = "SELECT num_right, num_wrong, mean_tokens, version, num_visits FROM histories WHERE key = ?"
 _LENGTHS = "SELECT key, mean_tokens FROM histories ORDER BY version DESC LIMIT ?"
 _WRITE = "INSERT OR REPLACE INTO histories VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
+    digest = blake2b(digest_size=_KEY_BYTES)
+    texts = [text for turn in prompt.messages for text in (turn.role, turn.content)]
+    for text in (*texts, prompt.ground_truth):
+        encoded = text.encode()
+        digest.update(_FRAME(len(encoded)) + encoded)  # without the size, "ab", "c" = "a", "bc"
+    for image in prompt.images:
+        digest.update(blake2b(image, digest_size=_KEY_BYTES).digest())
+    return digest.hexdigest()
 
 
 class PromptMemoryStore:

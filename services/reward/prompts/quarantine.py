@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.reward.generation.request import prompt_key
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.history import prompt_key
 from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt

@@ -1,7 +1,7 @@
 """Choose the next prompt: waiting prompts in order of issue, then the data set at its pace.
 
 Waiting prompts come from clients, or start again. Data-set prompts are accepted in the data set's
-order, a few ahead, and start in the order that `pacing` gives them.
+order, a few ahead, and start in the order that `AdmissionOrder` gives them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from services.reward.generation.request import prompt_key
 from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow, PromptStream
+from services.reward.prompts.history import prompt_key
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 from sluice.types import DataProgress, Prompt, PromptOrigin

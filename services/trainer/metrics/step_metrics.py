@@ -9,9 +9,9 @@ import numpy as np
 
 from sluice.algorithm.batch_metrics import batch_tokens, throughput_metrics
 from sluice.device.cpu import used_memory_bytes
+from sluice.telemetry.metric_names import WAIT_GROUPS_S
 from sluice.types import TrainBatch
 
-_WAIT_GROUPS = "timing_s/wait_groups"
 _SLOW_QUANTILE = 0.9
 
 
@@ -121,8 +121,8 @@ def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
     The reward service keeps counting when a trainer dies while it waits; the next trainer waits
     less than that.
     """
-    found = batch.statistics.get(_WAIT_GROUPS)
-    return {} if found is None else {_WAIT_GROUPS: min(found, wait_batch_s)}
+    found = batch.statistics.get(WAIT_GROUPS_S)
+    return {} if found is None else {WAIT_GROUPS_S: min(found, wait_batch_s)}
 
 
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:

@@ -316,7 +316,7 @@ def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
 
 
 def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
-    """Return why no scores could make a group trainable; empty if they could."""
+    """Return why a group cannot be trained, whatever its scores are; empty if it can."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
     if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
         rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"

@@ -89,7 +89,7 @@ class Attempt:
     first_samples: int
     admission_probability: float = 1.0
     probability: float = 1.0
-    side: Side = Side.SURE
+    side: Side = Side.NONE
     value: float = 1.0
 
     def known(self, version: int) -> GradeCounts:

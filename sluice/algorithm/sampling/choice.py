@@ -170,7 +170,7 @@ def choose_attempt(
     )
     value = stakes.value(knowledge.price)
     side = _side(knowledge, weights, value)
-    if side is Side.SURE:
+    if side is Side.NONE:
         return attempt
     probability = knowledge.guard.probability(side, value)
     chosen = replace(_passed(attempt, side, value, probability), admission_probability=probability)
@@ -219,7 +219,7 @@ def choose_rest(
 def _side(knowledge: Knowledge, weights: Weights, value: float) -> Side:
     if value >= 1.0:
         keeps_up = hard_probability(weights) >= knowledge.guard.plain_share
-        return Side.SURE if keeps_up else Side.PLAIN
+        return Side.NONE if keeps_up else Side.PLAIN
     return Side.EASY if mean_pass_rate(weights) >= _EASY_FROM else Side.HARD
 
 

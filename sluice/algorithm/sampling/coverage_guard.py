@@ -1,9 +1,9 @@
 """Keeps hard prompts among the trained ones as frequent as plain sampling would (docs/sampling.md,
 "Coverage guard").
 
-Kept groups fall into four classes: *sure* ones that met no choice, *plain* ones that are worth
-their tokens but less likely hard than kept groups are on average, and those that passed a choice on
-the *easy* or on the *hard* side. The easy side is started with probability e, the plain one with s,
+Kept groups fall into four classes: those that met no choice, *plain* ones that are worth their
+tokens but less likely hard than kept groups are on average, and those that passed a choice on the
+*easy* or on the *hard* side. The easy side is started with probability e, the plain one with s,
 the hard side with ``w * worth``. With plain sampling the classes would number M, P, E and W groups,
 Mh, Ph, Eh and Wh of them hard; W' and Wh' are W and Wh weighted by their worth. The share of hard
 ones is t if
@@ -38,6 +38,8 @@ LEAST_PLAIN = 0.3
 """Least probability of starting a prompt on the plain side."""
 
 GAIN = 2.0
+"""How strongly the present ratio of the shares moves the share that is aimed at."""
+
 _LEAST_KEPT = 32.0  # with fewer groups the shares are unknown
 
 
@@ -47,7 +49,7 @@ class Side(StrEnum):
     ``PLAIN`` is worth its tokens, and started less often only to keep the share of hard prompts.
     """
 
-    SURE = "sure"
+    NONE = "none"
     PLAIN = "plain"
     EASY = "easy"
     HARD = "hard"
@@ -55,8 +57,8 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    plain: float = 0.0  # groups of plain sampling that the kept ones stand for
-    plain_hard: float = 0.0
+    expected: float = 0.0  # groups of plain sampling that the kept ones stand for
+    expected_hard: float = 0.0
     value: float = 0.0  # the same, weighted by their worth
     value_hard: float = 0.0
     real: float = 0.0
@@ -65,8 +67,8 @@ class _Class:
     def plus(self, hardness: float, value: float, probability: float) -> _Class:
         stands_for = 1.0 / probability
         return _Class(
-            self.plain + stands_for,
-            self.plain_hard + hardness * stands_for,
+            self.expected + stands_for,
+            self.expected_hard + hardness * stands_for,
             self.value + value * stands_for,
             self.value_hard + hardness * value * stands_for,
             self.real + 1.0,
@@ -74,7 +76,7 @@ class _Class:
         )
 
     def decayed(self) -> _Class:
-        counts = (self.plain, self.plain_hard, self.value, self.value_hard)
+        counts = (self.expected, self.expected_hard, self.value, self.value_hard)
         return _Class(*(DECAY_PER_GROUP * count for count in (*counts, self.real, self.real_hard)))
 
 
@@ -111,8 +113,8 @@ class CoverageGuard:
     @property
     def plain_share(self) -> float:
         """Estimated share of hard prompts that plain sampling would train; 0 before any group."""
-        plain = sum(c.plain for c in self.classes.values())
-        return sum(c.plain_hard for c in self.classes.values()) / plain if plain else 0.0
+        expected = sum(c.expected for c in self.classes.values())
+        return sum(c.expected_hard for c in self.classes.values()) / expected if expected else 0.0
 
     @property
     def share(self) -> float:
@@ -126,14 +128,14 @@ class CoverageGuard:
         return self.share / self.plain_share if self.plain_share else 1.0
 
     def probability(self, side: Side, value: float = 1.0) -> float:
-        """Return the probability of a start, in (0, 1]; 1 for `Side.SURE`.
+        """Return the probability of a start, in (0, 1]; 1 for `Side.NONE`.
 
         Args:
             side: of the choice.
             value: the choice's worth, used on the hard side only: expected trained samples, times
                 the price, over expected started samples; in [0, 1].
         """
-        if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
+        if side is Side.NONE or (side is Side.PLAIN and not self.is_on):
             return 1.0
         if not self.is_on:
             return self.exploration
@@ -158,10 +160,10 @@ class CoverageGuard:
 
     def _excess(self, aim: float, s: float) -> float:
         """Return the hard groups beyond a share of `aim`, with none of the hard side."""
-        sure, plain, easy = (self.classes[x] for x in (Side.SURE, Side.PLAIN, Side.EASY))
+        unchosen, plain, easy = (self.classes[x] for x in (Side.NONE, Side.PLAIN, Side.EASY))
         e = self.exploration
-        hard = sure.plain_hard + s * plain.plain_hard + e * easy.plain_hard
-        return hard - aim * (sure.plain + s * plain.plain + e * easy.plain)
+        hard = unchosen.expected_hard + s * plain.expected_hard + e * easy.expected_hard
+        return hard - aim * (unchosen.expected + s * plain.expected + e * easy.expected)
 
     def _steer(self, aim: float) -> float:
         """Return the hard groups beyond a share of `aim` that w = 1 brings."""
@@ -177,7 +179,7 @@ class CoverageGuard:
     def _plain_probability(self, aim: float) -> float:
         """Return s for a share of `aim` with w at `MOST_HARD_FACTOR`."""
         plain = self.classes[Side.PLAIN]
-        softens = aim * plain.plain - plain.plain_hard
+        softens = aim * plain.expected - plain.expected_hard
         if softens <= 0.0 or self._steer(aim) <= 0.0:
             return 1.0
         surplus = self._excess(aim, 0.0) + MOST_HARD_FACTOR * self._steer(aim)
@@ -185,10 +187,10 @@ class CoverageGuard:
 
     def _easy_probability(self, most: float) -> float:
         """Return e for a share of at most `most`, with the hard side at its rarest."""
-        others = (self.classes[Side.SURE], self.classes[Side.PLAIN])
+        others = (self.classes[Side.NONE], self.classes[Side.PLAIN])
         easy, hard = self.classes[Side.EASY], self.classes[Side.HARD]
         e = self.exploration
-        surplus = sum(c.plain_hard - most * c.plain for c in others)
-        surplus += e * (hard.plain_hard - most * hard.plain)
-        capacity = most * easy.plain - easy.plain_hard
+        surplus = sum(c.expected_hard - most * c.expected for c in others)
+        surplus += e * (hard.expected_hard - most * hard.expected)
+        capacity = most * easy.expected - easy.expected_hard
         return min(1.0, max(e, surplus / capacity)) if capacity > 0.0 else e

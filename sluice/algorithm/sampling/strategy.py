@@ -136,7 +136,7 @@ class SamplingStrategy:
 
     @property
     def num_in_line(self) -> int:
-        """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
+        """Prompts that `AdmissionOrder` weighs against each other for the next start; 1: none.
 
         With pacing, a batch of them. At least about one batch of groups starts per version, so
         hardly any prompt waits longer than that.

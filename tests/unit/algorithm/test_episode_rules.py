@@ -110,6 +110,10 @@ def test_the_first_turn_has_the_seed_of_a_sample_without_an_environment() -> Non
     assert 0 <= turn_seed(11, 1) < 2**63
 
 
+def test_the_seed_of_a_later_turn_is_the_same_in_every_release() -> None:
+    assert turn_seed(11, 1) == 5163337730184035473
+
+
 def ended(finish: FinishReason, seen: Observation, **limits: Any) -> EpisodeEnd | None:
     counts = EpisodeCounts(EpisodeRules(100, **limits))
     counts.answered(Answer("", tool_error="no call"))

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from services.reward.generation import dispatcher
-from services.reward.generation.dispatcher import EndedStreams
+from services.reward.generation import stream
+from services.reward.generation.stream import EndedStreams
 from tests.support.reward_app import settled
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> EndedStreams:
-    monkeypatch.setattr(dispatcher, "GATHER_S", 0.05)
+    monkeypatch.setattr(stream, "GATHER_S", 0.05)
     return EndedStreams()
 
 

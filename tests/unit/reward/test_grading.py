@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from services.reward.grading.grader import Grader, overlong_shaping
-from services.reward.grading.messages import ScorerInput
 from sluice.algorithm.groups.filter import GroupNeeds, filter_group
 from sluice.algorithm.overlong import OverlongShaping
 from sluice.config.schema.reward import RewardConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import ConfigError
 from sluice.types import (
     ChatMessage,

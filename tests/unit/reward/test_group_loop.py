@@ -11,10 +11,10 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
-from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import CancelReason, EventKind, GroupEvent, GroupState
 from services.reward.groups.loop import TAKE_OVER_TIMEOUT_S
 from sluice.config.run import RunConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd

@@ -11,11 +11,11 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
-from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState
 from services.reward.groups.run import joined
 from sluice.algorithm.groups.filter import GroupNeeds, filter_probes
 from sluice.config.run import RunConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
     Failed,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import GroupRequest, Purpose
 from services.reward.grading.grader import Grader
 from services.reward.groups.validation import ValidationOrder, Validator

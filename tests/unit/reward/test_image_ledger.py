@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.generation.request import prompt_key
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.history import prompt_key
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 

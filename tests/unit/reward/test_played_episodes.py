@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 from services.reward.episodes import loop
 from services.reward.episodes.drivers import EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from services.reward.app import QUARANTINE_FILE, RewardApp, open_run_files
-from services.reward.generation.request import prompt_key
 from services.reward.grading.grader import SampleScorer
-from services.reward.grading.messages import ScorerInput
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.history import prompt_key
 from services.reward.prompts.quarantine import Quarantine, read_quarantine
 from services.reward.prompts.submissions import SubmissionSession
 from sluice.config.run import RunConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.types import Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_app import (

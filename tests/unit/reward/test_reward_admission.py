@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from services.reward.app import RunFiles, open_prompt_sets
-from services.reward.generation.request import GroupRequest, prompt_key
+from services.reward.generation.request import GroupRequest
 from services.reward.groups.loop import why_skipped
-from services.reward.prompts.history import PromptMemoryStore
+from services.reward.prompts.history import PromptMemoryStore, prompt_key
 from sluice.algorithm.sampling.admission import FinishForecast
 from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
+from services.reward.generation.request import for_prompt
 from services.reward.groups.loop import LoopFacts, awaited_now
+from services.reward.groups.settings import training_sampling, validation_sampling
 from services.reward.records.failures import YieldGuard
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -138,6 +139,7 @@ def test_seeds_differ_by_base_seed_stage_and_prompt_and_repeat_after_a_resume() 
     assert len(set(seeds)) == 5
     assert seed(1, "train", prompt(77, 5)) == seeds[0]  # another order of issue, same position
     assert all(0 <= s < 2**63 for s in seeds)
+    assert seeds[0] == 6346598583024859642  # a run that another release resumes repeats it, too
 
 
 def test_validation_takes_its_own_temperature_unless_overridden() -> None:

@@ -147,7 +147,7 @@ async def test_an_environment_that_works_keeps_no_replica_busy() -> None:
         asking = tasks.create_task(app.loop.batches.take(1, 0, 60.0), name="trainer")
         await settled(lambda: app.loop.batches.num_asking > 0)
         await settled(lambda: app.groups.counts["generating"] == 1)
-        await settled(lambda: app.dispatcher.num_outside["environment"] == 2)
+        await settled(lambda: app.dispatcher.outside.num_waiting == 2)
         assert not work_state(app, 600.0).has_work
         assert [wait.peer for wait in work_state(app, 600.0).waits] == ["environment"]
         assert not fleet_facts(app, 0).is_starved

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from services.reward.grading.grader import ScoreRequests
-from services.reward.grading.messages import ScorerInput
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.config.schema.rollout import RolloutConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import InvalidRequestError
 from tests.support.reward_app import InlineScorer
 

@@ -15,7 +15,6 @@ from services.reward.grading.messages import (
     PROGRESS_BYTES,
     Progress,
     ScoreReply,
-    ScorerInput,
     ScorerNumber,
     frame,
     note_idle,
@@ -23,6 +22,7 @@ from services.reward.grading.messages import (
     read_progress,
 )
 from services.reward.grading.scorer_worker import ScorerWorker
+from sluice.data.scorer_input import ScorerInput
 
 SENT_AT, NOW, NUM_ITEMS = 100.0, 160.0, 3
 

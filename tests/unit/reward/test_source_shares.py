@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
-from services.reward.generation.request import GroupRequest, prompt_key
+from services.reward.generation.request import GroupRequest
 from services.reward.groups.sources import SourceLoad, interleaved, source_to_start
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import training_stream
+from services.reward.prompts.history import prompt_key
 from services.reward.prompts.submissions import Receipt
 from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.config.run import RunConfig

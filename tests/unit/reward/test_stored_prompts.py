@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.grader import Grader
 from services.reward.groups.validation import FinishedValidation, ValidationOrder, Validator

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
     GroupFailedError,

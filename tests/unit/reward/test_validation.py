@@ -18,13 +18,13 @@ import msgspec
 import pytest
 
 from services.reward.app import open_prompt_sets
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
     GroupRequest,
     Purpose,
 )
 from services.reward.grading.grader import Grader, SampleScorer
-from services.reward.grading.messages import ScorerInput
 from services.reward.groups.validation import (
     FinishedValidation,
     ValidationOrder,
@@ -33,6 +33,7 @@ from services.reward.groups.validation import (
 )
 from services.reward.records.group_log import SampleDumps
 from sluice.config.run import RunConfig
+from sluice.data.scorer_input import ScorerInput
 from sluice.errors import (
     DataError,
     DeadlineError,

@@ -10,7 +10,8 @@ import torch
 
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.replica_queue import ReplicaQueue
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.types import Answer, ChatMessage, EpisodeEnd, ReplicaInfo, RolloutGroup

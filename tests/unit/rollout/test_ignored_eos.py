@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.generation.request import training_sampling, validation_sampling
+from services.reward.groups.settings import training_sampling, validation_sampling
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.codec.fields import token_ids_from_bytes, token_ids_to_bytes

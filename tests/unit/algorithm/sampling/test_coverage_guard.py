@@ -23,8 +23,8 @@ def kept_like(
     """Groups drawn as the guard says: 50 % sure (4 % of them hard), 30 % easy, 20 % hard."""
     kept = hard = 0
     for _ in range(num_attempts):
-        side = (Side.SURE, Side.EASY, Side.HARD)[int(generator.choice(3, p=[0.5, 0.3, 0.2]))]
-        hardness = {Side.SURE: generator.random() < 0.04, Side.EASY: False, Side.HARD: True}[side]
+        side = (Side.NONE, Side.EASY, Side.HARD)[int(generator.choice(3, p=[0.5, 0.3, 0.2]))]
+        hardness = {Side.NONE: generator.random() < 0.04, Side.EASY: False, Side.HARD: True}[side]
         probability = guard.probability(side, 0.8)
         if generator.random() < probability:
             guard = guard.kept(side, hardness=float(hardness), value=0.8, probability=probability)
@@ -33,7 +33,7 @@ def kept_like(
 
 
 def test_what_met_no_choice_is_always_drawn() -> None:
-    assert CoverageGuard(0.1).probability(Side.SURE) == 1.0
+    assert CoverageGuard(0.1).probability(Side.NONE) == 1.0
 
 
 def test_hard_prompts_are_all_drawn_until_shares_are_known() -> None:
@@ -71,7 +71,7 @@ def test_the_share_of_plain_drawing_is_estimated_though_groups_are_drawn_unevenl
 def test_too_many_hard_prompts_raise_the_easy_side_instead() -> None:
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.SURE, hardness=0.3, value=1.0, probability=1.0)
+        guard = guard.kept(Side.NONE, hardness=0.3, value=1.0, probability=1.0)
         guard = guard.kept(Side.EASY, hardness=0.0, value=0.9, probability=0.2)
     assert guard.probability(Side.EASY, 0.9) > 0.1
 
@@ -80,7 +80,7 @@ def with_plain_prompts() -> CoverageGuard:
     """200 times a hard group that is sure, one of the hard side, and a plain one."""
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.SURE, hardness=1.0, value=1.0, probability=1.0)
+        guard = guard.kept(Side.NONE, hardness=1.0, value=1.0, probability=1.0)
         guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.5)
         guard = guard.kept(Side.PLAIN, hardness=0.0, value=1.0, probability=0.6)
     return guard
@@ -95,16 +95,18 @@ def test_plain_prompts_are_drawn_less_often_rather_than_most_hopeless_ones() -> 
 def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
     guard = with_plain_prompts()
     s, w = guard.probability(Side.PLAIN), guard.probability(Side.HARD, 1.0)
-    sure, plain, hard = (guard.classes[x] for x in (Side.SURE, Side.PLAIN, Side.HARD))
-    num_hard = sure.plain_hard + w * hard.value_hard
+    unchosen, plain, hard = (guard.classes[x] for x in (Side.NONE, Side.PLAIN, Side.HARD))
+    num_hard = unchosen.expected_hard + w * hard.value_hard
     aim = guard.plain_share * (AIM + GAIN * (AIM - guard.ratio))
-    assert num_hard / (sure.plain + s * plain.plain + w * hard.value) == pytest.approx(aim)
+    assert num_hard / (unchosen.expected + s * plain.expected + w * hard.value) == pytest.approx(
+        aim
+    )
 
 
 def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share() -> None:
     guard = CoverageGuard(0.1)
     for i in range(400):
-        guard = guard.kept(Side.SURE, hardness=0.5, value=1.0, probability=1.0)
+        guard = guard.kept(Side.NONE, hardness=0.5, value=1.0, probability=1.0)
         guard = guard.kept(Side.PLAIN, hardness=0.45, value=1.0, probability=1.0)
         if i % 12 == 0:
             guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.2)

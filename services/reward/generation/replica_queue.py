@@ -1,0 +1,175 @@
+"""The fleet of replicas, and the groups that wait for capacity: validation before training, then in
+order of issue."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from sluice.algorithm.routing import (
+    AnnouncedReplica,
+    Offer,
+    ReplicaRequirement,
+    ReplicaRouter,
+    Reservation,
+    RoutedReplica,
+)
+from sluice.concurrency.waits import ChangeSignal, waiting_for
+from sluice.errors import ValidationFailedError
+
+_TIMER_SLACK_S = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class _QueuedGroup:
+    rank: tuple[bool, int]
+    wanted: ReplicaRequirement
+    reserved: asyncio.Future[Reservation]
+
+
+class ReplicaQueue:
+    """The fleet and the groups that wait for it.
+
+    Args:
+        slack: most sequences in flight per slot.
+
+    Attributes:
+        fleet: the announced replicas, and what of their capacity is taken.
+        capacity: notified when there may be capacity for more.
+    """
+
+    def __init__(self, slack: float) -> None:
+        self.fleet = ReplicaRouter(slack)
+        self.capacity = ChangeSignal()
+        self._waiters: list[_QueuedGroup] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups without a replica."""
+        return len(self._waiters)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a replica has a sequence, or a group waits for one."""
+        return bool(self._waiters) or self.fleet.has_sequences
+
+    def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
+        """Return how many sequences could start now, less those that wait for a replica already.
+
+        A validation that only held replicas may sample takes nothing from training. An idle
+        replica counts as at least a group of `group_size` sequences.
+        """
+        free = self.fleet.num_free(lowest_version, time.monotonic(), group_size)
+        if not self._waiters:
+            return free
+        training = ReplicaRequirement(1, lowest_version)
+        return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
+
+    def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
+        """Replace the fleet; members that are gone are marked as removed."""
+        self.fleet.announce(replicas)
+        self._capacity_changed()
+
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        wanted = ReplicaRequirement(1, version, version)
+        return any(wanted.takes(offer) for offer in self.fleet.offers)
+
+    async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
+        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
+
+        Raises:
+            ValidationFailedError: no replica may validate the wanted version, and none will.
+        """
+        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _QueuedGroup(rank, wanted, reserved)
+        insort(self._waiters, waiter, key=attrgetter("rank"))
+        self._serve()
+        try:
+            with waiting_for("rollout fleet", "freeing capacity for a group"):
+                return await reserved
+        except asyncio.CancelledError:
+            if reserved.done() and not reserved.cancelled() and not reserved.exception():
+                self.fleet.give_back(reserved.result())
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            self._capacity_changed()
+            raise
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Release the capacity that is left of a reservation."""
+        self.fleet.give_back(reservation)
+        self._capacity_changed()
+
+    def answered(self, member: RoutedReplica) -> None:
+        """Note that a replica accepted a stream. This ends its probation."""
+        if member.on_probation:
+            self.fleet.answered(member)
+            self._capacity_changed()
+
+    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+        """Give back the capacity of finished sequences."""
+        self.fleet.sequences_ended(reservation, count)
+        self._capacity_changed()
+
+    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
+        """Return whether a replica other than `member` would take the group at once."""
+        if next(self._rivals(wanted), None) is not None:
+            return False
+        # Paused for the time of this question, so that the router looks past it.
+        paused_until, member.paused_until = member.paused_until, math.inf
+        try:
+            return self.fleet.choose(wanted, time.monotonic()) is not None
+        finally:
+            member.paused_until = paused_until
+
+    def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
+        """Yield the groups that wait for a replica that would do for `wanted`, too."""
+        offers = [offer for offer in self.fleet.offers if wanted.takes(offer)]
+        for waiter in self._waiters:
+            if any(waiter.wanted.takes(offer) for offer in offers):
+                yield waiter
+
+    def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
+        """Avoid a replica that failed, until the next announcement or the end of a pause."""
+        now = time.monotonic()
+        until = self.fleet.failed(member, now, may_be_sick=may_be_sick)
+        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
+
+    def _capacity_changed(self) -> None:
+        self._serve()
+        self.capacity.notify()
+
+    def _serve(self) -> None:
+        """Reserve capacity in order.
+
+        A group is served before an earlier one only by a replica that the earlier one cannot use.
+        """
+        now, offers = time.monotonic(), self.fleet.offers
+        still_waiting: list[_QueuedGroup] = []
+        taken: set[Offer] = set()
+        for waiter in self._waiters:
+            wanted = waiter.wanted
+            is_served = len(taken) < len(offers) and not waiter.reserved.done()
+            member = self.fleet.choose(wanted, now, taken) if is_served else None
+            if member is not None:
+                waiter.reserved.set_result(self.fleet.reservation(member, wanted.num_sequences))
+                continue
+            taken.update(offer for offer in offers if wanted.takes(offer))
+            if not waiter.reserved.done() and wanted.came_too_late(offers):
+                waiter.reserved.set_exception(_no_replica(wanted))
+                continue
+            still_waiting.append(waiter)
+        self._waiters = still_waiting
+
+
+def _no_replica(wanted: ReplicaRequirement) -> ValidationFailedError:
+    return ValidationFailedError(
+        f"validating version {wanted.highest_version}: no replica that serves it is left; the "
+        "others have, or are about to get, another version"
+    )
