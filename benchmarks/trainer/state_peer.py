@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from services.trainer.dry_run.live_bytes import LiveBytes
-from services.trainer.learner.frozen_weights import frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part
+from services.trainer.learner.policy_snapshots import policy_snapshots
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.device.select import select_device
@@ -84,9 +84,9 @@ def main() -> int:
         parallel.all_gather([0.0], "starting a save together")
         folder = Path(f"{arguments['saved']}-{number}") / "actor"
         blocked.append(_blocked_share(learner, folder))
-    frozen = frozen_weights(config, learner, parallel)
+    snapshots = policy_snapshots(config, learner, parallel)
     with LiveBytes() as live:
-        frozen.freeze(1)
+        snapshots.freeze(1)
     answer = {"read": read, "own": own, "blocked": blocked}
     sys.stdout.write(json.dumps(answer | {"beside_buckets": live.peak / BUCKET_BYTES}) + "\n")
     sys.stdout.flush()

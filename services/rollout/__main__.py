@@ -215,7 +215,7 @@ async def _take_part(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(registration.run(), name="registration"),
-                tasks.create_task(registration.probe_engine(), name="engine pulse"),
+                tasks.create_task(registration.check_engine(), name="engine liveness"),
                 tasks.create_task(health, name="weights health"),
             ]
             await stop.wait()

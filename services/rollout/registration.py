@@ -20,7 +20,7 @@ from sluice.rpc.client import unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import ReplicaInfo, layout_digest
 
-_PROBE_INTERVAL_S = 1.0
+_LIVENESS_INTERVAL_S = 1.0
 _HEALTH_INTERVAL_S = 0.5
 _RETRY_INTERVAL_S = 0.5
 _FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
@@ -76,7 +76,7 @@ class Registration:
         engine: of the replica.
 
     Attributes:
-        turns: probes that the engine's loop has answered; the start counts.
+        turns: liveness checks that the engine's loop has answered; the start counts.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Registration:
         self._engine = engine
         self.turns = 1
 
-    async def probe_engine(self, interval_s: float = _PROBE_INTERVAL_S) -> None:
+    async def check_engine(self, interval_s: float = _LIVENESS_INTERVAL_S) -> None:
         """Ask the loop that computes tokens, again and again, until cancelled.
 
         Args:
-            interval_s: between an answer and the next probe.
+            interval_s: between an answer and the next check.
         """
         while True:
-            await self._engine.probe()
+            await self._engine.check_alive()
             self.turns += 1
             await asyncio.sleep(interval_s)
 

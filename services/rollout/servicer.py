@@ -174,7 +174,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rollout.GetStatusResponse:
         """Return load, capacity and version, by default from inside the engine's loop."""
-        load = self._engine.load() if request.without_engine else await self._engine.probe()
+        load = self._engine.load() if request.without_engine else await self._engine.check_alive()
         return rollout.GetStatusResponse(
             name=self._identity.name,
             instance_id=self._identity.instance_id,

@@ -26,8 +26,12 @@ from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, num_kept, start_point
-from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.policy_snapshots import (
+    PolicySnapshots,
+    connected_ranks,
+    policy_snapshots,
+)
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
     RankLeader,
@@ -92,7 +96,7 @@ class _Trained:
     """The loaded learner, and the values that depend on its weights."""
 
     learner: LearnerThread
-    frozen: FrozenWeights
+    snapshots: PolicySnapshots
     others: Sequence[OtherRank]
     total_steps: int
     checkpoint: Checkpoint | None
@@ -175,7 +179,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     )
     checkpoint = trained.checkpoint
     step = checkpoint.step if checkpoint else 0
-    weights = [spec for spec in trained.frozen.tensors if not is_adapter(spec.name)]
+    weights = [spec for spec in trained.snapshots.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
         RunState(instance_id, trained.total_steps, step, process_age_s()),
         Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s, weights),
@@ -245,9 +249,9 @@ def _load(
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
-    frozen = frozen_weights(config, learner, parallel)
-    others = stack.enter_context(connected_ranks(config, frozen, parallel))
-    leader = RankLeader(learner, parallel, reward_samples(config), frozen)
+    snapshots = policy_snapshots(config, learner, parallel)
+    others = stack.enter_context(connected_ranks(config, snapshots, parallel))
+    leader = RankLeader(learner, parallel, reward_samples(config), snapshots)
     keep = num_kept(config.trainer, with_critic=uses_critic(config))
     store = CheckpointStore(Path(checkpoint_folder(config)), keep)
     checkpoint = start_point(config.trainer, store)
@@ -256,7 +260,7 @@ def _load(
         leader.load(checkpoint.actor, record.learning_rate_factor)
         logger.info("resumed from step %d", checkpoint.step)
     thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
-    return _Trained(thread, frozen, others, total_steps, checkpoint, record)
+    return _Trained(thread, snapshots, others, total_steps, checkpoint, record)
 
 
 def _publisher(
@@ -269,11 +273,11 @@ def _publisher(
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
     bucket_bytes = weights.bucket_mb << 20
-    frozen = trained.frozen
+    snapshots = trained.snapshots
     transfer_timeout_s = broadcast_deadline_s(
-        frozen.tensors, bucket_bytes, weights.timeout_s, frozen.holdings
+        snapshots.tensors, bucket_bytes, weights.timeout_s, snapshots.holdings
     )
-    elements = sum(math.prod(tensor.shape) for tensor in frozen.tensors)
+    elements = sum(math.prod(tensor.shape) for tensor in snapshots.tensors)
     wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
     commit_s = commit_timeout_s(config, wire_bytes)
     sends_changes = weights.delta == "auto"
@@ -287,7 +291,7 @@ def _publisher(
             bind_host=endpoint.host,
             certificates=credentials.for_transfers(),
             keeps_base=sends_changes,
-            holdings=frozen.holdings,
+            holdings=snapshots.holdings,
             others=trained.others,
         )
 
@@ -302,8 +306,8 @@ def _publisher(
 
     return WeightPublisher(
         observed.fleet,
-        frozen.snapshots,
-        frozen.tensors,
+        snapshots.buffers,
+        snapshots.tensors,
         make_sender=make_sender,
         connect=connect,
         timeout_s=weights.timeout_s,

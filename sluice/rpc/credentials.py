@@ -36,7 +36,7 @@ FILE_VARIABLES = {
     "token_file": "SLUICE_TOKEN_FILE",
 }
 """Variables that name a command's files, in place of the configuration's."""
-_CHECKED = "sluice.security"
+_SECTION = "sluice.security"
 
 
 CERTIFICATE_ENDS: dict[str, datetime] = {}
@@ -49,8 +49,8 @@ def _note_ends(credentials: Credentials) -> None:
     # `cert_file` is a chain, so its first end counts. `ca_file` may hold several authorities, and
     # any may be the one in use, so its last end counts.
     found = (
-        ("cert_file", _end(credentials.certificate, min)),
-        ("ca_file", _end(credentials.authority, max)),
+        ("cert_file", _end_of_validity(credentials.certificate, min)),
+        ("ca_file", _end_of_validity(credentials.authority, max)),
     )
     CERTIFICATE_ENDS.clear()
     CERTIFICATE_ENDS.update((name, end) for name, end in found if end is not None)
@@ -66,7 +66,9 @@ def _note_ends(credentials: Credentials) -> None:
             )
 
 
-def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> datetime | None:
+def _end_of_validity(
+    pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]
+) -> datetime | None:
     if pem is None:
         return None
     try:
@@ -97,7 +99,7 @@ class Credentials:
     tokens: TokenSource | None = None
 
     @property
-    def identify_callers(self) -> bool:
+    def identifies_callers(self) -> bool:
         """Return whether servers know their callers."""
         return self.asks_certificate or self.tokens is not None
 
@@ -115,9 +117,9 @@ class Credentials:
         """Return the credentials of a channel with TLS."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
-    def to_strangers(self) -> Credentials:
-        """Return what checks the certificates of servers outside the run, and shows them neither a
-        certificate nor a token."""
+    def for_outsiders(self) -> Credentials:
+        """Return credentials for servers outside the run: they check certificates, and show neither
+        a certificate nor a token."""
         return Credentials(self.authority, is_encrypted=True, server_name=self.server_name)
 
     def for_transfers(self) -> TransferCertificates | None:
@@ -145,7 +147,7 @@ def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> C
     Raises:
         ConfigError: they would not work; lists the reasons with remedies.
     """
-    raise_problems(server_problems(security, advertised_host(endpoint)), _CHECKED)
+    raise_problems(server_problems(security, advertised_host(endpoint)), _SECTION)
     credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
     _note_ends(credentials)
     return credentials
@@ -174,7 +176,7 @@ def client_credentials(
     if token is not None:  # it replaces the file, which this user may be unable to read
         given["token_file"] = None
     merged = msgspec.structs.replace(security, **given)
-    raise_problems(client_problems(merged), f"{_CHECKED} and SLUICE_ variables")
+    raise_problems(client_problems(merged), f"{_SECTION} and SLUICE_ variables")
     return _load(merged, token)
 
 
@@ -212,11 +214,11 @@ def _read(path: str | None) -> bytes | None:
     return Path(path).read_bytes() if path else None
 
 
-def exposure(host: str, credentials: Credentials) -> str | None:
+def exposure_warning(host: str, credentials: Credentials) -> str | None:
     """Return a warning for a server that listens on `host`; None if there is none."""
     if is_loopback(host):
         return None
-    if not credentials.identify_callers:
+    if not credentials.identifies_callers:
         return (
             "other machines may reach this port, and can then steer the run and read its data; set "
             "sluice.security.tls=mtls or sluice.security.token_file (`sluice certs` makes the "

@@ -47,8 +47,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # A rank ends it when no message comes; this is only an upper bound.
     "RewardService/TakeSamples": CallPolicy(deadline_s=86_400.0),
     "RewardService/AcknowledgeBatch": _QUICK,
-    # A trainer's first one waits until all that ran is cancelled, and for a read of the clients'
-    # prompts that its policy was not trained on, which a repeated call begins again.
+    # A trainer's first announcement waits until all that runs is cancelled, and until the clients'
+    # prompts that its policy was not trained on are read; a repeated call begins this read again.
     "RewardService/AnnouncePolicy": CallPolicy(deadline_s=30.0, attempts=3),
     # The scorers' own limits end it; this is only an upper bound.
     "RewardService/Score": CallPolicy(deadline_s=7200.0),

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from sluice.config.addresses import join_host_port
 from sluice.rpc.auth import TokenInterceptor
-from sluice.rpc.credentials import OPEN, Credentials, exposure
+from sluice.rpc.credentials import OPEN, Credentials, exposure_warning
 from sluice.rpc.interceptors import ErrorInterceptor
 from sluice.rpc.policy import message_limits
 from sluice.rpc.ports import check_bindable, port_in_use
@@ -98,7 +98,7 @@ class RpcServer:
         logger.info("listening on %s", self.address)
         if self._host.startswith(UNIX):
             return  # the folder's rights decide who may call
-        if risk := exposure(self._host, self._credentials):
+        if risk := exposure_warning(self._host, self._credentials):
             logger.warning("%s: %s", self.address, risk)
 
     async def set_serving(self, *, serving: bool) -> None:

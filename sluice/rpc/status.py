@@ -1,4 +1,4 @@
-"""Translate errors to gRPC statuses and back, by the only table, and count them.
+"""Translate errors to gRPC statuses and back, by one table, and count them.
 
 Several errors share a code, so a status also carries the error's class in its trailing metadata.
 The class counts only if the table gives it the code that came with it. Clients in other languages
@@ -21,21 +21,24 @@ RPC_ERRORS = EventCounts()
 QUOTA_REFUSALS = EventCounts()
 """By the key of the limiting setting."""
 
-_KEY = "sluice.security"
+_SECTION = "sluice.security"
 # Words of gRPC and BoringSSL, the more specific ones first.
 _REMEDY_BY_SIGN = (
     (
         "Hostname Verification",
-        f"its certificate does not name the address we connect to; set {_KEY}.server_name to a "
+        f"its certificate does not name the address we connect to; set {_SECTION}.server_name to a "
         "name in it, or make one with `sluice certs --host`",
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        f"its certificate is not one that we trust; check {_KEY}.ca_file here and the dates of "
-        f"{_KEY}.cert_file there",
+        f"its certificate is not one that we trust; check {_SECTION}.ca_file here and the dates of "
+        f"{_SECTION}.cert_file there",
     ),
-    ("WRONG_VERSION_NUMBER", f"it speaks no TLS; set {_KEY}.tls to the same value on both sides"),
-    ("andshake failed", f"TLS fails; compare {_KEY} of both sides"),
+    (
+        "WRONG_VERSION_NUMBER",
+        f"it speaks no TLS; set {_SECTION}.tls to the same value on both sides",
+    ),
+    ("andshake failed", f"TLS fails; compare {_SECTION} of both sides"),
 )
 _CLOSED = ("Socket closed", "Connection reset")
 
@@ -72,13 +75,13 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
 )
 
 # Codes that do not identify the error.
-_CLASS_NEEDED = (
+_AMBIGUOUS_CODES = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 _ERROR_BY_NAME = {
-    (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _CLASS_NEEDED
+    (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _AMBIGUOUS_CODES
 }
 
 _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[errors.SluiceError]] = {
@@ -118,7 +121,7 @@ def handshake_remedy(details: str) -> str:
     if "failed to connect" in details and any(sign in details for sign in _CLOSED):
         return (
             "it ended the connection at once, as servers with TLS do when the caller has none, or "
-            f"shows a certificate that is missing, expired or of another CA; compare {_KEY} of "
+            f"shows a certificate that is missing, expired or of another CA; compare {_SECTION} of "
             "both sides"
         )
     return ""

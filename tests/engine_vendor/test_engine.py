@@ -209,7 +209,7 @@ async def test_a_killed_worker_fails_what_runs_and_all_that_follows(world: Contr
         with pytest.raises(EngineError):
             async for _ in chunks:
                 pass
-    for call in (world.engine.probe(), generate(world.engine, request())):
+    for call in (world.engine.check_alive(), generate(world.engine, request())):
         with pytest.raises(EngineError):
             await call
     with pytest.raises(EngineError):

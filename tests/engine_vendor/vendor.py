@@ -20,7 +20,7 @@ VendorsEngine = VllmEngine | SglangEngine
 ROUNDING = 5e-6 if VENDOR == SGLANG else 0.0
 """By how much repeated logprobs differ: samples of a group do not always enter SGLang at the same
 steps."""
-_PROBE_S = 60.0
+_LIVENESS_S = 60.0
 
 
 def make_engine(
@@ -94,11 +94,11 @@ class VendorInsight:
     async def running_samples(self) -> int:
         thread, core = self._engine._in_thread()
         if VENDOR == VLLM:
-            return await thread.call(core.heartbeat(_PROBE_S), "ending a step")
+            return await thread.call(core.check_alive(_LIVENESS_S), "ending a step")
 
         async def published() -> int:
             for _ in range(3):  # steps until the scheduler has published its load
-                await core.heartbeat(_PROBE_S)
+                await core.check_alive(_LIVENESS_S)
             (load,) = await core.client._manager.get_loads()
             return int(load.num_running_reqs)
 

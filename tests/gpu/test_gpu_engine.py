@@ -42,7 +42,7 @@ class _Insight:
         self._engine = engine
 
     async def running_samples(self) -> int:
-        await self._engine.probe()
+        await self._engine.check_alive()
         return self._engine._in_thread()[1].loop.slots_busy
 
 

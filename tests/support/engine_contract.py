@@ -225,7 +225,7 @@ class SamplingContract:
             async with aclosing(world.engine.generate(wanted, every_token=True)) as stream:
                 await anext(stream)
                 assert world.engine.load().slots_busy == SLOTS
-            load = await world.engine.probe()
+            load = await world.engine.check_alive()
             assert (load.slots_busy, load.queued) == (0, 0)
             other = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
             async with aclosing(other) as stream:
@@ -252,7 +252,7 @@ class SamplingContract:
         assert {i: t for i, (t, _) in kept.result().items()} == {
             i: t for i, (t, _) in alone.items()
         }
-        assert (await world.engine.probe()).slots_busy == 0
+        assert (await world.engine.check_alive()).slots_busy == 0
 
     @pytest.mark.parametrize("every_token", [True, False])
     async def test_what_came_of_a_call_before_it_ended_is_what_it_would_have_begun_with(
@@ -413,7 +413,7 @@ class StopStringContract:
         self, world: ContractWorld, every_token: bool
     ) -> None:
         await world.serve(world.first)
-        before = await world.engine.probe()
+        before = await world.engine.check_alive()
         free = await generate(world.engine, request(samples=6, max_tokens=30))
         stops = (text_of(free[0][0][4:7]), text_of(free[3][0][9:10]), "never sampled")
         wanted = stopped_by(request(samples=6, max_tokens=30), *stops)
@@ -497,7 +497,7 @@ class PriorityContract:
                     waiting.create_task(draw(priority))
                     await until(lambda n=queued: world.engine.load().queued == n * BATCH)  # type: ignore[misc]
                 for _ in range(2):  # what was sent before has reached the engine then
-                    await world.engine.probe()
+                    await world.engine.check_alive()
                 last.cancel()
             most.cancel()
         assert ended == [7, 3, 0, -5]

@@ -109,7 +109,7 @@ class UpdateContract:
         await world.serve(world.first)
         async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
             staged = tasks.create_task(_raised(world, world.trainer.version + 1))
-            await world.engine.probe()  # by then the engine has begun to stage
+            await world.engine.check_alive()  # by then the engine has begun to stage
             await world.engine.abort_update(world.trainer.epoch, "a test")
         assert staged.result()
         await world.trainer.form()
@@ -202,4 +202,4 @@ class LifecycleContract:
             np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
         await fresh.engine.stop()
         with pytest.raises(NotReadyError):
-            await fresh.engine.probe()
+            await fresh.engine.check_alive()

@@ -252,7 +252,7 @@ async def settled(engine: Engine, before: EngineLoad) -> EngineLoad:
     What was sampled when a call ended may still be on its way to the event loop.
     """
     async with asyncio.timeout(WAIT_S):
-        while (load := await engine.probe()).running_tokens != before.running_tokens:
+        while (load := await engine.check_alive()).running_tokens != before.running_tokens:
             pass
     return load
 

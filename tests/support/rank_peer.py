@@ -43,11 +43,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import rank_shares, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.places import local_part
+from services.trainer.learner.policy_snapshots import PolicySnapshots, connected_ranks
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.loop.learner_thread import LearnerThread
@@ -98,13 +98,13 @@ class Publishing:
     """A publisher with one replica in this process."""
 
     def __init__(
-        self, frozen: FrozenWeights, others: Sequence[OtherRank], timeout_s: float
+        self, snapshots: PolicySnapshots, others: Sequence[OtherRank], timeout_s: float
     ) -> None:
         self._trainer = Trainer(
             timeout_s,
-            specs=frozen.tensors,
-            snapshots=frozen.snapshots,
-            holdings=frozen.holdings,
+            specs=snapshots.tensors,
+            snapshots=snapshots.buffers,
+            holdings=snapshots.holdings,
             others=others,
         )
         self._runner = asyncio.Runner()
@@ -158,7 +158,7 @@ def num_layers(model: Path) -> int:
 
 def obey(
     leader: RankLeader,
-    frozen: FrozenWeights,
+    snapshots: PolicySnapshots,
     others: Sequence[OtherRank],
     model: Path,
     sends_within_s: float,
@@ -170,7 +170,7 @@ def obey(
             command, argument = line.split()
             if command == "publish":
                 if publishing is None:
-                    publishing = Publishing(frozen, others, sends_within_s)
+                    publishing = Publishing(snapshots, others, sends_within_s)
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
             elif command == "begin":
@@ -397,22 +397,22 @@ def run(
     samples = MadeSamples(partial(made_batch, model))
     weights = structs.replace(config.sluice.weights, timeout_s=sends_within_s)
     config = structs.replace(config, sluice=structs.replace(config.sluice, weights=weights))
-    frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
+    snapshots = PolicySnapshots(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
     with parallel:
-        with connected_ranks(config, frozen, parallel) as others:
+        with connected_ranks(config, snapshots, parallel) as others:
             answer("ready")
             assert sys.stdin.readline() == "go\n"
             if parallel.rank == 0:
-                leader = RankLeader(learner, parallel, samples, frozen)
+                leader = RankLeader(learner, parallel, samples, snapshots)
                 thread = LearnerThread(leader, CheckpointStore(model), learner.peaks)
                 try:
-                    obey(leader, frozen, others, model, sends_within_s)
+                    obey(leader, snapshots, others, model, sends_within_s)
                 finally:
                     # A rank that is stopped would hold the stop command until the deadline.
                     if not isinstance(sys.exception(), SluiceError):
                         asyncio.run(thread.close())
             else:
-                follow(learner, parallel, samples, frozen)
+                follow(learner, parallel, samples, snapshots)
         answer({"held_bytes": held_bytes()})
 
 

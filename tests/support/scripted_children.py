@@ -58,7 +58,7 @@ class Supervised:
         log_dir: Path,
         *specs: ServiceSpec,
         grace_s: float = WAIT_S,
-        on_left: Callable[[str], None] | None = None,
+        on_dismissed: Callable[[str], None] | None = None,
         save: Callable[[], Coroutine[Any, Any, bool]] | None = None,
     ) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -66,7 +66,7 @@ class Supervised:
         self._said = asyncio.Event()
         self._names = [each.name for each in specs]
         self.supervisor = Supervisor(
-            specs, log_dir, self._on_line, grace_s, on_left=on_left, save=save
+            specs, log_dir, self._on_line, grace_s, on_dismissed=on_dismissed, save=save
         )
 
     def _on_line(self, name: str, line: str) -> None:

@@ -43,7 +43,7 @@ class ScriptedEngine:
         """Idle, with weights."""
         return EngineLoad(slots=8, version=3, weight_digest="d")
 
-    async def probe(self) -> EngineLoad:
+    async def check_alive(self) -> EngineLoad:
         """As `load`."""
         return self.load()
 

@@ -39,7 +39,7 @@ def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
         tokens = rank._micro_batch.input_ids.shape[1]
         number = layout.pipeline + 1
         for _ in range(2):  # the first one prepares
-            count.forget()
+            count.reset()
             passes.begin(number)
             asked_passes = [
                 TokenPass(

@@ -90,7 +90,7 @@ class ServedEnvironments:
         credentials: Credentials = OPEN,
     ) -> None:
         self._address_for, self.call_timeout_s = address_for, call_timeout_s
-        self._encrypted = ChannelPool(max_message_bytes, credentials.to_strangers())
+        self._encrypted = ChannelPool(max_message_bytes, credentials.for_outsiders())
         self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
         self._tasks = asyncio.TaskGroup()
         self.batches = CallBatches(self._tasks, call_timeout_s)

@@ -207,7 +207,7 @@ class Engine(Protocol):
         """Abort what runs and free everything. Repeating it is harmless."""
         ...
 
-    async def probe(self) -> EngineLoad:
+    async def check_alive(self) -> EngineLoad:
         """Ask the loop that computes tokens, so that a hung engine does not answer."""
         ...
 

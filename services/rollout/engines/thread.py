@@ -24,8 +24,8 @@ class LoopThread:
     """A thread with an event loop of its own, which runs coroutines for the service's event loop.
 
     `sluice.concurrency.threads.OwnerThread` runs one call after the other. The work here overlaps:
-    samples, probes and updates of one engine run at the same time, and the clients of vLLM and
-    SGLang are asynchronous themselves.
+    samples, liveness checks and updates of one engine run at the same time, and the clients of vLLM
+    and SGLang are asynchronous themselves.
 
     The service's event loop calls all methods but `to_home`.
 

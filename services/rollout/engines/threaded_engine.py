@@ -36,7 +36,7 @@ from sluice.vision.image_prompts import ImagePromptReader
 from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
-_PROBE_TIMEOUT_S = 60.0
+_LIVENESS_TIMEOUT_S = 60.0
 _TRAINER = "trainer"
 
 
@@ -216,7 +216,7 @@ class EngineCore(ABC, Generic[RunT]):
         """Abort the samples of one request; its stream then ends."""
 
     @abstractmethod
-    async def heartbeat(self, timeout_s: float) -> object:
+    async def check_alive(self, timeout_s: float) -> object:
         """Wait for an answer of the loop that computes tokens."""
 
     @abstractmethod
@@ -341,10 +341,10 @@ class ThreadedEngine(Generic[CoreT]):
             raise self._core.broken
         return self._thread, self._core
 
-    async def probe(self) -> EngineLoad:
+    async def check_alive(self) -> EngineLoad:
         """Ask the loop that computes tokens, so that a hung engine does not answer."""
         thread, core = self._in_thread()
-        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
+        await thread.call(core.check_alive(_LIVENESS_TIMEOUT_S), "ending a step")
         return self.load()
 
     def load(self) -> EngineLoad:

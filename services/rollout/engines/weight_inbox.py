@@ -57,7 +57,7 @@ class LiveWeights:
                 raise _mismatch(name, "is unknown to the model")
 
     def borrows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the model computes from memory of these once it has taken them."""
+        """Return whether the model would keep the memory of any of these tensors."""
         return any(self._can_borrow(name, tensors[name]) for name in self._parameters)
 
     def _can_borrow(self, name: str, tensor: torch.Tensor) -> bool:
@@ -77,17 +77,17 @@ class LiveWeights:
             tensor, own = tensors[name], parameters[0]
             # The cheapest way first: use the received memory, else copy.
             if self._can_borrow(name, tensor):
-                _point(parameters, tensor)
+                _use_memory(parameters, tensor)
                 self._borrowed.add(name)
             elif name in self._borrowed:
                 # Staging memory goes back to the receiver: the parameter needs memory of its own.
-                _point(parameters, tensor.to(own.device, own.dtype, copy=True))
+                _use_memory(parameters, tensor.to(own.device, own.dtype, copy=True))
                 self._borrowed.remove(name)
             else:
                 parameters[0].data.copy_(tensor)
 
 
-def _point(parameters: list[torch.Tensor], memory: torch.Tensor) -> None:
+def _use_memory(parameters: list[torch.Tensor], memory: torch.Tensor) -> None:
     for parameter in parameters:
         parameter.data = memory
 
@@ -207,8 +207,8 @@ class WeightInbox:
     def release(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give staging memory back once its tensors serve.
 
-        It stays as long as the model computes from it, or if the sender asked for that: the next
-        update may carry only changes to it.
+        It stays if the model still computes from it, or if the sender asked for that, since the
+        next update may carry only changes to it.
         """
         staged = self._staged
         if staged is None or staged.weights is not weights:

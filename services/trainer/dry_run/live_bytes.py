@@ -53,8 +53,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen = 0
         self._resize: Any = None
 
-    def forget(self) -> None:
-        """Let the peak and what is moved count from now on."""
+    def reset(self) -> None:
+        """Count the peak and the moved bytes from now on."""
         self.peak = self.live
         self.moved.clear()
 
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
             return found
         for one in tree_leaves(found):
             if isinstance(one, Tensor):
-                self._see(_plain(one).untyped_storage())
+                self._track(_plain(one).untyped_storage())
         return found
 
     def __enter__(self) -> LiveBytes:
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
         def resized(storage: Any, size: int) -> object:  # noqa: ANN401 - storage is C's own type
             found: object = resize(storage, size)
-            self._set(self._keys.get(storage), size)
+            self._set_size(self._keys.get(storage), size)
             return found
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
@@ -103,8 +103,8 @@ class LiveBytes(TorchDispatchMode):
     def _move(self, kind: str, func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
         """Run a collective, a real one to its end, with copies that are not counted.
 
-        A thread of gloo lets go of its tensors some time after its end, and to wait for a sum that
-        ranks divide would count a copy that gloo makes.
+        A thread of gloo frees its tensors only some time after the collective has ended, and a wait
+        for a sum that ranks divide would count the copy that gloo makes.
         """
         results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
         self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
@@ -120,15 +120,15 @@ class LiveBytes(TorchDispatchMode):
                 own.copy_(copied)
         return (*found[:-1], done) if isinstance(found, tuple | list) else done
 
-    def _see(self, storage: Any) -> None:  # noqa: ANN401
+    def _track(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:
             self._seen += 1
             key = self._keys[storage] = self._seen
             self._sizes[key] = 0
             weakref.finalize(storage, self._free, key)
-            self._set(key, storage.nbytes())
+            self._set_size(key, storage.nbytes())
 
-    def _set(self, key: int | None, size: int) -> None:
+    def _set_size(self, key: int | None, size: int) -> None:
         if key in self._sizes:
             self.live += size - self._sizes[key]
             self._sizes[key] = size
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor that a wrapper holds: the wrapper's own storage is not there."""
+    """Return the tensor that a wrapper holds: a wrapper has no storage of its own."""
     while isinstance(tensor, DTensor | AsyncCollectiveTensor):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor

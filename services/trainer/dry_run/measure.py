@@ -188,7 +188,7 @@ class _Rank:
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
         gradients = count.live - parameters
-        count.forget()
+        count.reset()
         self._optimizer.step()
         step = count.peak
         self._optimizer.gradients.complete()
@@ -207,7 +207,7 @@ class _Rank:
         )
 
     def _log_prob(self) -> int:
-        self._count.forget()
+        self._count.reset()
         with torch.no_grad():
             self._outputs()
         if self._shards is not None:
@@ -228,18 +228,18 @@ class _Rank:
         before = count.live
         waiting = self._forward()[0] if flight > 1 else None
         one = count.live
-        count.forget()
+        count.reset()
         leaving, gradient = self._forward()
         moved = Counter(count.moved)
         more = count.live - gradient.nbytes
         # Any further one leaves what the second did: gathered weights are there once.
         others = max(0, flight - 2) * (more - one)
         forward, kept = count.peak + others, more - before + others
-        count.forget()
+        count.reset()
         if waiting is not None:
             torch.autograd.backward(waiting, gradient)
         backward = count.peak + others
-        count.forget()
+        count.reset()
         if shards is not None:
             shards.sum_gradients(True)
         torch.autograd.backward(leaving, gradient)

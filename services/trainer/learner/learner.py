@@ -241,7 +241,7 @@ class Learner:
             yield name, self._policy.parameters.get(name, outlined).detach()
 
     @property
-    def frozen_names(self) -> frozenset[str]:
+    def untrained_names(self) -> frozenset[str]:
         """Return the names of the policy's weights that are not trained."""
         return frozenset(n for n, one in self._policy.outline.items() if not one.requires_grad)
 

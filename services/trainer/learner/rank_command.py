@@ -19,8 +19,12 @@ from pathlib import Path
 import torch
 
 from services.trainer.learner.batch.train_batch import check_routing
-from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.policy_snapshots import (
+    PolicySnapshots,
+    connected_ranks,
+    policy_snapshots,
+)
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.sample_reader import RewardSamples, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
@@ -72,7 +76,7 @@ class RankLeader:
 
     Args:
         learner: rank 0's; the other ranks run `follow`.
-        frozen: rank 0's snapshots, for a run that publishes.
+        snapshots: rank 0's, for a run that publishes.
 
     Raises (all methods):
         DeadlineError, PeerError: a rank failed, now or since the last call.
@@ -83,10 +87,10 @@ class RankLeader:
         learner: Learner,
         parallel: DataParallel,
         samples: RewardSamples,
-        frozen: FrozenWeights | None = None,
+        snapshots: PolicySnapshots | None = None,
     ) -> None:
         self._learner = learner
-        self._frozen = frozen
+        self._snapshots = snapshots
         self._parallel = parallel
         self._samples = RankSamples(learner, parallel, samples)
         self._commanding = threading.Lock()
@@ -129,19 +133,19 @@ class RankLeader:
             self._learner.load(directory, rate_factor)
 
     def freeze(self, version: int) -> None:
-        """Call `FrozenWeights.freeze` on all ranks that send weights.
+        """Call `PolicySnapshots.freeze` on all ranks that send weights.
 
         The version is readable here only once all of them hold it: rank 0 starts every transfer.
 
         Raises:
             DeadlineError: a broadcast still reads the buffer, here or on another rank.
         """
-        frozen = self._frozen
-        assert frozen is not None
-        if not frozen.holdings:  # rank 0 has everything: the others are not needed
-            frozen.freeze(version)
+        snapshots = self._snapshots
+        assert snapshots is not None
+        if not snapshots.holdings:  # rank 0 has everything: the others are not needed
+            snapshots.freeze(version)
             return
-        frozen.freeze(version, self._freezing_others(version))
+        snapshots.freeze(version, self._freezing_others(version))
 
     @contextmanager
     def _freezing_others(self, version: int) -> Iterator[None]:
@@ -336,7 +340,7 @@ def follow(
     learner: Learner,
     parallel: DataParallel,
     reader: RewardSamples,
-    frozen: FrozenWeights | None = None,
+    snapshots: PolicySnapshots | None = None,
 ) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
 
@@ -349,7 +353,7 @@ def follow(
     samples = RankSamples(learner, parallel, reader)
     try:
         # After one that failed the others wait for this rank's part, until it has ended.
-        while not failures and _obeys(learner, parallel, samples, saving, failures, frozen):
+        while not failures and _obeys(learner, parallel, samples, saving, failures, snapshots):
             pass
     except Exception:
         # The process ends, and with it the thread: all ranks would lose the checkpoint. Half of the
@@ -368,7 +372,7 @@ def _obeys(
     samples: RankSamples,
     saving: OwnerThread,
     failures: list[Exception],
-    frozen: FrozenWeights | None,
+    snapshots: PolicySnapshots | None,
 ) -> bool:
     """Do what rank 0's next command says; return False after the stop command."""
     message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
@@ -382,8 +386,8 @@ def _obeys(
     elif kind is CommandKind.LOAD:
         learner.load(Path(header["directory"]), float(header["rate_factor"]))
     elif kind is CommandKind.FREEZE:
-        assert frozen is not None
-        frozen.freeze(int(header["version"]))
+        assert snapshots is not None
+        snapshots.freeze(int(header["version"]))
         parallel.all_gather([0.0], _FREEZING)
     elif kind is CommandKind.SAVE:
         directory = Path(header["directory"])
@@ -432,7 +436,7 @@ def run_follower(config: RunConfig) -> None:
     """Follow rank 0 until the run ends."""
     with join_ranks(config) as parallel:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
-        frozen = frozen_weights(config, learner, parallel)
-        with connected_ranks(config, frozen, parallel):
+        snapshots = policy_snapshots(config, learner, parallel)
+        with connected_ranks(config, snapshots, parallel):
             exempt_start_up()
-            follow(learner, parallel, reward_samples(config), frozen)
+            follow(learner, parallel, reward_samples(config), snapshots)

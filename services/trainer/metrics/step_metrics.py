@@ -12,7 +12,7 @@ from sluice.device.cpu import used_memory_bytes
 from sluice.telemetry.metric_names import WAIT_GROUPS_S
 from sluice.types import TrainBatch
 
-_SLOW = 0.9
+_SLOW_QUANTILE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetInterval:
-    """The fleet's work during a step; `replica_busy_s` are the busy seconds of each that serves."""
+    """The fleet's work during a step; `replica_busy_s`: of each replica that serves."""
 
     generated_tokens: int
     busy_s: float
@@ -49,7 +49,7 @@ class RunScale:
 def step_metrics(
     step: int,
     batch: TrainBatch,
-    learner: Mapping[str, float],
+    learned: Mapping[str, float],
     times: StepTimes,
     fleet: FleetInterval,
     *,
@@ -64,7 +64,7 @@ def step_metrics(
     replica_s = max(times.step_s * max(fleet.replicas, 1), 1e-9)
     return {
         **batch.statistics,
-        **learner,
+        **learned,
         **_wait_groups(batch, times.wait_batch_s),
         **_speed(batch, times, scale.ranks),
         **_epoch(batch, scale.dataset_rows),
@@ -76,7 +76,7 @@ def step_metrics(
         "rollout/tokens_per_s": fleet.generated_tokens / step_s,
         "rollout/replicas": float(fleet.replicas),
         **_prefix_hits(fleet),
-        **_generation(fleet.replica_busy_s),
+        **_generation_times(fleet.replica_busy_s),
     }
 
 
@@ -87,7 +87,7 @@ def _prefix_hits(fleet: FleetInterval) -> dict[str, float]:
     return {"rollout/prefix_hit_rate": fleet.reused_tokens / fleet.prompt_tokens}
 
 
-def _generation(busy_s: Sequence[float]) -> dict[str, float]:
+def _generation_times(busy_s: Sequence[float]) -> dict[str, float]:
     """Return how long replicas sampled: on average, at most, at least, and the share of slow ones.
 
     As in verl the slow ones are those beyond the 90th percentile
@@ -96,7 +96,7 @@ def _generation(busy_s: Sequence[float]) -> dict[str, float]:
     if not busy_s:
         return {}
     seconds = np.asarray(busy_s)
-    slow = seconds > np.quantile(seconds, _SLOW)
+    slow = seconds > np.quantile(seconds, _SLOW_QUANTILE)
     return {
         "timing_s/generate_sequences": float(seconds.mean()),
         "timing_s/generation_timing/max": float(seconds.max()),
@@ -106,7 +106,7 @@ def _generation(busy_s: Sequence[float]) -> dict[str, float]:
 
 
 def host_memory_metrics() -> dict[str, float]:
-    """Return ``perf/cpu_memory_used_gb``: of this machine what is not available, GiB."""
+    """Return ``perf/cpu_memory_used_gb``: memory of this machine that is in use, GiB."""
     return {"perf/cpu_memory_used_gb": used_memory_bytes() / float(1 << 30)}
 
 

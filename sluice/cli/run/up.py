@@ -320,7 +320,7 @@ async def _supervise(
         view.log_line,
         launcher_grace_s(service.shutdown_grace_s),
         plan.host,
-        on_left=lambda name: forget_target(run_dir, name),
+        on_dismissed=lambda name: forget_target(run_dir, name),
         save=(lambda: _save_and_end(monitor)) if plan.config.trainer.save_freq > 0 else None,
     )
     trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")

@@ -47,10 +47,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class CrewEnd:
-    """All exits of one run of a crew, in their order; `left`: members that SIGKILL did not end."""
+    """All exits of one run of a crew, in order; `survivors`: members that SIGKILL did not end."""
 
     exits: tuple[Exit, ...]
-    left: tuple[str, ...] = ()
+    survivors: tuple[str, ...] = ()
 
     @property
     def cause(self) -> Exit:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-_FIRST_PAUSE_S = 0.5  # from one start to the next: who lived longer starts again at once
+_FIRST_PAUSE_S = 0.5  # least time between two starts; it doubles with each restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Supervisor:
         host: where they run; by default on this machine.
         save: asks the run to save and to end, at the first SIGINT; returns false if the run cannot.
             A second signal ends everything at once. ``None``: the first one does.
-        on_left: takes the name of each process that was dismissed, once it has ended, also where it
-            had to be killed and could leave nothing in order.
+        on_dismissed: takes the name of each process that was dismissed, once it has ended, even if
+            it had to be killed and could leave nothing in order.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Supervisor:
         on_line: LogLine,
         grace_s: float,
         host: ProcessHost | None = None,
-        on_left: Callable[[str], None] | None = None,
+        on_dismissed: Callable[[str], None] | None = None,
         save: Callable[[], Coroutine[Any, Any, bool]] | None = None,
     ) -> None:
-        self._on_left = on_left
+        self._on_dismissed = on_dismissed
         self._save = save
         self._log_dir = log_dir
         self._on_line = on_line
@@ -195,13 +195,13 @@ class Supervisor:
         self._over.set()
 
     async def _keep(self, crew: Crew) -> None:
-        await self._run_again(crew)
+        await self._run_with_restarts(crew)
         for spec in crew.specs:
             self._host.release(spec.name)
-            if crew.is_dismissed and self._on_left is not None:
-                self._on_left(spec.name)
+            if crew.is_dismissed and self._on_dismissed is not None:
+                self._on_dismissed(spec.name)
 
-    async def _run_again(self, crew: Crew) -> None:
+    async def _run_with_restarts(self, crew: Crew) -> None:
         """Run one crew as often as its policy allows."""
         while True:
             try:
@@ -213,7 +213,7 @@ class Supervisor:
                 self._note_last_exits(crew, end)
                 return
             if crew.is_dismissed or end.cause.code == 0 or _was_asked_to_leave(end):
-                self._note_end(crew, end)
+                self._handle_end(crew, end)
                 return
             lived_s = time.monotonic() - crew.began_s
             if lived_s > end.cause.spec.restarts.stable_s:
@@ -221,7 +221,7 @@ class Supervisor:
             if not await self._may_restart(crew, end, lived_s):
                 return
 
-    def _note_end(self, crew: Crew, end: CrewEnd) -> None:
+    def _handle_end(self, crew: Crew, end: CrewEnd) -> None:
         spec, code = end.cause.spec, end.cause.code
         if spec.ends_run and code == 0:
             self._note_last_exits(crew, end)
@@ -246,8 +246,8 @@ class Supervisor:
         if self._interrupted.is_set() and spec.ends_run:  # a new one would not know of the end
             self._fail(crew.diagnosis(end.cause))
             return False
-        if end.left:
-            names = ", ".join(end.left)
+        if end.survivors:
+            names = ", ".join(end.survivors)
             self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")
             return False
         # A process that its watchdog ended was stuck; it refused nothing.

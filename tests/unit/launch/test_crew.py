@@ -201,9 +201,13 @@ async def test_processes_are_added_and_dismissed_while_the_run_continues(tmp_pat
 async def test_a_process_that_does_not_leave_is_killed_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
-    left: list[str] = []
+    dismissed: list[str] = []
     run = Supervised(
-        tmp_path, polite("reward"), spec("rollout-0", STUBBORN), grace_s=0.3, on_left=left.append
+        tmp_path,
+        polite("reward"),
+        spec("rollout-0", STUBBORN),
+        grace_s=0.3,
+        on_dismissed=dismissed.append,
     )
     async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(run.supervisor.run())
@@ -211,10 +215,10 @@ async def test_a_process_that_does_not_leave_is_killed_and_the_run_continues(
         run.supervisor.dismiss("rollout-0")
         while len(run.supervisor.services()) > 1:
             await asyncio.sleep(0.01)
-        assert left == ["rollout-0"]
+        assert dismissed == ["rollout-0"]
         end_self(signal.SIGINT)()
     assert (ending.result().exit_code, ending.result().failures) == (130, ())
-    assert left == ["rollout-0"]  # the others end with the run
+    assert dismissed == ["rollout-0"]  # the others end with the run
 
 
 async def test_a_process_that_waits_for_its_restart_can_be_dismissed(

@@ -59,7 +59,7 @@ async def running() -> AsyncIterator[tuple[Loop, Join]]:
     finally:
         loop.is_over = True
         for _ in range(2):  # the last sample that comes has come
-            await thread.call(core.heartbeat(1.0), "ending a step")
+            await thread.call(core.check_alive(1.0), "ending a step")
         await thread.call(core.close(), "ending")
         await thread.stop()
 

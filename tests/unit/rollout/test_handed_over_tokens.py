@@ -136,7 +136,7 @@ async def break_off(engine: EmbeddedEngine, generation: GenerationRunner) -> Non
 async def at_rest(engine: EmbeddedEngine) -> EngineLoad:
     """Counters once everything that was asked of the engine before is done."""
     for _ in range(3):
-        load = await engine.probe()
+        load = await engine.check_alive()
     return load
 
 
@@ -150,7 +150,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
 
         async def look() -> None:
             while not over.is_set():
-                for load in (engine.load(), await engine.probe()):
+                for load in (engine.load(), await engine.check_alive()):
                     assert load.running_tokens >= 0
                     assert load.unsent_tokens <= load.generated_tokens
                 await asyncio.sleep(0.001)

@@ -109,6 +109,6 @@ async def test_an_engine_that_failed_in_the_middle_of_a_swap_serves_no_more(
         monkeypatch.setattr(LiveWeights, "take", take_half)
         with pytest.raises(EngineError):
             await load_weights(engine, weights_of(model, engine), 2, "two")
-        for call in (engine.probe(), generate(engine, request())):
+        for call in (engine.check_alive(), generate(engine, request())):
             with pytest.raises(EngineError):
                 await call

@@ -1,4 +1,4 @@
-"""A replica's registration and heartbeats, its probes, and the health of its weights."""
+"""A replica's registration and heartbeats, its liveness checks, and the health of its weights."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Engine:
         self.gate, self.asked = asyncio.Event(), asyncio.Event()
         self.error: EngineError | None = None
 
-    async def probe(self) -> Any:
+    async def check_alive(self) -> Any:
         self.asked.set()
         await self.gate.wait()
         if self.error is not None:
@@ -230,16 +230,16 @@ class Engine:
 
 async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
     engine: Any = Engine()
-    heartbeat = Registration(NOTHING, REPLICA, engine)
+    registration = Registration(NOTHING, REPLICA, engine)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(heartbeat.probe_engine(0.001))
+        checking = tasks.create_task(registration.check_engine(0.001))
         await engine.asked.wait()
         await asyncio.sleep(0.02)
-        assert heartbeat.turns == 1
+        assert registration.turns == 1
         engine.gate.set()
-        while heartbeat.turns < 4:
+        while registration.turns < 4:
             await asyncio.sleep(0.001)
-        beating.cancel()
+        checking.cancel()
 
 
 async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
@@ -247,7 +247,7 @@ async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
     engine.error = EngineError("out of memory")
     engine.gate.set()
     with pytest.raises(EngineError, match="out of memory"):
-        await Registration(NOTHING, REPLICA, engine).probe_engine()
+        await Registration(NOTHING, REPLICA, engine).check_engine()
 
 
 STATES = health_pb2.HealthCheckResponse

@@ -102,7 +102,7 @@ async def test_samples_follow_the_image_and_a_damaged_one_costs_its_own_call_onl
                 literal = asked("<image> <|image_pad|>", image_file(1))
                 bad.append(tasks.create_task(refusal(client, literal)))
             assert (await client.generate("plain text", OPTIONS)).rollouts[0].num_tokens == 6
-        load = await engine.probe()
+        load = await engine.check_alive()
     assert first.prompt_token_ids.tolist().count(IMAGE) == 4
     assert first.texts == again.result().texts
     assert first.texts != other.texts

@@ -62,7 +62,7 @@ class HungEngine:
     def load(self) -> EngineLoad:
         return self.last
 
-    async def probe(self) -> EngineLoad:
+    async def check_alive(self) -> EngineLoad:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -92,7 +92,7 @@ async def test_a_replica_whose_engine_hangs_still_says_what_it_knows(engine: Any
     assert (status.direct_sent_tokens, status.direct_unsent_tokens) == (11, 1)
 
 
-async def test_a_probe_of_a_hung_engine_gets_no_answer(engine: Any) -> None:
+async def test_a_liveness_check_of_a_hung_engine_gets_no_answer(engine: Any) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await status_of(engine, without_engine=False)

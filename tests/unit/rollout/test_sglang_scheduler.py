@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from services.rollout.engines.external.share_recorder import AsInFiles, ShareLoading
+from services.rollout.engines.external.worker_group import WorkerGroup
 from services.rollout.engines.sglang import scheduler
 from services.rollout.engines.sglang.scheduler import SchedulerModel, SchedulerWorker
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls, serve_calls
-from services.rollout.engines.vendor.share_recorder import AsInFiles, ShareLoading
-from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, EngineError, WeightSyncError
@@ -79,7 +79,7 @@ class _Replica:
         self.ends = [one.dup() for one in self.calls.theirs]
         for worker, own in zip(self.members, self.ends, strict=True):
             threading.Thread(target=serve_calls, args=(own, worker.answer), daemon=True).start()
-        self.workers = WeightWorkers(self, "SGLang")
+        self.workers = WorkerGroup(self, "SGLang")
         self.sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=_TIMEOUT_S)
         self._never = threading.Event()
 

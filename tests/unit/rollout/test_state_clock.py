@@ -85,15 +85,15 @@ async def test_an_engine_is_starting_until_its_first_weights_serve_and_idle_with
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path) as engine:
-        await engine.probe()
-        before = (await engine.probe()).seconds_by_state
+        await engine.check_alive()
+        before = (await engine.check_alive()).seconds_by_state
         assert (before["idle"], before["generating"], before["swapping"]) == (0.0, 0.0, 0.0)
         assert before["starting"] > 0.0
         await load_weights(engine, weights_of(model, engine), 1, "one")
-        assert (await engine.probe()).seconds_by_state["swapping"] == 0.0
+        assert (await engine.check_alive()).seconds_by_state["swapping"] == 0.0
         await generate(engine, request(samples=4))
         await load_weights(engine, weights_of(model, engine), 2, "two")
-        after = (await engine.probe()).seconds_by_state
+        after = (await engine.check_alive()).seconds_by_state
         assert state_of(engine) is EngineState.IDLE
     assert min(after["idle"], after["generating"], after["swapping"]) > 0.0
 
@@ -131,10 +131,10 @@ async def test_weights_that_do_not_fit_leave_the_engine_in_the_state_it_was_in(
 ) -> None:
     async with running_engine(model_path, model) as engine:
         for _ in range(2):  # what is done first is reported second
-            await engine.probe()
+            await engine.check_alive()
         with pytest.raises(WeightSyncError):
             await load_weights(engine, {}, 2, "two")
-        await engine.probe()
+        await engine.check_alive()
         assert state_of(engine) is EngineState.IDLE
 
 

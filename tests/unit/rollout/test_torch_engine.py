@@ -135,7 +135,7 @@ async def test_an_idle_engine_uses_no_processor_time(
         used = time.process_time()
         await asyncio.sleep(0.3)
         assert time.process_time() - used < 0.1
-        assert (await engine.probe()).busy_seconds == steps
+        assert (await engine.check_alive()).busy_seconds == steps
 
 
 async def _drain(stream: AsyncIterator[object]) -> None:
@@ -161,7 +161,7 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
             _break(engine._in_thread()[1].loop)
             with pytest.raises(EngineError, match="boom"):
                 await asyncio.wait_for(_drain(stream), 10)
-        for call in (engine.probe(), generate(engine, request())):
+        for call in (engine.check_alive(), generate(engine, request())):
             with pytest.raises(EngineError, match="boom"):
                 await call
         with pytest.raises(EngineError, match="boom"):

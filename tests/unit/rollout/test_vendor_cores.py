@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import services.rollout.engines.vendor.engine as vendor_engine
+import services.rollout.engines.external.engine as vendor_engine
 from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.external.engine import VendorCore
+from services.rollout.engines.external.request import Delta, SamplingChoice
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.threaded_engine import Pace
-from services.rollout.engines.vendor.engine import VendorCore
-from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError
@@ -100,12 +100,12 @@ class _Client:
     async def close(self) -> None:
         self.called.append("close")
 
-    async def heartbeat(self, _timeout_s: float) -> None:
-        await self._call("heartbeat")
+    async def check_alive(self, _timeout_s: float) -> None:
+        await self._call("liveness")
 
     async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
-        if method == "sluice_pulse":
-            await self._call("heartbeat")
+        if method == "sluice_check_alive":
+            await self._call("liveness")
             return [0]
         if method != "sluice_apply":
             return [{}]
@@ -520,11 +520,11 @@ async def test_a_repeated_commit_does_not_succeed_before_the_engine_samples(
 async def test_a_swap_that_takes_long_is_no_engine_that_hangs(vendor: _Vendor) -> None:
     thread = await _swap_that_does_not_end(vendor)
     async with asyncio.TaskGroup() as tasks:
-        probing = tasks.create_task(vendor.engine.probe())
-        await asyncio.wait([probing], timeout=0.05)
-        assert "heartbeat" not in vendor.client.called
+        checking = tasks.create_task(vendor.engine.check_alive())
+        await asyncio.wait([checking], timeout=0.05)
+        assert "liveness" not in vendor.client.called
         vendor.client.may_resume.set()
-    assert vendor.client.called[-2:] == ["resume", "heartbeat"]
+    assert vendor.client.called[-2:] == ["resume", "liveness"]
     await thread.stop()
 
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vendor.share_recorder import recorded_share
-from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
+from services.rollout.engines.external.share_recorder import recorded_share
+from services.rollout.engines.external.worker_group import WorkerBegin, WorkerGroup
 from services.rollout.engines.vllm.worker_extension import VllmWorker, WorkerFeatures, keep_buffers
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
@@ -115,10 +115,10 @@ def test_the_samples_of_both_model_runners_are_counted(kind: type[_Runner]) -> N
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-def test_a_pulse_answers_with_both_model_runners(kind: type[_Runner]) -> None:
+def test_a_liveness_check_answers_with_both_model_runners(kind: type[_Runner]) -> None:
     worker = _worker(kind())
     worker.sluice_begin(msgspec.json.encode(_BEGIN))
-    assert worker.sluice_pulse() == 2
+    assert worker.sluice_check_alive() == 2
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
@@ -233,7 +233,7 @@ async def test_what_a_worker_lacks_is_reported_when_it_begins() -> None:
             return [{}, getattr(worker, method)(*given)]
 
     with pytest.raises(ConfigError, match=r"worker 1 of 2: .* has no model_runner\.reload_weights"):
-        await WeightWorkers(Calls(), "vLLM").begin(_BEGIN)
+        await WorkerGroup(Calls(), "vLLM").begin(_BEGIN)
 
 
 def _changed(self: Any, model: object) -> None:

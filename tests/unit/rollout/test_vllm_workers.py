@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vendor.share_recorder import ShareLoading
-from services.rollout.engines.vendor.weight_worker import WeightWorker
-from services.rollout.engines.vendor.weight_workers import WeightWorkers
+from services.rollout.engines.external.share_recorder import ShareLoading
+from services.rollout.engines.external.weight_worker import WeightWorker
+from services.rollout.engines.external.worker_group import WorkerGroup
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
@@ -78,7 +78,7 @@ class World:
     def __init__(self) -> None:
         self.sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=_TIMEOUT_S)
         self.workers = Workers(2)
-        self.replica = WeightWorkers(self.workers, "vLLM")
+        self.replica = WorkerGroup(self.workers, "vLLM")
         self.epoch = 0
         self.stop = threading.Event()
 
@@ -312,4 +312,4 @@ async def test_a_replica_of_one_worker_names_none(world: World) -> None:
     one = Workers(1)
     one.faults["sluice_check_staged", 0] = _failure("nothing")
     with pytest.raises(WeightSyncError, match=r"version 3: nothing$"):
-        await WeightWorkers(one, "vLLM").check_staged(3, _DIGEST)
+        await WorkerGroup(one, "vLLM").check_staged(3, _DIGEST)

@@ -19,7 +19,7 @@ from sluice.rpc.credentials import (
     OPEN,
     Credentials,
     client_credentials,
-    exposure,
+    exposure_warning,
     service_credentials,
 )
 from sluice.rpc.server import RpcServer
@@ -184,7 +184,7 @@ EVERYWHERE = "0.0.0.0"
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1", "[::1]"])
 def test_loopback_is_known_by_address_and_by_name(host: str) -> None:
     assert is_loopback(host)
-    assert exposure(host, OPEN) is None
+    assert exposure_warning(host, OPEN) is None
 
 
 @pytest.mark.parametrize("host", [EVERYWHERE, "::", "[::]", "192.0.2.7", "no-such-host.invalid"])
@@ -206,7 +206,7 @@ def test_everything_else_may_be_reached_from_elsewhere(host: str) -> None:
 def test_a_warning_names_what_is_missing_and_the_remedy(
     credentials: Credentials, reported: str | None
 ) -> None:
-    found = exposure(EVERYWHERE, credentials)
+    found = exposure_warning(EVERYWHERE, credentials)
     if reported is None:
         assert found is None
     else:

@@ -33,7 +33,7 @@ def test_a_storage_that_is_made_empty_and_full_again_counts_so() -> None:
         assert count.live == 0
         gathered.untyped_storage().resize_(2 * KIB)
         assert count.live == 2 * KIB
-        count.forget()
+        count.reset()
         kib(3)
         assert count.peak == 5 * KIB
 

@@ -45,13 +45,13 @@ def choose_decoder(
     """
     # Candidates are in the order of their speed.
     _scramble(model)
-    probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
+    trial = _Trial(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
         name = getattr(candidate, "__name__", str(candidate))
         decoder = None  # without the memory of one that failed
         try:
             decoder = candidate(model, slots, max_model_len)
-            error = probe.relative_error(decoder)
+            error = trial.relative_error(decoder)
         except NotImplementedError as reason:
             logger.debug("%s does not cover this model: %s", name, reason)
             continue
@@ -94,7 +94,7 @@ def _scramble(model: PreTrainedModel) -> None:
                 parameter.add_(noise)
 
 
-class _Probe:
+class _Trial:
     """Random sequences and the model's own logits for them."""
 
     def __init__(self, model: PreTrainedModel, tokens: int, rows: int) -> None:

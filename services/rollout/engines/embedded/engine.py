@@ -155,7 +155,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         with self._between_steps():
             self.loop.cancel(run)
 
-    async def heartbeat(self, _timeout_s: float) -> None:
+    async def check_alive(self, _timeout_s: float) -> None:
         """Answer between two steps."""
         self._check_works()
 

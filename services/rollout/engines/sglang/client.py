@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.rollout.engines.external.request import Delta, SamplingChoice
+from services.rollout.engines.external.settings import installed, refuse_unknown
 from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokenizer, run_scheduler
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
-from services.rollout.engines.vendor.request import Delta, SamplingChoice
-from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, MissingPackageError, leaves
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePrompt
@@ -318,7 +318,7 @@ class SglangClient:
             EngineError: the scheduler did not answer, or a consumer does not take its tokens.
         """
         # The scheduler sends what it holds before its answer, by the same socket.
-        await self.heartbeat(_CALL_TIMEOUT_S)
+        await self.check_alive(_CALL_TIMEOUT_S)
         for _ in range(_SETTLING_TURNS):
             states = self._manager.rid_to_state.values()
             if not any(state.out_list and not state.abort_sent for state in states):
@@ -333,7 +333,7 @@ class SglangClient:
             self._manager.continue_generation(resume_request), "resume", _CALL_TIMEOUT_S
         )
 
-    async def heartbeat(self, timeout_s: float) -> None:
+    async def check_alive(self, timeout_s: float) -> None:
         """Wait until the scheduler's loop has answered, after everything sent to it before."""
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
 

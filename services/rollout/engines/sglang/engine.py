@@ -1,6 +1,6 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `vendor.engine`
+SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `external.engine`
 for what that waits for and how it fails. The end of one of SGLang's processes fails everything. Its
 schedulers are processes, and `sglang.scheduler` brings the sampler and the weights into them.
 `SglangEngine` is what the service's event loop sees of them.
@@ -17,6 +17,9 @@ from functools import partial
 
 from transformers import AutoConfig
 
+from services.rollout.engines.external.engine import VendorCore, described_model
+from services.rollout.engines.external.owner_watch import own_processes
+from services.rollout.engines.external.request import Delta, RequestRun, VendorSample
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import (
     SglangClient,
@@ -25,9 +28,6 @@ from services.rollout.engines.sglang.client import (
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.threaded_engine import ThreadedEngine
-from services.rollout.engines.vendor.engine import VendorCore, described_model
-from services.rollout.engines.vendor.owner_watch import own_processes
-from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
@@ -101,10 +101,10 @@ class SglangCore(VendorCore):
             images=run.images,
         )
 
-    async def heartbeat(self, timeout_s: float) -> None:
+    async def check_alive(self, timeout_s: float) -> None:
         """Wait for an answer of SGLang's scheduler."""
         await self.swapped()  # it has a longer deadline of its own
-        await self.client.heartbeat(timeout_s)
+        await self.client.check_alive(timeout_s)
 
     async def _note_weights(self, _version: int) -> None:
         self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones

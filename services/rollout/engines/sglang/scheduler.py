@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from services.rollout.engines.external.share_recorder import AsInFiles, meta_copy, recorded_share
+from services.rollout.engines.external.weight_worker import Outcome, WeightWorker
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
-from services.rollout.engines.vendor.share_recorder import AsInFiles, meta_copy, recorded_share
-from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker
 from sluice.errors import ConfigError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weight_share import WeightShare
@@ -305,7 +305,7 @@ def held_samples(scheduler: Any) -> list[Any]:
 
 
 def _install_hold() -> None:
-    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
+    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a question."""
     send_in_one_order()
     streamers: Any = importlib.import_module(
         "sglang.srt.managers.scheduler_components.output_streamer"
@@ -318,13 +318,13 @@ def _install_hold() -> None:
         if chosen := hold.choose(samples):
             send(streamer, chosen, *rest, **more)
 
-    def beat(scheduler: Any, asked: Any) -> Any:
+    def send_then_answer(scheduler: Any, asked: Any) -> Any:
         if held := held_samples(scheduler):
             send(scheduler.output_streamer, held, True)
         return answer(scheduler, asked)
 
     streamers.SchedulerOutputStreamer.stream_output = stream
-    kind.get_internal_state = beat
+    kind.get_internal_state = send_then_answer
 
 
 def send_in_one_order() -> None:

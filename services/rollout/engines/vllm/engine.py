@@ -1,6 +1,6 @@
 """vLLM behind the engine Protocol.
 
-vLLM's client runs in the thread of the engine, where `VllmCore` calls it; see `vendor.engine` for
+vLLM's client runs in the thread of the engine, where `VllmCore` calls it; see `external.engine` for
 what that waits for and how it fails. vLLM's engine and workers are processes, and
 `vllm.worker_extension` brings the weights into them. `VllmEngine` is what the service's event loop
 sees of them.
@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from services.rollout.engines.causal_lm import expert_routers
+from services.rollout.engines.external.engine import VendorCore, described_model
+from services.rollout.engines.external.owner_watch import own_processes
+from services.rollout.engines.external.request import Delta, PromptImages, RequestRun, VendorSample
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.threaded_engine import ThreadedEngine
-from services.rollout.engines.vendor.engine import VendorCore, described_model
-from services.rollout.engines.vendor.owner_watch import own_processes
-from services.rollout.engines.vendor.request import Delta, PromptImages, RequestRun, VendorSample
 from services.rollout.engines.vllm.client import (
     VllmClient,
     engine_environment,
@@ -125,10 +125,10 @@ class VllmCore(VendorCore):
         """Return the tokens that vLLM's client has of a running sample beyond those taken."""
         return self.client.so_far(_request_id(run, sample), sample.num_taken())
 
-    async def heartbeat(self, timeout_s: float) -> int:
+    async def check_alive(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
         await self.swapped()  # it has a longer deadline of its own
-        held = await self.workers.heartbeat(timeout_s)
+        held = await self.workers.check_alive(timeout_s)
         self.catch_up()
         return held
 

@@ -1,11 +1,10 @@
-"""What sluice adds to each of vLLM's worker processes, where vLLM imports this module by name, and
-what it uses of them.
+"""What sluice adds to each of vLLM's worker processes, and what it uses of them.
 
-See `vendor.weight_worker` for how weights come. Read in the sources of vLLM 0.23 to 0.33, run with
-0.32 on the CPU. vLLM has two model runners. V1 keeps its samples in `requests`; V2, the default of
-newer versions wherever Triton works, keeps them in `req_states`. A worker reports what it lacks
-when it begins, not at its first update. What differs between vLLM's clients is looked up in
-`client`.
+vLLM imports this module by name. See `external.weight_worker` for how weights come. Read in the
+sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1 keeps its
+samples in `requests`; V2, the default of newer versions wherever Triton works, keeps them in
+`req_states`. A worker reports what it lacks when it begins, not at its first update. What differs
+between vLLM's clients is looked up in `client`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.vendor.owner_watch import end_with_owner
-from services.rollout.engines.vendor.share_recorder import AsInFiles, meta_copy, recorded_share
-from services.rollout.engines.vendor.weight_worker import WeightWorker
+from services.rollout.engines.external.owner_watch import end_with_owner
+from services.rollout.engines.external.share_recorder import AsInFiles, meta_copy, recorded_share
+from services.rollout.engines.external.weight_worker import WeightWorker
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.weight_share import WeightShare
@@ -38,7 +37,7 @@ _VERSION_REMEDY = (
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
-_MARK = "sluice_keeps_buffers"
+_PATCHED = "sluice_keeps_buffers"
 
 
 class WorkerFeatures:
@@ -246,10 +245,11 @@ def _module(name: str) -> Any:
 def keep_buffers() -> None:
     """Make vLLM's dummy loader leave buffers as they were; call it before a model is loaded.
 
-    Do nothing a second time, nor without that loader; `WorkerFeatures` refuses such a vLLM.
+    A second call changes nothing. Neither does one without that loader, for `WorkerFeatures`
+    refuses such a vLLM.
     """
     loader = dummy_loader()
-    if loader is None or hasattr(loader, _MARK):
+    if loader is None or hasattr(loader, _PATCHED):
         return
     original = loader.load_weights
 
@@ -263,7 +263,7 @@ def keep_buffers() -> None:
                 buffer.data.copy_(kept)
 
     loader.load_weights = load_weights
-    setattr(loader, _MARK, True)
+    setattr(loader, _PATCHED, True)
 
 
 # vLLM imports this file before it loads the model, and calls nothing before that.
@@ -280,7 +280,7 @@ class VllmWorker(WeightWorker):
         """Return vLLM's model here. Raises ConfigError if this version lacks what is needed."""
         return WorkerFeatures(self)
 
-    def sluice_pulse(self) -> int:
+    def sluice_check_alive(self) -> int:
         """Return the samples held since the last step; answered in the engine's loop."""
         if self.sluice_features is None:
             raise RuntimeError("sluice_begin was not called")

@@ -188,8 +188,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     wall_seconds: builtins.float
     """Seconds since the process started, by another clock than that of the states."""
     engine_turns: builtins.int
-    """Probes that the engine's own loop has answered since the process started. The count stands still
-    while the engine hangs, although heartbeats continue. 0 or absent: not counted.
+    """Liveness checks that the engine's own loop has answered since the process started. The count
+    stands still while the engine hangs, although heartbeats continue. 0 or absent: not counted.
     """
     direct_sent_tokens: builtins.int
     """Tokens sent to callers that are no service of the run."""

@@ -1,4 +1,4 @@
-"""What this rank holds of the policy's frozen versions, and the ranks that send theirs.
+"""This rank's snapshots of the policy's weights for sending, and the ranks that send theirs.
 
 Each piece of a tensor is kept and sent by one rank, the first of those that hold it: of several
 copies of the model the first one is sent. So no rank gathers what others hold.
@@ -43,7 +43,7 @@ def holdings_of(places: Directory) -> tuple[Holding, ...]:
     return tuple(Holding(rank, tuple(found[rank])) for rank in sorted(found))
 
 
-class FrozenWeights:
+class PolicySnapshots:
     """This rank's snapshots of the policy.
 
     Args:
@@ -64,21 +64,21 @@ class FrozenWeights:
         self.holdings = holdings_of(learner.places)
         senders = [one.rank for one in self.holdings] or [0]
         self.number = senders.index(rank) if rank in senders else None
-        self._snapshots: SnapshotBuffers | None = None
+        self._buffers: SnapshotBuffers | None = None
         if self.number is not None:
             own = self.holdings[self.number] if self.holdings else None
-            self._snapshots = SnapshotBuffers(
+            self._buffers = SnapshotBuffers(
                 self.tensors,
-                learner.frozen_names,
+                learner.untrained_names,
                 own,
                 is_pinned=any(one.is_cuda for _, one in learner.named_weights()),
             )
 
     @property
-    def snapshots(self) -> SnapshotBuffers:
-        """Return the snapshots of a rank that sends."""
-        assert self._snapshots is not None
-        return self._snapshots
+    def buffers(self) -> SnapshotBuffers:
+        """Return the memory of the snapshots, on a rank that sends."""
+        assert self._buffers is not None
+        return self._buffers
 
     def freeze(self, version: int, others: AbstractContextManager[None] | None = None) -> None:
         """Copy this rank's part of the current weights as `version`.
@@ -89,31 +89,34 @@ class FrozenWeights:
         Raises:
             DeadlineError: the buffer is still being read.
         """
-        if self._snapshots is not None:
+        if self._buffers is not None:
             with closing(self._parts(others or nullcontext())) as parts:
-                self._snapshots.write(parts, version, self._timeout_s)
+                self._buffers.write(parts, version, self._timeout_s)
 
     def _parts(
         self, others: AbstractContextManager[None]
     ) -> Generator[tuple[str, Tensor], None, None]:
-        # The snapshots keep what never changes.
-        frozen = self._learner.frozen_names if self.snapshots.version is not None else frozenset()
+        # The buffers keep what never changes.
+        has_all = self.buffers.version is not None
+        untrained = self._learner.untrained_names if has_all else frozenset()
         names = None
         if self.number is not None and self.holdings:
             names = [name for name, _ in self.holdings[self.number].parts]
         with others:
-            yield from self._learner.parts(names, left_out=frozen)
+            yield from self._learner.parts(names, left_out=untrained)
 
 
-def frozen_weights(config: RunConfig, learner: Learner, parallel: DataParallel) -> FrozenWeights:
+def policy_snapshots(
+    config: RunConfig, learner: Learner, parallel: DataParallel
+) -> PolicySnapshots:
     """Return this rank's snapshots, as the run wants them."""
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
-    return FrozenWeights(learner, parallel.rank, wire_dtype, config.sluice.weights.timeout_s)
+    return PolicySnapshots(learner, parallel.rank, wire_dtype, config.sluice.weights.timeout_s)
 
 
 @contextmanager
 def connected_ranks(
-    config: RunConfig, frozen: FrozenWeights, parallel: DataParallel
+    config: RunConfig, snapshots: PolicySnapshots, parallel: DataParallel
 ) -> Iterator[list[SendingRankClient]]:
     """Let the ranks above 0 that hold weights send them in the block. Collective.
 
@@ -125,7 +128,7 @@ def connected_ranks(
         DeadlineError, PeerError: a rank did not take part.
     """
     with ExitStack() as stack:
-        if not frozen.holdings:
+        if not snapshots.holdings:
             yield []
             return
         weights = config.sluice.weights
@@ -135,13 +138,13 @@ def connected_ranks(
         own_key = secrets.token_bytes(KEY_BYTES) if parallel.rank == 0 else None
         key = parallel.broadcast_bytes(own_key, phase)
         address, port = "", 0
-        if parallel.rank and frozen.number is not None:
+        if parallel.rank and snapshots.number is not None:
             address = _own_address()
             server = SendingRank(
-                frozen.number,
-                frozen.holdings,
-                frozen.tensors,
-                frozen.snapshots,
+                snapshots.number,
+                snapshots.holdings,
+                snapshots.tensors,
+                snapshots.buffers,
                 device=transfer_device(config.trainer.device, weights.backend),
                 timeout_s=weights.timeout_s,
                 keeps_base=weights.delta == "auto",
@@ -154,7 +157,7 @@ def connected_ranks(
         places = _exchange_addresses(address, port, parallel, phase)
         others: list[SendingRankClient] = []
         if parallel.rank == 0:
-            for holding in frozen.holdings[1:]:
+            for holding in snapshots.holdings[1:]:
                 other = SendingRankClient(holding.rank, *places[holding.rank], key, certificates)
                 stack.callback(other.close)
                 others.append(other)

@@ -72,7 +72,7 @@ class WorkerCalls(Protocol):
         ...
 
 
-class WeightWorkers:
+class WorkerGroup:
     """All workers of one engine; see the module.
 
     Args:
@@ -101,9 +101,9 @@ class WeightWorkers:
         begun = [msgspec.convert(answer, Answer) for answer in answers]
         return tuple(msgspec.convert(one["share"], WeightShare) for one in begun)
 
-    async def heartbeat(self, timeout_s: float) -> int:
+    async def check_alive(self, timeout_s: float) -> int:
         """Return how many samples the workers hold; answered in the engine's loop."""
-        answers = await self._call("sluice_pulse", timeout_s=timeout_s)
+        answers = await self._call("sluice_check_alive", timeout_s=timeout_s)
         return max(msgspec.convert(answers, list[int]))
 
     async def processes(self) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learner.frozen_weights import FrozenWeights
 from services.trainer.learner.places import Placed, TensorPiece
+from services.trainer.learner.policy_snapshots import PolicySnapshots
 from services.trainer.learner.rank_command import RankLeader
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
@@ -20,7 +20,7 @@ from sluice.weights.snapshot import SnapshotBuffers
 class HalfLearner:
     """Holds the first two of four rows; the other rank holds the rest."""
 
-    frozen_names: frozenset[str] = frozenset()
+    untrained_names: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         pieces = (TensorPiece((0,), (2,), (0,)), TensorPiece((2,), (2,), (1,)))
@@ -60,17 +60,17 @@ class World:
         self.readable: list[int | None] = []
         self.error: PeerError | None = None
         self.learner: Any = HalfLearner()
-        self.frozen = FrozenWeights(self.learner, 0, torch.float32, 0.1)
+        self.snapshots = PolicySnapshots(self.learner, 0, torch.float32, 0.1)
         self.parallel = OtherRank(self._freeze_there)
         samples: Any = SimpleNamespace(close=lambda: None)
-        self.leader = RankLeader(self.learner, self.parallel, samples, self.frozen)
+        self.leader = RankLeader(self.learner, self.parallel, samples, self.snapshots)
 
     @property
-    def snapshots(self) -> SnapshotBuffers:
-        return self.frozen.snapshots
+    def buffers(self) -> SnapshotBuffers:
+        return self.snapshots.buffers
 
     def _freeze_there(self) -> None:
-        self.readable.append(self.snapshots.version)
+        self.readable.append(self.buffers.version)
         if self.error is not None:
             raise self.error
 
@@ -86,7 +86,7 @@ def test_a_version_is_readable_only_after_all_ranks_hold_it(world: World) -> Non
     for version in (1, 2):
         world.leader.freeze(version)
     assert world.readable == [None, 1]
-    assert world.snapshots.version == 2
+    assert world.buffers.version == 2
 
 
 def test_a_version_that_another_rank_did_not_freeze_is_never_readable(world: World) -> None:
@@ -94,7 +94,7 @@ def test_a_version_that_another_rank_did_not_freeze_is_never_readable(world: Wor
     world.error = PeerError("trainer rank 1", "freezing the weights", "it ended")
     with pytest.raises(PeerError, match="trainer rank 1"):
         world.leader.freeze(2)
-    assert world.snapshots.version == 1
+    assert world.buffers.version == 1
     before = world.parallel.num_commands
     with pytest.raises(PeerError, match="sending stop: trainer rank 1"):
         world.leader.stop()
@@ -108,12 +108,12 @@ def test_weights_that_do_not_fit_here_do_not_leave_the_other_ranks_waiting(world
     assert world.readable == [None]
     world.learner.rows = 2
     world.leader.freeze(2)  # the lock of commands is free
-    assert world.snapshots.version == 2
+    assert world.buffers.version == 2
 
 
 def test_other_ranks_get_no_command_while_the_buffer_is_read_here(world: World) -> None:
     world.leader.freeze(1)
-    with world.snapshots.read():
+    with world.buffers.read():
         world.leader.freeze(2)
         before = world.parallel.num_commands
         with pytest.raises(DeadlineError):

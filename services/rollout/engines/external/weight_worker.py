@@ -16,9 +16,13 @@ import msgspec
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
+from services.rollout.engines.external.share_recorder import (
+    AsInFiles,
+    ShareLoading,
+    checkpoint_names,
+)
+from services.rollout.engines.external.worker_group import WorkerBegin
 from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.vendor.share_recorder import AsInFiles, ShareLoading, checkpoint_names
-from services.rollout.engines.vendor.weight_workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import SluiceError, WeightSyncError
@@ -64,7 +68,7 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
 
 
 class WeightWorker:
-    """Methods that `weight_workers.WeightWorkers` calls by name, with plain values.
+    """Methods that `worker_group.WorkerGroup` calls by name, with plain values.
 
     The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
     while nothing is sampled.

@@ -1,7 +1,0 @@
-"""What the adapters of vLLM and SGLang share: the core in the event loop of the vendor's client,
-the run of one request, how the vendor's processes receive weights, and their end. Requests come in
-through `engine`, run in `request`, and leave as a stream of chunks; weights come in through
-`weight_worker` in each of the vendor's processes, which `weight_workers` makes one receiver.
-Nothing here imports a vendor package; a vendor's core adds what differs: how to send one sample,
-pause, and swap weights.
-"""
