@@ -262,12 +262,12 @@ def _quantities(
             lambda b: b.split.data_parallel,
         ),
         ("responses per step", "train_batch_size * n", lambda b: b.rows),
-        ("responses per rank", "train_batch_size * n / D", lambda b: b.rows_per_replica),
+        ("responses per rank", "train_batch_size * n / D", lambda b: b.rows_per_data_rank),
         ("mini-batch responses", "ppo_mini_batch_size * n", lambda b: b.mini_rows),
         (
             "normalised mini-batch",
             "ppo_mini_batch_size * n / D",
-            lambda b: b.mini_rows_per_replica,
+            lambda b: b.mini_rows_per_data_rank,
         ),
         (
             "accumulation steps",
@@ -304,13 +304,13 @@ def _quantities(
 def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Quantity:
     policy = "old-policy" if one.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
-    here = quotient(own.rows_per_replica, own.micro_rows)
+    here = quotient(own.rows_per_data_rank, own.micro_rows)
     if one.dynamic:
         return Quantity(name, "by token budget", None, here)
     return Quantity(
         name,
         "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
-        quotient(verl.rows_per_replica, one.micro_rows),
+        quotient(verl.rows_per_data_rank, one.micro_rows),
         here,
     )
 
