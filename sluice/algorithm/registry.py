@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from sluice.errors import ConfigError
 
@@ -15,32 +16,66 @@ if TYPE_CHECKING:
 
     BatchAdvantages = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
 
+_Entry = TypeVar("_Entry")
 _ADVANTAGES = "sluice.algorithm.advantages"
 _OF_GROUPS, _OF_TOKENS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGES}.token_returns"
 
-BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """What a run must know of an advantage estimator before it imports it.
+
+    Attributes:
+        module: of the function.
+        needs: the optional fields of `AdvantageInputs` that it requires.
+        needs_others: a lone row of a group gets nothing, or is refused; other estimators with
+            groups keep its raw reward.
+        credits_turns: a turn gets the rewards from it on.
+        reads_mask: a token that rollout correction rejects changes the advantages of others; other
+            estimators give a row one number and do not read the mask.
+        whitens: it shifts advantages over the batch, so that equal rewards do not give 0.
+    """
+
+    module: str
+    needs: tuple[str, ...] = ()
+    needs_others: bool = False
+    credits_turns: bool = False
+    reads_mask: bool = False
+    whitens: bool = False
+
+
+_GROUPS = ("group_index",)
+_OPTIMAL = Estimator(_OF_TOKENS, (*_GROUPS, "old_logprobs", "sum_pi_squared"), reads_mask=True)
+
+BATCH_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
-        "gae": _OF_TOKENS,
-        "grpo": _OF_GROUPS,
-        "grpo_vectorized": _OF_GROUPS,
-        "grpo_passk": _OF_GROUPS,
-        "gdpo": _OF_GROUPS,
-        "reinforce_plus_plus": _OF_TOKENS,
-        "reinforce_plus_plus_baseline": _OF_GROUPS,
-        "rloo": _OF_GROUPS,
-        "rloo_vectorized": _OF_GROUPS,
-        "opo": _OF_GROUPS,
-        "remax": _OF_TOKENS,
-        "gpg": _OF_GROUPS,
-        "optimal_token_baseline": _OF_TOKENS,
-        "tir_optimal_token_baseline": _OF_TOKENS,
-        "adpo": _OF_GROUPS,
+        "gae": Estimator(
+            _OF_TOKENS, ("values",), credits_turns=True, reads_mask=True, whitens=True
+        ),
+        "grpo": Estimator(_OF_GROUPS, _GROUPS, credits_turns=True),
+        "grpo_vectorized": Estimator(_OF_GROUPS, _GROUPS, credits_turns=True),
+        "grpo_passk": Estimator(_OF_GROUPS, _GROUPS, needs_others=True),
+        "gdpo": Estimator(
+            _OF_GROUPS, (*_GROUPS, "reward_components"), reads_mask=True, whitens=True
+        ),
+        "reinforce_plus_plus": Estimator(
+            _OF_TOKENS, credits_turns=True, reads_mask=True, whitens=True
+        ),
+        "reinforce_plus_plus_baseline": Estimator(
+            _OF_GROUPS, _GROUPS, reads_mask=True, whitens=True
+        ),
+        "rloo": Estimator(_OF_GROUPS, _GROUPS),
+        "rloo_vectorized": Estimator(_OF_GROUPS, _GROUPS, needs_others=True),
+        "opo": Estimator(_OF_GROUPS, _GROUPS, reads_mask=True),
+        "remax": Estimator(_OF_TOKENS, ("baselines",), reads_mask=True),
+        "gpg": Estimator(_OF_GROUPS, _GROUPS),
+        "optimal_token_baseline": _OPTIMAL,
+        "tir_optimal_token_baseline": _OPTIMAL,
+        "adpo": Estimator(_OF_GROUPS, _GROUPS, needs_others=True, reads_mask=True),
     }
 )
-"""Modules of the estimators of whole batches, by `algorithm.adv_estimator`, which is the name of
-the function, too.
-
-`AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
+"""The estimators of whole batches, by `algorithm.adv_estimator`, which is the name of the function,
+too.
 """
 
 _LOSSES, _ADPO = "sluice.algorithm.losses.policy_losses", "sluice.algorithm.losses.adpo"
@@ -102,8 +137,8 @@ def batch_estimator(name: str) -> BatchAdvantages:
         ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
             batch lacks a field.
     """
-    module = _module_of(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
-    return cast("BatchAdvantages", getattr(module, name))
+    module = _entry(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator").module
+    return cast("BatchAdvantages", getattr(import_module(module), name))
 
 
 def policy_objective(name: str) -> ObjectiveFunction:
@@ -113,11 +148,11 @@ def policy_objective(name: str) -> ObjectiveFunction:
         ConfigError: the name is unknown; the message lists the known ones.
     """
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    module = _module_of(POLICY_OBJECTIVES, name, key=key)
-    return cast("ObjectiveFunction", getattr(module, f"{name}_objective"))
+    module = _entry(POLICY_OBJECTIVES, name, key=key)
+    return cast("ObjectiveFunction", getattr(import_module(module), f"{name}_objective"))
 
 
-def _module_of(table: Mapping[str, str], name: str, *, key: str) -> ModuleType:
+def _entry(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
     if name not in table:
         raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
-    return import_module(table[name])
+    return table[name]

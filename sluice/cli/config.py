@@ -29,7 +29,7 @@ from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.rollout import GIB
+from sluice.config.memory.rollout import GIB, in_gib
 from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
@@ -450,7 +450,7 @@ def _print_memory(console: Console, memory: CheckedMemory) -> None:
     print_line(console, f"{engine.parameters / 1e9:.2f} billion parameters{active}{size}\n")
     if trainer is None:
         why = f", not counted: {memory.why}" if memory.why else ""
-        print_line(console, f"A guess for each trainer device: {_gib(memory.guess)} GiB{why}\n")
+        print_line(console, f"A guess for each trainer device: {in_gib(memory.guess)} GiB{why}\n")
     else:
         counted = {**trainer.parts, **trainer.phases, "host": trainer.host}
         print_table(
@@ -458,7 +458,7 @@ def _print_memory(console: Console, memory: CheckedMemory) -> None:
             "GiB on each trainer device, counted: what it holds, and peaks by phase; on the host "
             "of the first machine",
             tuple(counted),
-            [[_gib(one) for one in counted.values()]],
+            [[in_gib(one) for one in counted.values()]],
             right=tuple(counted),
         )
     print_table(
@@ -481,17 +481,13 @@ def _engine_cells(report: EngineReport) -> tuple[str, ...]:
     engine = report.rollout
     return (
         f"TP {report.tp}",
-        _gib(engine.weights),
-        _gib(engine.activations),
-        _gib(engine.kv_of_all_sequences),
-        _DASH if engine.kv_cache is None else _gib(engine.kv_cache),
+        in_gib(engine.weights),
+        in_gib(engine.activations),
+        in_gib(engine.kv_of_all_sequences),
+        _DASH if engine.kv_cache is None else in_gib(engine.kv_cache),
         _whole(engine.kv_tokens),
         _whole(engine.longest_rows),
     )
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
 
 
 def _whole(number: int | None) -> str:

@@ -14,13 +14,13 @@ from rich.text import Text
 from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json
 from sluice.doctor.examination import CHECKS, CheckResult, examine
-from sluice.doctor.finding import FindingLevel, examined_run
+from sluice.doctor.finding import FindingSeverity, examined_run
 from sluice.safe_text import printable
 
 _STYLES = {
-    FindingLevel.OK: "green",
-    FindingLevel.WARNING: "yellow",
-    FindingLevel.PROBLEM: "bold red",
+    FindingSeverity.OK: "green",
+    FindingSeverity.WARNING: "yellow",
+    FindingSeverity.PROBLEM: "bold red",
 }
 _SEVERITY_WIDTH, _NAME_WIDTH = 8, 15
 _INDENT = " " * (_SEVERITY_WIDTH + _NAME_WIDTH + 1)
@@ -91,7 +91,7 @@ def doctor(
         if not as_json:
             print_result(console, result)
     counts = Counter(one.severity for result in results for one in result.findings)
-    problems, warnings = counts[FindingLevel.PROBLEM], counts[FindingLevel.WARNING]
+    problems, warnings = counts[FindingSeverity.PROBLEM], counts[FindingSeverity.WARNING]
     if as_json:
         print_json(
             {

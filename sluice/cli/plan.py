@@ -13,7 +13,7 @@ from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arg
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.loading.loader import read_run
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.rollout import GIB
+from sluice.config.memory.rollout import GIB, in_gib
 from sluice.errors import ConfigError
 from sluice.plan.launch_plan import PlannedLaunch, launch_plan, planned_model
 
@@ -138,13 +138,13 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
     where = f" of {trainer.stage_name}" if trainer.stage_name else ""
     _print_phases(console, f"GiB on a trainer's device{where}, peak by phase", trainer.phases)
     if trainer.stage_name:
-        peaks = ", ".join(f"{number + 1}: {_gib(one)}" for number, one in trainer.stages.items())
+        peaks = ", ".join(f"{number + 1}: {in_gib(one)}" for number, one in trainer.stages.items())
         print_line(console, f"peaks of stages, GiB: {peaks}")
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)
-    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in trainer.moved.items() if size)
+    kinds = ", ".join(f"{kind} {in_gib(size)}" for kind, size in trainer.moved.items() if size)
     print_line(
         console,
-        f"host, GiB: {_gib(trainer.host)} for a trainer's machine, {_gib(engine.host)} for a "
+        f"host, GiB: {in_gib(trainer.host)} for a trainer's machine, {in_gib(engine.host)} for a "
         "replica during an update; not compared with a machine's memory",
     )
     print_line(console, f"collectives of a micro-batch, GiB: {kinds or 'none'}")
@@ -157,7 +157,7 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
 
 
 def _print_phases(console: Console, title: str, phases: Mapping[str, float]) -> None:
-    rows = [(name, _gib(size)) for name, size in phases.items()]
+    rows = [(name, in_gib(size)) for name, size in phases.items()]
     print_table(console, title, ("phase", "GiB"), rows, right=("GiB",))
 
 
@@ -174,16 +174,12 @@ def _verdict(found: PlannedLaunch) -> str:
         )
         if found.closest is not None:
             overrides, peak = found.closest
-            text += f" The closest takes {_gib(peak)} GiB: {' '.join(overrides)}"
+            text += f" The closest takes {in_gib(peak)} GiB: {' '.join(overrides)}"
         return text
     text += f"; it fits (as above) with: {' '.join(found.fits_with)}"
     if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
         text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
     return text
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
 
 
 def deployment_values(found: PlannedLaunch, deployment: Deployment) -> str:

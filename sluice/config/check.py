@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import KeyStatus
-from sluice.config.derived import is_bypassed, is_corrected, total_training_steps, uses_critic
+from sluice.config.derived import (
+    advantage_estimator,
+    is_bypassed,
+    is_corrected,
+    total_training_steps,
+    uses_critic,
+)
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
@@ -23,7 +29,7 @@ from sluice.config.memory.rollout import (
 )
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
-from sluice.config.rules.checks import NEEDS_OTHERS, all_problems
+from sluice.config.rules.checks import all_problems
 from sluice.config.rules.sampling import strategy_notes, truncation_notes
 from sluice.config.run import RunConfig, defaults
 from sluice.config.sources import source_configs
@@ -38,9 +44,6 @@ from sluice.config.verl_sizes import (
     verl_batch,
     verl_sizes,
 )
-
-_OVER_ROWS = ("gae", "remax", "reinforce_plus_plus")
-"""Estimators that compare no responses of a group."""
 
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
@@ -117,13 +120,14 @@ def _idle_critic(config: RunConfig, as_set: SettingsTree) -> Iterator[Problem]:
 
 def _lone_responses(config: RunConfig) -> Iterator[Problem]:
     for name, one in source_configs(config).items():
-        estimator = one.algorithm.adv_estimator
-        if one.actor_rollout_ref.rollout.n == 1 and estimator not in (*_OVER_ROWS, *NEEDS_OTHERS):
+        estimator = advantage_estimator(one)
+        keeps_lone = "group_index" in estimator.needs and not estimator.needs_others
+        if one.actor_rollout_ref.rollout.n == 1 and keeps_lone:
             yield _note(
                 f"sluice.sources.{name}.n" if name else f"{ROLLOUT}.n",
                 1,
-                f"with algorithm.adv_estimator = {estimator}: a group of one has nothing to "
-                "compare with, so its advantage is its raw reward, as in verl",
+                f"with algorithm.adv_estimator = {one.algorithm.adv_estimator}: a group of one has "
+                "nothing to compare with, so its advantage is its raw reward, as in verl",
             )
 
 
@@ -258,12 +262,12 @@ def _quantities(
             lambda b: b.split.data_parallel,
         ),
         ("responses per step", "train_batch_size * n", lambda b: b.rows),
-        ("responses per rank", "train_batch_size * n / D", lambda b: b.rows_per_replica),
+        ("responses per rank", "train_batch_size * n / D", lambda b: b.rows_per_data_rank),
         ("mini-batch responses", "ppo_mini_batch_size * n", lambda b: b.mini_rows),
         (
             "normalised mini-batch",
             "ppo_mini_batch_size * n / D",
-            lambda b: b.mini_rows_per_replica,
+            lambda b: b.mini_rows_per_data_rank,
         ),
         (
             "accumulation steps",
@@ -300,13 +304,13 @@ def _quantities(
 def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Quantity:
     policy = "old-policy" if one.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
-    here = quotient(own.rows_per_replica, own.micro_rows)
+    here = quotient(own.rows_per_data_rank, own.micro_rows)
     if one.dynamic:
         return Quantity(name, "by token budget", None, here)
     return Quantity(
         name,
         "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
-        quotient(verl.rows_per_replica, one.micro_rows),
+        quotient(verl.rows_per_data_rank, one.micro_rows),
         here,
     )
 

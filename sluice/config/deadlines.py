@@ -5,6 +5,7 @@ from __future__ import annotations
 from sluice.config.derived import replica_devices
 from sluice.config.memory.shape import find_shape
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import VENDOR_ENGINES
 
 # A group that every engine finishes in time unless it hangs: ten tokens a second for each sample.
 _SECONDS_PER_TOKEN = 0.1
@@ -12,8 +13,6 @@ _LEAST_GENERATE_S = 600.0
 # Files of a model on a shared disk that many ranks read at once.
 _READ_BYTES_PER_S = 0.25e9
 _FILE_BYTES_PER_PARAMETER = 2
-# Engines that compile and record graphs before they serve.
-_COMPILING_ENGINES = frozenset({"vllm", "sglang"})
 _START_S = 120.0
 _COMPILING_START_S = 600.0
 # A replica copies staged weights into its engine: the slowest path, from host memory in pieces.
@@ -51,7 +50,7 @@ def longest_start_s(config: RunConfig) -> float:
     """Return how long a process may take until it serves or trains: 120 s, 600 s with an engine
     that compiles, and 4 s more for each GB of weights.
     """
-    compiles = config.actor_rollout_ref.rollout.name in _COMPILING_ENGINES
+    compiles = config.actor_rollout_ref.rollout.name in VENDOR_ENGINES
     return (_COMPILING_START_S if compiles else _START_S) + _reading_s(config)
 
 

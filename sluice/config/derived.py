@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from sluice.algorithm.publishing import may_overlap
-from sluice.algorithm.registry import GROUP_LOSSES
+from sluice.algorithm.registry import BATCH_ESTIMATORS, GROUP_LOSSES, Estimator
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
@@ -27,25 +27,10 @@ _LAYERS = 128
 # Versions, scores and the scorer's further numbers.
 _OUTLINE_SAMPLE_BYTES = 512
 
-OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
-"""Advantage estimators that read the old policy's logprobs and squared probabilities."""
 
-TURN_ESTIMATORS = frozenset({"gae", "grpo", "grpo_vectorized", "reinforce_plus_plus"})
-"""Advantage estimators that credit a turn with the rewards from it on."""
-
-MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
-    "gae",
-    "gdpo",
-    "opo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-}
-"""Advantage estimators that read which tokens rollout correction rejects.
-
-In these, a masked token changes the advantage of other tokens. The other estimators give a row one
-number and do not read the mask, or refuse rejections (`adpo`).
-"""
+def advantage_estimator(config: RunConfig) -> Estimator:
+    """Return what is known of the run's advantage estimator."""
+    return BATCH_ESTIMATORS[config.algorithm.adv_estimator]
 
 
 def world_size(config: RunConfig) -> int:
@@ -200,7 +185,7 @@ def checkpoint_folder(config: RunConfig) -> str:
 def uses_critic(config: RunConfig) -> bool:
     """Return ``critic.enable``; if it is null, whether the estimator needs values."""
     enable = config.critic.enable
-    return config.algorithm.adv_estimator == "gae" if enable is None else enable
+    return "values" in advantage_estimator(config).needs if enable is None else enable
 
 
 def uses_reference(config: RunConfig) -> bool:
@@ -272,7 +257,7 @@ def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
     """Return whether every group carries the reward of a greedy response."""
-    return config.algorithm.adv_estimator == "remax"
+    return "baselines" in advantage_estimator(config).needs
 
 
 def needs_whole_groups(config: RunConfig) -> bool:

@@ -37,14 +37,14 @@ class ParallelSplit:
         return self.nodes * self.ranks_per_node
 
     @property
-    def ranks_per_replica(self) -> int:
+    def ranks_per_row(self) -> int:
         """Ranks that work on the same rows: TP·PP·CP, or TP·PP·sp (in verl's FSDP TP = PP = 1)."""
         return self.tp * self.pp * (self.cp if self.megatron else self.sp)
 
     @property
     def data_parallel(self) -> int | None:
-        """D: replicas that train different rows."""
-        return quotient(self.world, self.ranks_per_replica)
+        """D: groups of ranks that train different rows, each a data-parallel rank."""
+        return quotient(self.world, self.ranks_per_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BatchPlan:
         responses: responses of a prompt (rollout.n).
         epochs: passes over a train batch (ppo_epochs).
         gen_prompts: prompts of one generation round (data.gen_batch_size).
-        micro_rows: rows of a micro-batch on one replica; `None` with a token budget.
+        micro_rows: rows of a micro-batch on one data-parallel rank; `None` with a token budget.
         split: the trainer's ranks.
         train_rows: responses of a train batch of several sources; `None`: P·n.
     """
@@ -77,7 +77,7 @@ class BatchPlan:
         return self.train_rows or self.train_prompts * self.responses
 
     @property
-    def rows_per_replica(self) -> int | None:
+    def rows_per_data_rank(self) -> int | None:
         """Rows of a train batch on one data-parallel rank: P·n / D."""
         return quotient(self.rows, self.split.data_parallel)
 
@@ -87,14 +87,14 @@ class BatchPlan:
         return self.rows * self.mini_prompts // self.train_prompts
 
     @property
-    def mini_rows_per_replica(self) -> int | None:
+    def mini_rows_per_data_rank(self) -> int | None:
         """The normalised mini-batch: M·n / D."""
         return quotient(self.mini_rows, self.split.data_parallel)
 
     @property
     def accumulation_steps(self) -> int | None:
         """Micro-batches of a mini-batch: (M·n / D) / b; `None` with a token budget too."""
-        return quotient(self.mini_rows_per_replica, self.micro_rows)
+        return quotient(self.mini_rows_per_data_rank, self.micro_rows)
 
     @property
     def optimizer_steps(self) -> int | None:
@@ -285,17 +285,17 @@ def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
 
 
 def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> LogProbPass:
-    actor, size = config.actor_rollout_ref.actor, f"{section}.log_prob_micro_batch_size"
+    actor, size_key = config.actor_rollout_ref.actor, f"{section}.log_prob_micro_batch_size"
     split = parallel_split(config, settings)
     shared = split.cp if split.megatron else split.sp
-    ref_sp, dynamic = f"{REF}.fsdp_config.{_ULYSSES}", f"{section}.log_prob_use_dynamic_bsz"
-    if section == REF and not split.megatron and settings.is_set(ref_sp):
-        shared = settings.whole(ref_sp)
+    sp_key, flag_key = f"{REF}.fsdp_config.{_ULYSSES}", f"{section}.log_prob_use_dynamic_bsz"
+    if section == REF and not split.megatron and settings.is_set(sp_key):
+        shared = settings.whole(sp_key)
     return LogProbPass(
         section,
-        micro_rows=rows_per_device(settings, size),
-        global_micro_rows=settings.whole_or_none(size),
-        dynamic=settings.flag(dynamic) if settings.is_set(dynamic) else actor.use_dynamic_bsz,
+        micro_rows=rows_per_device(settings, size_key),
+        global_micro_rows=settings.whole_or_none(size_key),
+        dynamic=settings.flag(flag_key) if settings.is_set(flag_key) else actor.use_dynamic_bsz,
         token_budget=settings.whole_or_none(f"{section}.log_prob_max_token_len_per_gpu")
         or actor.ppo_max_token_len_per_gpu,
         sp=shared,
@@ -304,11 +304,11 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
 
 def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
     critic, dynamic = config.critic, config.critic.use_dynamic_bsz
-    ranks = "megatron.context_parallel_size" if is_megatron(settings) else f"fsdp.{_ULYSSES}"
+    sp_key = "megatron.context_parallel_size" if is_megatron(settings) else f"fsdp.{_ULYSSES}"
     return CriticPass(
         dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
         token_budget=critic.ppo_max_token_len_per_gpu,
-        sp=settings.whole(f"{CRITIC}.{ranks}"),
+        sp=settings.whole(f"{CRITIC}.{sp_key}"),
         remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding"),
     )
 

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
 from sluice.doctor import configuration, files, machine, packages, prompts, reward
-from sluice.doctor.finding import Examined, Finding, FindingLevel, fine, of_text, problem
+from sluice.doctor.finding import Examined, Finding, FindingSeverity, fine, of_text, problem
 from sluice.errors import SluiceError
 
 NOT_EXAMINED = "nothing is known about it, because the check did not end"
@@ -135,14 +135,14 @@ def preflight(
         _as_problem(result.check, one)
         for result in examine(examined, checks)
         for one in result.findings
-        if one.severity is not FindingLevel.OK
+        if one.severity is not FindingSeverity.OK
     ]
     return list({one.text: one for one in found}.values())
 
 
 def _as_problem(check: Check, found: Finding) -> Problem:
     # A check that is late knows nothing of the run, which may be as slow and work.
-    is_error = found.severity is FindingLevel.PROBLEM and found.why != NOT_EXAMINED
+    is_error = found.severity is FindingSeverity.PROBLEM and found.why != NOT_EXAMINED
     severity = Severity.ERROR if is_error else Severity.NOTE
     message = found.what if is_error or not found.why else f"{found.what}: {found.why}"
     return Problem("", UNSET, message, found.remedy, rule=check.name, severity=severity)

@@ -30,7 +30,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
-class FindingLevel(StrEnum):
+class FindingSeverity(StrEnum):
     """How bad a finding is.
 
     OK: as it should be. WARNING: a run works, but slower or at a risk. PROBLEM: a run fails, or
@@ -53,7 +53,7 @@ class Finding:
         remedy: what to do; empty if all is well.
     """
 
-    severity: FindingLevel
+    severity: FindingSeverity
     what: str
     why: str = ""
     remedy: str = ""
@@ -61,17 +61,17 @@ class Finding:
 
 def fine(what: str) -> Finding:
     """Return a finding without consequence."""
-    return Finding(FindingLevel.OK, what)
+    return Finding(FindingSeverity.OK, what)
 
 
 def warning(what: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run slower, or puts it at a risk."""
-    return Finding(FindingLevel.WARNING, what, why, remedy)
+    return Finding(FindingSeverity.WARNING, what, why, remedy)
 
 
 def problem(what: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run fail, or do something other than configured."""
-    return Finding(FindingLevel.PROBLEM, what, why, remedy)
+    return Finding(FindingSeverity.PROBLEM, what, why, remedy)
 
 
 def of_text(sentence: str, why: str) -> Finding:

@@ -15,13 +15,13 @@ import msgspec
 from sluice import installed_version
 from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-_ENGINES = ("vllm", "sglang")
 # Loggers of `trainer.logger` whose extra has their name.
 _LOGGERS = ("wandb", "mlflow", "swanlab", "trackio")
 
@@ -125,7 +125,7 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
 def needed_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield keys that are set, and the extra that each needs."""
     services, engine = config.sluice, config.actor_rollout_ref.rollout.name
-    if engine in _ENGINES:
+    if engine in VENDOR_ENGINES:
         yield f"actor_rollout_ref.rollout.name = {engine}", engine
     for name in config.trainer.logger:
         if name in _LOGGERS or name == "tensorboard":

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from sluice import installed_version, own_version
+from sluice.config.schema.rollout import VENDOR_ENGINES
 from sluice.report.summary import ended_summary
 
-_PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
+_PACKAGES = ("torch", "transformers", *VENDOR_ENGINES, "ray", "grpcio", "typer")
 _GIT_S = 5.0
 
 

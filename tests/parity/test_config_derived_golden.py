@@ -49,7 +49,7 @@ def test_worked_cases_come_out_as_verl_has_them(name: str) -> None:
     assert [
         plan.rows,
         plan.split.data_parallel,
-        plan.mini_rows_per_replica,
+        plan.mini_rows_per_data_rank,
         plan.accumulation_steps,
         plan.optimizer_steps,
     ] == expected
@@ -83,15 +83,15 @@ def test_every_quotient_is_exact_or_absent(
     (nodes, ranks), (tp, pp, cp) = machines, cut
     split = ParallelSplit(nodes, ranks, megatron=megatron, sp=tp, tp=tp, pp=pp, cp=cp)
     plan = BatchPlan(prompts, mini, n, epochs, prompts, micro, split)
-    replicas = Fraction(nodes * ranks, tp * pp * (cp if megatron else tp))
+    data_ranks = Fraction(nodes * ranks, tp * pp * (cp if megatron else tp))
     steps = _whole(Fraction(prompts, mini))
-    assert split.data_parallel == _whole(replicas)
+    assert split.data_parallel == _whole(data_ranks)
     assert plan.optimizer_steps == (None if steps is None else steps * epochs)
     if split.data_parallel is not None:
-        assert plan.rows_per_replica == _whole(Fraction(prompts * n) / replicas)
-        per_replica = _whole(Fraction(mini * n) / replicas)
-        assert plan.mini_rows_per_replica == per_replica
-        expected = None if per_replica is None else _whole(Fraction(per_replica, micro))
+        assert plan.rows_per_data_rank == _whole(Fraction(prompts * n) / data_ranks)
+        per_rank = _whole(Fraction(mini * n) / data_ranks)
+        assert plan.mini_rows_per_data_rank == per_rank
+        expected = None if per_rank is None else _whole(Fraction(per_rank, micro))
         assert plan.accumulation_steps == expected
 
 

@@ -52,10 +52,9 @@ def share(
     return aggregate(
         flat(rows).detach().to(dtype),
         torch.arange(len(rows)).repeat_interleave(lengths),
-        mode=mode,
-        global_tokens=counts.tokens,
-        global_rows=counts.rows,
-        loss_scale_factor=FACTOR,
+        counts,
+        mode,
+        FACTOR,
     )
 
 

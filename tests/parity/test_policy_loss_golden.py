@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.policy_losses import vanilla_policy_loss
 from sluice.algorithm.losses.settings import PolicyLossSettings
@@ -50,25 +51,14 @@ def test_clipped_loss_equals_verls(
     ],
 )
 def test_aggregation_equals_verls(mode: str, value: float) -> None:
-    found = aggregate(
-        TWO_ROWS_LOSS,
-        TWO_ROWS_INDEX,
-        mode=mode,
-        global_tokens=6,
-        global_rows=2,
-        loss_scale_factor=8,
-    )
+    found = aggregate(TWO_ROWS_LOSS, TWO_ROWS_INDEX, GlobalCounts(6, 2), mode, 8)
     assert found.item() == pytest.approx(value, abs=1e-6)
 
 
 def test_two_ranks_with_one_row_each_add_up_to_verls_token_mean() -> None:
     rank_losses = [
         aggregate(
-            loss,
-            torch.zeros(loss.numel(), dtype=torch.int64),
-            mode="token-mean",
-            global_tokens=6,
-            global_rows=2,
+            loss, torch.zeros(loss.numel(), dtype=torch.int64), GlobalCounts(6, 2), "token-mean"
         ).item()
         for loss in TWO_ROWS_LOSS.split([2, 4])
     ]

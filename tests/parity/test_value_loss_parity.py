@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.losses.objective import ValueLoss, aggregate, value_loss
+from sluice.algorithm.losses.inputs import GlobalCounts
+from sluice.algorithm.losses.objective import ValueLoss, value_loss
 
 CLIP = 0.5
 
@@ -17,10 +16,8 @@ def loss_of(
     values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mode: str = "token-mean"
 ) -> ValueLoss:
     rows = torch.arange(values.numel()) // 3
-    shared = functools.partial(
-        aggregate, row_index=rows, mode=mode, global_tokens=values.numel(), global_rows=4
-    )
-    return value_loss(values, old, returns, cliprange_value=CLIP, aggregate=shared)
+    counts = GlobalCounts(values.numel(), 4)
+    return value_loss(values, old, returns, rows, counts, cliprange_value=CLIP, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum"])
@@ -61,14 +58,7 @@ def test_a_value_that_moved_too_far_learns_no_more(
 
 def test_no_tokens_give_zero() -> None:
     values = torch.zeros(0, requires_grad=True)
-    shared = functools.partial(
-        aggregate,
-        row_index=torch.zeros(0, dtype=torch.int64),
-        mode="token-mean",
-        global_tokens=5,
-        global_rows=1,
-    )
-    found = value_loss(
-        values, torch.zeros(0), torch.zeros(0), cliprange_value=CLIP, aggregate=shared
-    )
+    none, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    counts = GlobalCounts(5, 1)
+    found = value_loss(values, none, none, rows, counts, cliprange_value=CLIP, mode="token-mean")
     assert found.loss.item() == 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sluice.doctor.finding import Examined, Finding, FindingLevel, examined_run
+from sluice.doctor.finding import Examined, Finding, FindingSeverity, examined_run
 
 
 def severities(findings: Iterable[Finding]) -> list[str]:
@@ -21,7 +21,7 @@ def only(findings: Iterable[Finding], severity: str) -> Finding:
     """The only finding, of this severity; unless all is well it says why and what to do."""
     (found,) = findings
     assert found.severity == severity, found
-    assert bool(found.why and found.remedy) == (found.severity is not FindingLevel.OK), found
+    assert bool(found.why and found.remedy) == (found.severity is not FindingSeverity.OK), found
     return found
 
 

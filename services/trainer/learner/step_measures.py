@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from sluice.algorithm.episodes import follows_prompt, path_length, training_paths
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import ModelShape, causal_pairs
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device
 from sluice.errors import ConfigError
@@ -109,14 +109,10 @@ def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) 
         alone = [path_length(*one) for one in paths if not follows_prompt(*one)]
         prompt = int(group.prompt_token_ids.size) if after else 0
         if labels:
-            pairs = _causal(prompt) + sum(n * prompt for n in after)
-            pairs += sum(_causal(n) for n in (*after, *alone))
+            pairs = causal_pairs(prompt) + sum(n * prompt for n in after)
+            pairs += sum(causal_pairs(n) for n in (*after, *alone))
             total += shape.training_flops(prompt + sum(after) + sum(alone), labels, pairs)
     return total
-
-
-def _causal(tokens: int) -> float:
-    return tokens * (tokens + 1) / 2
 
 
 class StepProfiler:

@@ -25,10 +25,7 @@ _PROVIDERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_TABLES = (
-    *("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights"),
-    "turn_rewards",
-)
+_TABLES = ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights", "turn_rewards")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -30,16 +30,14 @@ class LossAggregation(StrEnum):
 def aggregate(
     loss: torch.Tensor,
     row_index: torch.Tensor,
-    *,
+    counts: GlobalCounts,
     mode: str,
-    global_tokens: float,
-    global_rows: float,
     loss_scale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Return this micro-batch's share of the mini-batch's loss.
 
-    With sums over the given tokens, T `global_tokens`, S `global_rows` and length(row) the number
-    of tokens of a row: ``token-mean`` sum / T (DAPO §3.3); ``token-sum`` sum;
+    With sums over the given tokens, T and S the tokens and rows of `counts`, and length(row) the
+    number of tokens of a row: ``token-mean`` sum / T (DAPO §3.3); ``token-sum`` sum;
     ``seq-mean-token-sum`` sum / S; ``seq-mean-token-sum-norm`` sum / S / `loss_scale_factor`
     (Dr.GRPO); ``seq-mean-token-mean`` sum(loss / length(row)) / S (GRPO). Rows without tokens add
     nothing but count in S.
@@ -48,8 +46,6 @@ def aggregate(
         loss: float [tokens].
         row_index: int64 [tokens], values >= 0; all tokens of a row are in the same call.
         mode: a `LossAggregation`.
-        global_tokens: T.
-        global_rows: S.
         loss_scale_factor: divisor of ``seq-mean-token-sum-norm``, by verl's default the response
             limit in tokens.
 
@@ -60,11 +56,11 @@ def aggregate(
     if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
         values = values / torch.bincount(row_index)[row_index]
     divisors = {
-        LossAggregation.TOKEN_MEAN: global_tokens,
+        LossAggregation.TOKEN_MEAN: counts.tokens,
         LossAggregation.TOKEN_SUM: 1.0,
-        LossAggregation.SEQ_MEAN_TOKEN_SUM: global_rows,
-        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * loss_scale_factor,
-        LossAggregation.SEQ_MEAN_TOKEN_MEAN: global_rows,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM: counts.rows,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: counts.rows * loss_scale_factor,
+        LossAggregation.SEQ_MEAN_TOKEN_MEAN: counts.rows,
     }
     return values.sum() / divisors[LossAggregation(mode)]
 
@@ -120,27 +116,9 @@ def token_objective(
     """
     if inputs.rollout_weights is not None:
         token_loss = token_loss * inputs.rollout_weights
-    loss = aggregate_share(token_loss, inputs, counts, settings, mode=mode)
+    mode, factor = mode or settings.loss_agg_mode, settings.loss_scale_factor
+    loss = aggregate(token_loss, inputs.row_index, counts, mode, factor)
     return PolicyObjective(loss, metrics)
-
-
-def aggregate_share(
-    values: torch.Tensor,
-    inputs: LossInputs,
-    counts: GlobalCounts,
-    settings: PolicyLossSettings,
-    *,
-    mode: str | None = None,
-) -> torch.Tensor:
-    """`aggregate` with the settings' mode and the counts' denominators, 0-d."""
-    return aggregate(
-        values,
-        inputs.row_index,
-        mode=mode or settings.loss_agg_mode,
-        global_tokens=counts.tokens,
-        global_rows=counts.rows,
-        loss_scale_factor=settings.loss_scale_factor,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,8 +159,11 @@ def total_loss(
         kl_loss_coef: weight of the penalty.
     """
     total, shares = objective.loss, []
+    mode, factor = settings.loss_agg_mode, settings.loss_scale_factor
     for values, weight in ((entropy, -entropy_coeff), (kl, kl_loss_coef)):
-        share = None if values is None else aggregate_share(values, inputs, counts, settings)
+        share = None
+        if values is not None:
+            share = aggregate(values, inputs.row_index, counts, mode, factor)
         if share is not None and weight != 0.0:
             total = total + weight * share
         shares.append(None if share is None else share.detach())
@@ -210,9 +191,12 @@ def value_loss(
     values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
+    row_index: torch.Tensor,
+    counts: GlobalCounts,
     *,
     cliprange_value: float,
-    aggregate: Callable[[torch.Tensor], torch.Tensor],
+    mode: str,
+    loss_scale_factor: float = 1.0,
 ) -> ValueLoss:
     """Return half of the aggregate of ``max((v - R)^2, (clip(v, v_old +- cliprange) - R)^2)``.
 
@@ -220,13 +204,13 @@ def value_loss(
         values: float [tokens], of the critic being updated; carries the gradient.
         old_values: float [tokens], of the critic before the train batch.
         returns: float [tokens], R.
+        row_index: as of `aggregate`, like the counts, the mode and the factor.
         cliprange_value: how far a value may move before its error is held, > 0.
-        aggregate: turns per-token losses [tokens] into this micro-batch's scalar, for example
-            `aggregate` with all but its first argument bound.
     """
     near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     free_error, held_error = (values - returns).square(), (near - returns).square()
-    loss = 0.5 * aggregate(torch.maximum(free_error, held_error))
+    errors = torch.maximum(free_error, held_error)
+    loss = 0.5 * aggregate(errors, row_index, counts, mode, loss_scale_factor)
     with torch.no_grad():
         metric_sums = {
             "critic/vf_clipfrac": (held_error > free_error).sum().float(),

@@ -58,16 +58,15 @@ class PolicyLossSettings:
         clip_high: ratios count up to ``1 + clip_high``.
         clip_c: dual-clip constant, and the largest ratio of the DPPO losses; > 1.
         clip_cov_ratio: share of tokens that ``clip_cov`` cuts off.
-        clip_cov_lb: it chooses among covariances above this
-        clip_cov_ub: and below this.
+        clip_cov_lb: it chooses among covariances above this.
+        clip_cov_ub: it chooses among covariances below this.
         kl_cov_ratio: share of tokens that ``kl_cov`` penalises.
         ppo_kl_coef: weight of that penalty.
         dro_beta: weight of ``dro``'s squared log-ratio, > 0 where it is used.
-        tau_pos: SAPO's temperature where the advantage is positive
-        tau_neg: and elsewhere.
+        tau_pos: SAPO's temperature where the advantage is positive.
+        tau_neg: SAPO's temperature elsewhere.
         bypass_loss: what ``bypass_mode`` optimises, ``ppo_clip`` or ``reinforce``.
         bypass_corrector: its importance weights and rejections, none by default.
-        adpo: of ``adpo``.
     """
 
     loss_agg_mode: str = "token-mean"

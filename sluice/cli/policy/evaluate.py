@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from sluice.cli.terminal import print_json
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import until_signal
+from sluice.config.schema.rollout import EngineName
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
 from sluice.evaluation.statistics import estimate_text
@@ -42,14 +42,6 @@ _EXIT_INTERRUPTED = 130
 _STEP_ENDS_S = 600.0
 _MODEL_ONLY = "With --model or --follow:"
 _DATA = Path("data")
-
-
-class EngineName(StrEnum):
-    """What samples; torch is the embedded engine."""
-
-    TORCH = "torch"
-    VLLM = "vllm"
-    SGLANG = "sglang"
 
 
 _Arguments = Annotated[
@@ -172,7 +164,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
         overrides=arguments or [],
         samples_per_prompt=n,
         temperature=temperature,
-        engine=None if engine is None else engine.value,
+        engine=engine,
         replicas=replicas,
     )
     work = _evaluate_files if follow is None else partial(follow_run, follow)

@@ -13,6 +13,11 @@ _FIT_BYTES = 2
 """The guide's rule counts bfloat16 weights, whatever the engine's quantisation."""
 
 
+def in_gib(size: float) -> str:
+    """Return bytes as a number of GiB for tables."""
+    return f"{size / GIB:.2f}"
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
     """One engine.

@@ -151,7 +151,7 @@ class ModelShape:
         Args:
             tokens: inputs of the layers.
             labels: tokens of the head.
-            pairs: of a token and one that it sees, itself included.
+            pairs: of a token and one that it sees, itself included; see `causal_pairs`.
         """
         body = self.active_parameters - self.vocabulary_parameters
         attention = 2 * self.layers * self.query_width * pairs
@@ -169,6 +169,11 @@ class ModelShape:
         """Parameters of one layer on average, the unit that sharded training gathers."""
         whole = self.dense_parameters - self.hidden + self.expert_parameters
         return whole // self.layers
+
+
+def causal_pairs(tokens: float) -> float:
+    """Return the pairs of a row's tokens and those that each sees, itself included."""
+    return tokens * (tokens + 1) / 2
 
 
 def find_shape(model_path: str) -> ModelShape | None:

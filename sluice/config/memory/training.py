@@ -21,7 +21,7 @@ from sluice.config.derived import (
     uses_reference,
     world_size,
 )
-from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape, causal_pairs
 from sluice.config.run import RunConfig
 from sluice.config.sources import responses_per_step
 
@@ -262,7 +262,7 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     n, prompt = responses_per_step(config) / data.train_batch_size, data.max_prompt_length
     response = data.max_response_length * MEAN_RESPONSE
     tokens = prompt + n * response
-    pairs = _causal(prompt) + n * (response * prompt + _causal(response))
+    pairs = causal_pairs(prompt) + n * (response * prompt + causal_pairs(response))
     both = shape.training_flops(tokens, n * response, pairs)
     update = both * (_ADAPTERS if adapts(config.actor_rollout_ref.model) else 1)
     layout = training_layout(config)
@@ -272,7 +272,3 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     if not (actor.use_rollout_log_probs or is_bypassed(config)):
         old = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
     return actor.ppo_epochs * update + (old + uses_reference(config)) * both * _FORWARD
-
-
-def _causal(tokens: float) -> float:
-    return tokens * (tokens + 1) / 2

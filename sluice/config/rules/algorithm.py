@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from msgspec import UNSET
 
-from sluice.algorithm.registry import SILENT_AT_ZERO_ADVANTAGE
+from sluice.algorithm.registry import BATCH_ESTIMATORS, SILENT_AT_ZERO_ADVANTAGE
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.config import derived
-from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS, TURN_ESTIMATORS
 from sluice.config.loading.loader import KeySettings
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
@@ -22,9 +21,6 @@ _ESTIMATOR = "algorithm.adv_estimator"
 _CORRECTION = "algorithm.rollout_correction"
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _WEIGHTS, _BEHAVIOR = f"{_CORRECTION}.rollout_is", f"{ACTOR}.use_rollout_log_probs"
-
-_WHITENING = frozenset({"gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Estimators that shift advantages over the batch: where rewards are equal they are not 0."""
 
 
 def skipping_problems(config: RunConfig) -> Iterator[Problem]:
@@ -65,27 +61,26 @@ def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield settings whose advantages are only known after passes over all samples."""
-    algorithm = config.algorithm
+    algorithm, estimator = config.algorithm, derived.advantage_estimator(config)
+    name = f"algorithm.adv_estimator = {algorithm.adv_estimator}"
     passes = "advantages or weights need passes over all samples"
     if derived.uses_critic(config):
         yield "a critic", passes, "critic.enable=false"
     if algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward = true", passes, "use_kl_in_reward=false"
-    if algorithm.adv_estimator in OLD_LOGPROB_ESTIMATORS:
-        estimator = algorithm.adv_estimator
-        yield f"algorithm.adv_estimator = {estimator}", passes, "another estimator, such as grpo"
-    if algorithm.adv_estimator in _WHITENING:
+    if "old_logprobs" in estimator.needs:
+        yield name, passes, "another estimator, such as grpo"
+    if estimator.whitens and "values" not in estimator.needs:  # a critic is named above
         yield (
-            f"algorithm.adv_estimator = {algorithm.adv_estimator}",
+            name,
             "it whitens advantages over the batch, so that hardly any is 0",
             "another estimator, such as grpo",
         )
     correction = algorithm.rollout_correction
     rejects = correction.rollout_rs is not None and not derived.is_bypassed(config)
-    if rejects and algorithm.adv_estimator in MASK_ESTIMATORS:
+    if rejects and estimator.reads_mask:
         yield (
-            f"{_CORRECTION}.rollout_rs = {correction.rollout_rs} and algorithm.adv_estimator = "
-            f"{algorithm.adv_estimator}",
+            f"{_CORRECTION}.rollout_rs = {correction.rollout_rs} and {name}",
             passes,
             "another estimator, such as grpo",
         )
@@ -141,12 +136,12 @@ def _bypass(config: RunConfig) -> Iterator[Problem]:
 
 def _critic(config: RunConfig) -> Iterator[Problem]:
     critic, actor = config.critic, config.actor_rollout_ref.actor
-    if config.algorithm.adv_estimator == "gae" and critic.enable is False:
+    if "values" in derived.advantage_estimator(config).needs and critic.enable is False:
         yield Problem(
             "critic.enable",
             False,
-            "with algorithm.adv_estimator = gae: its advantages are differences of the critic's "
-            "values",
+            f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: its advantages are "
+            "differences of the critic's values",
             "set critic.enable=null, or another estimator",
         )
     if not derived.uses_critic(config):
@@ -209,14 +204,14 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
         return
     algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
     divides = estimator.startswith("grpo") and algorithm.norm_adv_by_std_in_grpo
-    if estimator not in TURN_ESTIMATORS:
+    crediting = sorted(name for name, one in BATCH_ESTIMATORS.items() if one.credits_turns)
+    if estimator not in crediting:
         yield Problem(
             "sluice.trainer.turn_rewards",
             True,
             f"with algorithm.adv_estimator = {estimator}: it gives a whole episode one "
             "number, or each position a baseline",
-            f"set turn_rewards=false, or adv_estimator to one of "
-            f"{', '.join(sorted(TURN_ESTIMATORS))}",
+            f"set turn_rewards=false, or adv_estimator to one of {', '.join(crediting)}",
         )
     elif divides and algorithm.use_kl_in_reward:
         yield Problem(

@@ -40,14 +40,14 @@ def verl_problems(sizes: VerlSizes) -> list[Problem]:
 def _world(sizes: VerlSizes) -> Iterator[Problem]:
     split = sizes.batch.split
     # Ranks that share a sequence divide sluice's trainer too: `parallel-layout` says it.
-    if split.megatron and split.world % split.ranks_per_replica:
+    if split.megatron and split.world % split.ranks_per_row:
         keys = f"{MEGATRON}: tensor {split.tp} * pipeline {split.pp} * context {split.cp}"
-        step = split.ranks_per_replica // math.gcd(split.nodes, split.ranks_per_replica)
+        step = split.ranks_per_row // math.gcd(split.nodes, split.ranks_per_row)
         yield verl_problem(
             "world-divides",
             f"trainer.nnodes * {RANKS}",
             split.world,
-            f"ranks cannot be divided into replicas of {split.ranks_per_replica} ranks ({keys})",
+            f"ranks cannot be divided into groups of {split.ranks_per_row} ranks ({keys})",
             f"{RANKS}={next_multiple(split.ranks_per_node, step)}",
         )
 
@@ -59,18 +59,18 @@ def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:
             "critic-world-divides",
             f"trainer.nnodes * {RANKS}",
             world,
-            f"ranks cannot be divided into replicas of {CRITIC_SP} = {sizes.critic.sp} ranks",
+            f"ranks cannot be divided into groups of {CRITIC_SP} = {sizes.critic.sp} ranks",
             f"{CRITIC_SP}={largest_divisor(world, sizes.critic.sp)}",
         )
 
 
 def _real_batch(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
-    if sizes.actor.use_dynamic_bsz or replicas is None:
+    batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
+    if sizes.actor.use_dynamic_bsz or data_ranks is None:
         return
     minimal = batch.split.world
     if batch.split.megatron:
-        minimal = replicas * (batch.micro_rows or 1)
+        minimal = data_ranks * (batch.micro_rows or 1)
     if batch.rows % minimal:
         yield verl_problem(
             "real-batch",
@@ -188,22 +188,22 @@ def _same_dynamic(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
-    if replicas is None:
+    batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
+    if data_ranks is None:
         return
-    normalised = batch.mini_rows_per_replica
+    normalised = batch.mini_rows_per_data_rank
     if normalised is None:
         yield verl_problem(
             "mini-rows",
             f"{MINI} * {ROLLOUT}.n = {batch.mini_prompts} * {batch.responses}",
             batch.mini_rows,
-            f"rows cannot be divided among {replicas} data-parallel ranks",
+            f"rows cannot be divided among {data_ranks} data-parallel ranks",
             *_mini_prompts(batch),
         )
     elif not sizes.actor.use_dynamic_bsz and batch.micro_rows and normalised % batch.micro_rows:
         yield verl_problem(
             "micro-divides-mini",
-            f"normalised {MINI} = {batch.mini_rows} rows / {replicas} data-parallel ranks",
+            f"normalised {MINI} = {batch.mini_rows} rows / {data_ranks} data-parallel ranks",
             normalised,
             f"is no multiple of {MICRO} = {batch.micro_rows}",
             f"{MICRO}={largest_divisor(normalised, batch.micro_rows)}",
@@ -211,7 +211,7 @@ def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
-    rows, replicas = sizes.batch.rows_per_replica, sizes.batch.split.data_parallel
+    rows, data_ranks = sizes.batch.rows_per_data_rank, sizes.batch.split.data_parallel
     for one in sizes.log_prob_passes:
         if one.dynamic or rows is None or one.micro_rows is None or rows % one.micro_rows == 0:
             continue
@@ -221,7 +221,7 @@ def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
             key,
             one.micro_rows,
             f"does not divide the {rows} rows per data-parallel rank ({TRAIN} * {ROLLOUT}.n / "
-            f"{replicas})",
+            f"{data_ranks})",
             f"{key}={largest_divisor(rows, one.micro_rows)}",
         )
 
@@ -258,14 +258,14 @@ def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
-    if replicas is not None and batch.rows_per_replica is None:
+    batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
+    if data_ranks is not None and batch.rows_per_data_rank is None:
         yield verl_problem(
             "rows-divide",
             f"{TRAIN} * {ROLLOUT}.n",
             batch.rows,
-            f"rows cannot be divided among {replicas} data-parallel ranks",
-            f"{TRAIN}={_train_prompts(batch, replicas)}",
+            f"rows cannot be divided among {data_ranks} data-parallel ranks",
+            f"{TRAIN}={_train_prompts(batch, data_ranks)}",
         )
 
 
@@ -305,22 +305,22 @@ def _mini_prompts(batch: BatchPlan) -> tuple[str, ...]:
     A smaller one is preferred, since it needs no more memory; where there is none, the train batch
     grows too.
     """
-    replicas = batch.split.data_parallel or 1
+    data_ranks = batch.split.data_parallel or 1
     possible = [
         size
         for size in range(1, batch.train_prompts + 1)
-        if batch.train_prompts % size == 0 and size * batch.responses % replicas == 0
+        if batch.train_prompts % size == 0 and size * batch.responses % data_ranks == 0
     ]
     if possible:
         smaller = [size for size in possible if size <= batch.mini_prompts]
         return (f"{MINI}={max(smaller) if smaller else min(possible)}",)
-    mini = next_multiple(batch.mini_prompts, replicas // math.gcd(replicas, batch.responses))
+    mini = next_multiple(batch.mini_prompts, data_ranks // math.gcd(data_ranks, batch.responses))
     return (f"{MINI}={mini}", f"{TRAIN}={next_multiple(batch.train_prompts, mini)}")
 
 
 def _fitting_micro(batch: BatchPlan) -> int:
     """Return rows that divide the normalised mini-batch; few, as the memory is unknown."""
-    return largest_divisor(batch.mini_rows_per_replica or 1, 4)
+    return largest_divisor(batch.mini_rows_per_data_rank or 1, 4)
 
 
 _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (

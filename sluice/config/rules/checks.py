@@ -55,7 +55,6 @@ _NO_PORT = {
 }
 DEVICES = ("cpu", "cuda", "npu")
 _SHORTEST_STALL_S = 1.0
-NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
 def check_config(config: RunConfig) -> None:
@@ -175,7 +174,7 @@ def _critic_layout(config: RunConfig) -> Iterator[Problem]:
 def _group_size(config: RunConfig) -> Iterator[Problem]:
     n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
-    if n == 1 and estimator in NEEDS_OTHERS:
+    if n == 1 and derived.advantage_estimator(config).needs_others:
         yield Problem(
             key,
             n,

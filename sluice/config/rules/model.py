@@ -12,6 +12,7 @@ from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import VENDOR_ENGINES
 from sluice.config.verl_sizes import (
     ACTOR,
     MEGATRON,
@@ -23,8 +24,6 @@ from sluice.config.verl_sizes import (
 from sluice.errors import ConfigError
 
 REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
-_SHARED_ENGINES = ("vllm", "sglang")
-"""Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
 
 def shape_problems(config: RunConfig, sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
@@ -124,7 +123,8 @@ def cut_problems(config: RunConfig) -> Iterator[Problem]:
 
 def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
     """Yield what the engines of verl refuse, whatever the model."""
-    engine, here = sizes.rollout, sizes.rollout.name in _SHARED_ENGINES
+    # What an engine of both refuses is not a rule of verl alone.
+    engine, here = sizes.rollout, sizes.rollout.name in VENDOR_ENGINES
     if sizes.keys.value(f"{ROLLOUT}.mode") == "sync":
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
@@ -195,7 +195,7 @@ def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     if shape.heads % tp:
         cannot = f"cannot cut {shape.heads} attention heads evenly"
         possible = largest_divisor(shape.heads, tp)
-        here = sizes.rollout.name in _SHARED_ENGINES
+        here = sizes.rollout.name in VENDOR_ENGINES
         yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}", here=here)
 
 

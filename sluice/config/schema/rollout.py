@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,8 +17,14 @@ from sluice.config.schema.section import (
 )
 from sluice.types import ToolFormat
 
-ENGINES = ("torch", "vllm", "sglang")
-"""Engines that replicas can run (`rollout.name`)."""
+EngineName = Literal["torch", "vllm", "sglang"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+"""Engines that replicas can run (`rollout.name`); torch is the embedded one."""
+
+VENDOR_ENGINES = ENGINES[1:]
+"""Engines with a package, and an extra, of their name. verl runs them too; they compile and record
+graphs before they serve.
+"""
 
 
 class ValKwargs(Section, frozen=True):

@@ -13,25 +13,8 @@ from sluice.algorithm.advantages.rewards import last_token_rewards
 from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator
 from sluice.errors import ConfigError
 
-NEEDS = {
-    "gae": {"values"},
-    "grpo": {"group_index"},
-    "grpo_vectorized": {"group_index"},
-    "grpo_passk": {"group_index"},
-    "gdpo": {"group_index", "reward_components"},
-    "reinforce_plus_plus": set[str](),
-    "reinforce_plus_plus_baseline": {"group_index"},
-    "rloo": {"group_index"},
-    "rloo_vectorized": {"group_index"},
-    "opo": {"group_index"},
-    "remax": {"baselines"},
-    "gpg": {"group_index"},
-    "optimal_token_baseline": {"group_index", "old_logprobs", "sum_pi_squared"},
-    "tir_optimal_token_baseline": {"group_index", "old_logprobs", "sum_pi_squared"},
-    "adpo": {"group_index"},
-}
-PAIRS = [(name, missing) for name, fields in NEEDS.items() for missing in sorted(fields)]
-GROUPED = sorted(name for name, fields in NEEDS.items() if "group_index" in fields)
+PAIRS = [(name, missing) for name, one in BATCH_ESTIMATORS.items() for missing in one.needs]
+GROUPED = sorted(name for name, one in BATCH_ESTIMATORS.items() if "group_index" in one.needs)
 
 
 def fields(rows: int = 4, width: int = 3) -> dict[str, object]:
@@ -56,10 +39,6 @@ def inputs(**changes: object) -> AdvantageInputs:
     return AdvantageInputs(**{**fields(), **changes})  # type: ignore[arg-type]
 
 
-def test_the_table_of_needs_names_every_estimator() -> None:
-    assert set(NEEDS) == set(BATCH_ESTIMATORS)
-
-
 @pytest.mark.parametrize(("name", "missing"), PAIRS)
 def test_a_missing_field_is_named_with_its_estimator(name: str, missing: str) -> None:
     given_fields = fields()
@@ -69,12 +48,54 @@ def test_a_missing_field_is_named_with_its_estimator(name: str, missing: str) ->
     assert f"'{name}' needs the field {missing}" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS))
+@pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))
 def test_no_other_field_is_needed(name: str) -> None:
-    given_fields = {key: fields()[key] for key in {"rewards", "mask"} | NEEDS[name]}
+    needed = {"rewards", "mask", *BATCH_ESTIMATORS[name].needs}
+    given_fields = {key: fields()[key] for key in needed}
     found = batch_estimator(name)(AdvantageInputs(**given_fields), AdvantageSettings())  # type: ignore[arg-type]
     assert found.advantages.isfinite().all()
     assert found.returns.shape == found.advantages.shape == (4, 3)
+
+
+RAGGED = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_lone_row_has_an_advantage_unless_the_estimator_needs_others(name: str) -> None:
+    alone = inputs(group_index=torch.arange(4))
+    try:
+        has_one = bool((batch_estimator(name)(alone, AdvantageSettings()).advantages != 0).all())
+    except ValueError:
+        has_one = False
+    assert has_one != BATCH_ESTIMATORS[name].needs_others
+
+
+@pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))
+def test_a_rejected_token_changes_others_where_the_estimator_reads_the_mask(name: str) -> None:
+    rejected = torch.ones(4, 3, dtype=torch.bool)
+    rejected[0, 2] = False
+    expected = batch_estimator(name)(inputs(), AdvantageSettings()).advantages
+    found = batch_estimator(name)(inputs(mask=rejected), AdvantageSettings()).advantages
+    changed = not torch.equal(found[rejected], expected[rejected])
+    assert changed == BATCH_ESTIMATORS[name].reads_mask
+
+
+@pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))
+def test_advantages_have_mean_0_and_variance_1_where_the_estimator_whitens(name: str) -> None:
+    found = batch_estimator(name)(inputs(mask=RAGGED), AdvantageSettings()).advantages[RAGGED]
+    numbers = (float(found.mean()), float(found.var()))
+    assert (numbers == pytest.approx((0.0, 1.0), abs=1e-5)) == BATCH_ESTIMATORS[name].whitens
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, one in BATCH_ESTIMATORS.items() if one.credits_turns)
+)
+def test_an_estimator_that_credits_turns_tells_them_apart(name: str) -> None:
+    turns = torch.tensor([[0.0, 1.0, 0.0], *[[0.0] * 3] * 3])
+    batch = inputs(rewards=turns, turn_rewards=turns, values=torch.zeros(4, 3))
+    first = batch_estimator(name)(batch, AdvantageSettings()).advantages[0]
+    assert first[0] == first[1]
+    assert first[1] > first[2], "the reward came before"
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -92,20 +113,21 @@ def test_only_the_grouping_counts_not_the_numbers_or_the_order_of_rows(name: str
     torch.testing.assert_close(found.advantages, expected)
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS))
+@pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))
 def test_numbers_outside_of_the_mask_change_nothing_inside(name: str) -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
-    masked = torch.where(mask, inputs().rewards, 0.0)
+    masked = torch.where(RAGGED, inputs().rewards, 0.0)
     estimate = batch_estimator(name)
-    expected = estimate(inputs(mask=mask, rewards=masked), AdvantageSettings()).advantages
+    expected = estimate(inputs(mask=RAGGED, rewards=masked), AdvantageSettings()).advantages
     poisoned = {
-        key: torch.where(mask, getattr(inputs(), key), 7.0)
+        key: torch.where(RAGGED, getattr(inputs(), key), 7.0)
         for key in ("values", "old_logprobs", "sum_pi_squared")
     }
-    found = estimate(inputs(mask=mask, rewards=masked, **poisoned), AdvantageSettings()).advantages
-    assert torch.equal(found[mask], expected[mask])
+    found = estimate(
+        inputs(mask=RAGGED, rewards=masked, **poisoned), AdvantageSettings()
+    ).advantages
+    assert torch.equal(found[RAGGED], expected[RAGGED])
     if name not in {"gae", "remax"}:
-        assert (found[~mask] == 0.0).all()
+        assert (found[~RAGGED] == 0.0).all()
 
 
 TOKEN_LEVEL = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
@@ -113,15 +135,14 @@ TOKEN_LEVEL = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
 
 @pytest.mark.parametrize("name", [*TOKEN_LEVEL, "tir_optimal_token_baseline", "adpo", "gdpo"])
 def test_rewards_outside_of_the_mask_are_not_read(name: str) -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
     together = torch.zeros(4, dtype=torch.int64)  # two rows would have scores of +-0.7 anyway
     estimate = batch_estimator(name)
-    expected = estimate(inputs(mask=mask, group_index=together), AdvantageSettings()).advantages
-    poisoned = torch.where(mask, inputs().rewards, 7.0)
+    expected = estimate(inputs(mask=RAGGED, group_index=together), AdvantageSettings()).advantages
+    poisoned = torch.where(RAGGED, inputs().rewards, 7.0)
     found = estimate(
-        inputs(mask=mask, group_index=together, rewards=poisoned), AdvantageSettings()
+        inputs(mask=RAGGED, group_index=together, rewards=poisoned), AdvantageSettings()
     ).advantages
-    assert torch.equal(found[mask], expected[mask])
+    assert torch.equal(found[RAGGED], expected[RAGGED])
 
 
 def test_a_score_outside_of_the_mask_counts_in_verls_outcome_rewards() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from sluice.algorithm.losses.inputs import MetricMean
+from sluice.algorithm.losses.inputs import GlobalCounts, MetricMean
 from sluice.algorithm.losses.objective import LossAggregation, aggregate
 from sluice.algorithm.losses.policy_losses import vanilla_policy_loss
 from sluice.algorithm.losses.settings import PolicyLossSettings
@@ -68,22 +68,15 @@ def test_an_extreme_ratio_stays_finite() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_give_a_loss_of_zero_that_still_has_a_gradient(mode: str) -> None:
     empty = torch.zeros(0, requires_grad=True)
-    found = aggregate(
-        empty * 1.0,
-        torch.zeros(0, dtype=torch.int64),
-        mode=mode,
-        global_tokens=3,
-        global_rows=1,
-        loss_scale_factor=3,
-    )
+    rows = torch.zeros(0, dtype=torch.int64)
+    found = aggregate(empty * 1.0, rows, GlobalCounts(3, 1), mode, 3)
     found.backward()
     assert found.item() == 0.0
 
 
 def test_low_precision_losses_are_summed_in_float32() -> None:
     loss = torch.full((1000,), 1.01, dtype=torch.bfloat16)
-    found = aggregate(
-        loss, torch.zeros(1000, dtype=torch.int64), mode="token-sum", global_tokens=1, global_rows=1
-    )
+    rows = torch.zeros(1000, dtype=torch.int64)
+    found = aggregate(loss, rows, GlobalCounts(1, 1), "token-sum")
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(1000 * loss[0].item(), rel=1e-6)

@@ -72,7 +72,7 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
         (
             "world-divides",
             [*CUT, f"{MEGATRON}.pipeline_model_parallel_size=3"],
-            "8 ranks cannot be divided into replicas of 6 ranks",
+            "8 ranks cannot be divided into groups of 6 ranks",
         ),
         (
             "parallel-layout",
@@ -204,7 +204,7 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
         (
             "critic-world-divides",
             [*PPO, "critic.ulysses_sequence_parallel_size=3"],
-            "replicas of critic.ulysses_sequence_parallel_size = 3 ranks",
+            "groups of critic.ulysses_sequence_parallel_size = 3 ranks",
         ),
         (
             "sp-needs-packing",

@@ -10,10 +10,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sluice.config.schema.rollout import VENDOR_ENGINES
 from tests.support.source_tree import ROOT, name_of
 
 FILES = sorted(ROOT.glob("constraints*.txt"))
-ENGINES = ("vllm", "sglang")
 
 
 def pins(file: Path) -> dict[str, str]:
@@ -41,14 +41,14 @@ def test_every_version_is_exact_and_given_once(file: Path) -> None:
     assert len(pins(file)) == len(lines)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", VENDOR_ENGINES)
 def test_an_engines_environment_for_cuda_meets_what_sluice_asks_for(engine: str) -> None:
     found = pins(ROOT / f"constraints-{engine}-cuda.txt")
     for requirement in wanted([engine, "train", "dashboard", "metrics", "traces"]):
         assert found[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", VENDOR_ENGINES)
 def test_an_engine_for_cuda_has_the_version_that_is_tested_on_the_cpu(engine: str) -> None:
     tested, cuda = (
         pins(ROOT / f"constraints-{engine}.txt"),

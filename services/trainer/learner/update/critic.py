@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from sluice.algorithm.losses.objective import ValueLoss, aggregate, value_loss
+from sluice.algorithm.losses.objective import ValueLoss, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -191,15 +190,11 @@ class Critic:
                 found[kept],
                 tokens_of(values, micro_batch)[kept],
                 tokens_of(returns, micro_batch)[kept],
+                micro_batch.rows[kept],
+                mini_batch.counts,
                 cliprange_value=self._cliprange_value,
-                aggregate=partial(
-                    aggregate,
-                    row_index=micro_batch.rows[kept],
-                    mode=self._loss_agg_mode,
-                    global_tokens=mini_batch.counts.tokens,
-                    global_rows=mini_batch.counts.rows,
-                    loss_scale_factor=self._loss_scale_factor,
-                ),
+                mode=self._loss_agg_mode,
+                loss_scale_factor=self._loss_scale_factor,
             )
             losses.append(replace(one, loss=one.loss.detach()))
             return one.loss

@@ -12,8 +12,7 @@ from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_obje
 from sluice.algorithm.rollout_correction.correction import bypass_corrector
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.config.derived import (
-    MASK_ESTIMATORS,
-    OLD_LOGPROB_ESTIMATORS,
+    advantage_estimator,
     is_bypassed,
     padding_step,
     rollout_correction,
@@ -78,7 +77,7 @@ class UpdateSettings:
     @property
     def needs_sum_pi_squared(self) -> bool:
         """Return whether the estimator reads squared probabilities."""
-        return any(one.estimator in OLD_LOGPROB_ESTIMATORS for one in self._each)
+        return any("sum_pi_squared" in advantage_estimator(one.config).needs for one in self._each)
 
     @property
     def needs_old_logprobs_first(self) -> bool:
@@ -96,7 +95,7 @@ class UpdateSettings:
         return (
             self.correction.rollout_rs is not None
             and not self.old_is_behavior
-            and any(one.estimator in MASK_ESTIMATORS for one in self._each)
+            and any(advantage_estimator(one.config).reads_mask for one in self._each)
         )
 
     @property
