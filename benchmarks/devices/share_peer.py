@@ -14,7 +14,11 @@ import msgspec
 import torch
 
 from benchmarks.peers import serve
-from services.rollout.engines.external.share_recorder import ShareLoading, meta_copy, recorded_share
+from services.rollout.engines.vendor_engines.share_recorder import (
+    ShareLoading,
+    meta_copy,
+    recorded_share,
+)
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec, TransferGroupSpec

@@ -4,6 +4,6 @@ with logprobs and versions, and counters for the trainer, go out. `servicer` ans
 `generation` turns chunks into samples, `tool_calls` reads their answers, `engines` compute them.
 """
 
-from services.rollout.engines.external.owner_watch import end_with_owner
+from services.rollout.engines.vendor_engines.owner_watch import end_with_owner
 
 end_with_owner()  # before anything else: the other imports of a vendor's process take seconds

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Entry = TypeVar("_Entry")
 _ADVANTAGES = "sluice.algorithm.advantages"
-_OF_GROUPS, _OF_TOKENS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGES}.token_returns"
+_GROUP_RELATIVE, _TOKEN_RETURNS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGES}.token_returns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +45,33 @@ class Estimator:
 
 
 _GROUPS = ("group_index",)
-_OPTIMAL = Estimator(_OF_TOKENS, (*_GROUPS, "old_logprobs", "sum_pi_squared"), reads_mask=True)
+_OPTIMAL = Estimator(_TOKEN_RETURNS, (*_GROUPS, "old_logprobs", "sum_pi_squared"), reads_mask=True)
 
 BATCH_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
         "gae": Estimator(
-            _OF_TOKENS, ("values",), credits_turns=True, reads_mask=True, whitens=True
+            _TOKEN_RETURNS, ("values",), credits_turns=True, reads_mask=True, whitens=True
         ),
-        "grpo": Estimator(_OF_GROUPS, _GROUPS, credits_turns=True),
-        "grpo_vectorized": Estimator(_OF_GROUPS, _GROUPS, credits_turns=True),
-        "grpo_passk": Estimator(_OF_GROUPS, _GROUPS, needs_others=True),
+        "grpo": Estimator(_GROUP_RELATIVE, _GROUPS, credits_turns=True),
+        "grpo_vectorized": Estimator(_GROUP_RELATIVE, _GROUPS, credits_turns=True),
+        "grpo_passk": Estimator(_GROUP_RELATIVE, _GROUPS, needs_others=True),
         "gdpo": Estimator(
-            _OF_GROUPS, (*_GROUPS, "reward_components"), reads_mask=True, whitens=True
+            _GROUP_RELATIVE, (*_GROUPS, "reward_components"), reads_mask=True, whitens=True
         ),
         "reinforce_plus_plus": Estimator(
-            _OF_TOKENS, credits_turns=True, reads_mask=True, whitens=True
+            _TOKEN_RETURNS, credits_turns=True, reads_mask=True, whitens=True
         ),
         "reinforce_plus_plus_baseline": Estimator(
-            _OF_GROUPS, _GROUPS, reads_mask=True, whitens=True
+            _GROUP_RELATIVE, _GROUPS, reads_mask=True, whitens=True
         ),
-        "rloo": Estimator(_OF_GROUPS, _GROUPS),
-        "rloo_vectorized": Estimator(_OF_GROUPS, _GROUPS, needs_others=True),
-        "opo": Estimator(_OF_GROUPS, _GROUPS, reads_mask=True),
-        "remax": Estimator(_OF_TOKENS, ("baselines",), reads_mask=True),
-        "gpg": Estimator(_OF_GROUPS, _GROUPS),
+        "rloo": Estimator(_GROUP_RELATIVE, _GROUPS),
+        "rloo_vectorized": Estimator(_GROUP_RELATIVE, _GROUPS, needs_others=True),
+        "opo": Estimator(_GROUP_RELATIVE, _GROUPS, reads_mask=True),
+        "remax": Estimator(_TOKEN_RETURNS, ("baselines",), reads_mask=True),
+        "gpg": Estimator(_GROUP_RELATIVE, _GROUPS),
         "optimal_token_baseline": _OPTIMAL,
         "tir_optimal_token_baseline": _OPTIMAL,
-        "adpo": Estimator(_OF_GROUPS, _GROUPS, needs_others=True, reads_mask=True),
+        "adpo": Estimator(_GROUP_RELATIVE, _GROUPS, needs_others=True, reads_mask=True),
     }
 )
 """The estimators of whole batches, by `algorithm.adv_estimator`, which is the name of the function,

@@ -334,9 +334,8 @@ class ReplicaRouter:
         reservation.num_missing = 0
 
     def answered(self, member: RoutedReplica) -> None:
-        """End the pause and the probation of a replica that works."""
+        """End the probation of a replica that works."""
         member.on_probation, member.trial = False, None
-        member.paused_until = 0.0
         member.next_pause_s = FIRST_PAUSE_S
         self._failed.discard(member)
 

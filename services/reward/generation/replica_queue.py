@@ -107,8 +107,11 @@ class ReplicaQueue:
         self._capacity_changed()
 
     def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica accepted a stream. This ends its probation."""
-        if member.on_probation:
+        """Note that a replica accepted a stream. This ends its probation, if its pause has ended.
+
+        During the pause it may be a stream of before the failure, which shows nothing.
+        """
+        if member.on_probation and member.paused_until <= time.monotonic():
             self.fleet.answered(member)
             self._capacity_changed()
 

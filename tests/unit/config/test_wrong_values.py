@@ -175,7 +175,7 @@ ALGORITHMS = (
     (f"{STALE} {CORRECTION}.rollout_is=null", "max_staleness = 1 with actor_rollout_ref.actor.use"),
     (
         "sluice.trainer.turn_rewards=true algorithm.adv_estimator=rloo",
-        "set turn_rewards=false, or adv_estimator to one of gae, grpo, grpo_vectorized, reinforce",
+        "to one of gae, grpo, grpo_vectorized, reinforce_plus_plus",
     ),
     (
         "sluice.trainer.turn_rewards=true algorithm.use_kl_in_reward=true",

@@ -208,15 +208,18 @@ def test_a_trial_that_ends_without_an_answer_gives_its_place_to_another_group() 
     assert fleet.num_free(0, until) == 8
 
 
-def test_a_replica_that_answers_an_older_stream_during_its_pause_is_in_use_again() -> None:
-    fleet = ReplicaRouter(1.0)
-    fleet.announce([replica("a", slots=8)])
-    (member,) = fleet._members.values()
-    until = fleet.failed(member, 0.0)
-    assert fleet.num_free(0, until / 2) == 0
-    fleet.answered(member)
-    assert fleet.choose(ReplicaRequirement(2, 0), until / 2) is member
-    assert fleet.num_free(0, until / 2) == 8
+async def test_an_older_stream_ends_no_pause() -> None:
+    queue = ReplicaQueue(1.0)
+    queue.announce([replica("a", slots=8)])
+    (member,) = queue.fleet._members.values()
+    queue.pause(member)
+    queue.answered(member)
+    assert member.on_probation
+    assert queue.num_free_sequences(0) == 0
+    member.paused_until = 0.0
+    assert queue.num_free_sequences(0) == 8
+    queue.answered(member)
+    assert not member.on_probation
 
 
 async def test_a_group_ends_after_its_last_attempt_with_the_reason() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.rollout.engines.external.weight_worker import WeightWorker
+from services.rollout.engines.vendor_engines.weight_worker import WeightWorker
 from services.rollout.engines.vllm.settings import vllm_settings
 from sluice.config.derived import replica_devices
 from sluice.config.loading.loader import load_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.external.owner_watch import OWNER_VARIABLE, own_processes
+from services.rollout.engines.vendor_engines.owner_watch import OWNER_VARIABLE, own_processes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system watches no pid")
 
@@ -20,7 +20,7 @@ _WAIT_S = 60
 _ENGINE = "import services.rollout; print('up', flush=True); input()"
 _WORKER = """
 import threading, services.rollout
-from services.rollout.engines.external.owner_watch import end_with_owner
+from services.rollout.engines.vendor_engines.owner_watch import end_with_owner
 end_with_owner(with_parent=True)
 print([thread.name for thread in threading.enumerate()].count("owner-watch"), flush=True)
 input()

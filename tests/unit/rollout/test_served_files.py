@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.engine import EmbeddedEngine
-from services.rollout.engines.external.engine import check_files
+from services.rollout.engines.vendor_engines.engine import check_files
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.external.request import SamplingChoice
 from services.rollout.engines.sampling import plan_sampling, sample_keys, sample_tokens, uniforms
 from services.rollout.engines.sglang.client import (
     read_delta,
@@ -20,6 +19,7 @@ from services.rollout.engines.sglang.client import (
 )
 from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
 from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, TokenHold, held_samples
+from services.rollout.engines.vendor_engines.request import SamplingChoice
 from sluice.errors import EngineError
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.external.share_recorder import AsInFiles, ShareLoading
-from services.rollout.engines.external.worker_group import WorkerGroup
 from services.rollout.engines.sglang import scheduler
 from services.rollout.engines.sglang.scheduler import SchedulerModel, SchedulerWorker
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls, serve_calls
+from services.rollout.engines.vendor_engines.share_recorder import AsInFiles, ShareLoading
+from services.rollout.engines.vendor_engines.worker_group import WorkerGroup
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, EngineError, WeightSyncError

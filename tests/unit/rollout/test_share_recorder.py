@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from services.rollout.engines.external.share_recorder import (
+from services.rollout.engines.vendor_engines.share_recorder import (
     ShareLoading,
     _cuts,
     meta_copy,

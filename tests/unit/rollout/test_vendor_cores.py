@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import services.rollout.engines.external.engine as vendor_engine
+import services.rollout.engines.vendor_engines.engine as vendor_engine
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.external.engine import VendorCore
-from services.rollout.engines.external.request import Delta, SamplingChoice
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.threaded_engine import Pace
+from services.rollout.engines.vendor_engines.engine import VendorCore
+from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
 from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from services.rollout.engines.external.request import Delta, SamplingChoice
 from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
 from services.rollout.engines.vllm import client as vllm_features
 from services.rollout.engines.vllm.client import (
     VllmClient,

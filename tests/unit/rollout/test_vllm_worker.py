@@ -14,8 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.external.share_recorder import ShareLoading
-from services.rollout.engines.external.weight_worker import Outcome, WeightWorker, rank_in_group
+from services.rollout.engines.vendor_engines.share_recorder import ShareLoading
+from services.rollout.engines.vendor_engines.weight_worker import (
+    Outcome,
+    WeightWorker,
+    rank_in_group,
+)
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice

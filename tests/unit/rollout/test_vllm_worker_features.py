@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.external.share_recorder import recorded_share
-from services.rollout.engines.external.worker_group import WorkerBegin, WorkerGroup
+from services.rollout.engines.vendor_engines.share_recorder import recorded_share
+from services.rollout.engines.vendor_engines.worker_group import WorkerBegin, WorkerGroup
 from services.rollout.engines.vllm.worker_extension import VllmWorker, WorkerFeatures, keep_buffers
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.external.share_recorder import ShareLoading
-from services.rollout.engines.external.weight_worker import WeightWorker
-from services.rollout.engines.external.worker_group import WorkerGroup
+from services.rollout.engines.vendor_engines.share_recorder import ShareLoading
+from services.rollout.engines.vendor_engines.weight_worker import WeightWorker
+from services.rollout.engines.vendor_engines.worker_group import WorkerGroup
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice

@@ -1,8 +1,9 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `external.engine`
-for what that waits for and how it fails. The end of one of SGLang's processes fails everything. Its
-schedulers are processes, and `sglang.scheduler` brings the sampler and the weights into them.
+SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see
+`vendor_engines.engine` for what that waits for and how it fails. The end of one of SGLang's
+processes fails everything. Its schedulers are processes, and `sglang.scheduler` brings the sampler
+and the weights into them.
 `SglangEngine` is what the service's event loop sees of them.
 """
 
@@ -17,9 +18,6 @@ from functools import partial
 
 from transformers import AutoConfig
 
-from services.rollout.engines.external.engine import VendorCore, described_model
-from services.rollout.engines.external.owner_watch import own_processes
-from services.rollout.engines.external.request import Delta, RequestRun, VendorSample
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import (
     SglangClient,
@@ -28,6 +26,9 @@ from services.rollout.engines.sglang.client import (
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.threaded_engine import ThreadedEngine
+from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
+from services.rollout.engines.vendor_engines.owner_watch import own_processes
+from services.rollout.engines.vendor_engines.request import Delta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError

@@ -22,10 +22,14 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.external.share_recorder import AsInFiles, meta_copy, recorded_share
-from services.rollout.engines.external.weight_worker import Outcome, WeightWorker
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
+from services.rollout.engines.vendor_engines.share_recorder import (
+    AsInFiles,
+    meta_copy,
+    recorded_share,
+)
+from services.rollout.engines.vendor_engines.weight_worker import Outcome, WeightWorker
 from sluice.errors import ConfigError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weight_share import WeightShare

@@ -3,7 +3,7 @@
 SGLang itself lets the first rank alone answer, so the others' errors would be lost. Each process
 has a pair of sockets with the replica; a call and its answer are a line each: base64 of msgpack.
 
-Consumes: calls of `external.worker_group`. Produces: the answers, by rank.
+Consumes: calls of `vendor_engines.worker_group`. Produces: the answers, by rank.
 Waits for: the processes, each call with its caller's deadline.
 On failure: the end of a process is an EngineError.
 On shutdown: the replica closes its ends, and the threads in the schedulers end.
@@ -62,7 +62,7 @@ class SchedulerCalls:
             self._turns.append(asyncio.Lock())
 
     async def call(self, method: str, arguments: Sequence[object]) -> list[object]:
-        """Return the results of a method of `external.weight_worker.WeightWorker`, by rank.
+        """Return the results of a method of `vendor_engines.weight_worker.WeightWorker`, by rank.
 
         Raises:
             EngineError: a process has ended.

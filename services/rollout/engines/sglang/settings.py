@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.external.settings import VendorSettings, with_engine_kwargs
 from services.rollout.engines.settings import FILES_VERSION
+from services.rollout.engines.vendor_engines.settings import VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 

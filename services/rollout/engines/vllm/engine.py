@@ -1,9 +1,9 @@
 """vLLM behind the engine Protocol.
 
-vLLM's client runs in the thread of the engine, where `VllmCore` calls it; see `external.engine` for
-what that waits for and how it fails. vLLM's engine and workers are processes, and
-`vllm.worker_extension` brings the weights into them. `VllmEngine` is what the service's event loop
-sees of them.
+vLLM's client runs in the thread of the engine, where `VllmCore` calls it; see
+`vendor_engines.engine` for what that waits for and how it fails. vLLM's engine and workers are
+processes, and `vllm.worker_extension` brings the weights into them. `VllmEngine` is what the
+service's event loop sees of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from services.rollout.engines.causal_lm import expert_routers
-from services.rollout.engines.external.engine import VendorCore, described_model
-from services.rollout.engines.external.owner_watch import own_processes
-from services.rollout.engines.external.request import Delta, PromptImages, RequestRun, VendorSample
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.threaded_engine import ThreadedEngine
+from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
+from services.rollout.engines.vendor_engines.owner_watch import own_processes
+from services.rollout.engines.vendor_engines.request import (
+    Delta,
+    PromptImages,
+    RequestRun,
+    VendorSample,
+)
 from services.rollout.engines.vllm.client import (
     VllmClient,
     engine_environment,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.external.settings import VendorSettings, with_engine_kwargs
+from services.rollout.engines.vendor_engines.settings import VendorSettings, with_engine_kwargs
 from sluice.config.derived import replays_engine_routing, sleeps_while_training
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig

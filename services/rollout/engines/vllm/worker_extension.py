@@ -1,7 +1,7 @@
 """What sluice adds to each of vLLM's worker processes, and what it uses of them.
 
-vLLM imports this module by name. See `external.weight_worker` for how weights come. Read in the
-sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1 keeps its
+vLLM imports this module by name. See `vendor_engines.weight_worker` for how weights come. Read in
+the sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1 keeps its
 samples in `requests`; V2, the default of newer versions wherever Triton works, keeps them in
 `req_states`. A worker reports what it lacks when it begins, not at its first update. What differs
 between vLLM's clients is looked up in `client`.
@@ -18,9 +18,13 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.external.owner_watch import end_with_owner
-from services.rollout.engines.external.share_recorder import AsInFiles, meta_copy, recorded_share
-from services.rollout.engines.external.weight_worker import WeightWorker
+from services.rollout.engines.vendor_engines.owner_watch import end_with_owner
+from services.rollout.engines.vendor_engines.share_recorder import (
+    AsInFiles,
+    meta_copy,
+    recorded_share,
+)
+from services.rollout.engines.vendor_engines.weight_worker import WeightWorker
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.weight_share import WeightShare

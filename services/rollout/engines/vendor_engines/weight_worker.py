@@ -16,13 +16,13 @@ import msgspec
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
-from services.rollout.engines.external.share_recorder import (
+from services.rollout.engines.protocol import StagedVersion
+from services.rollout.engines.vendor_engines.share_recorder import (
     AsInFiles,
     ShareLoading,
     checkpoint_names,
 )
-from services.rollout.engines.external.worker_group import WorkerBegin
-from services.rollout.engines.protocol import StagedVersion
+from services.rollout.engines.vendor_engines.worker_group import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import SluiceError, WeightSyncError

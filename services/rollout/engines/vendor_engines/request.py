@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from services.rollout.engines.causal_lm import CheckpointLayout
-    from services.rollout.engines.external.settings import VendorSettings
+    from services.rollout.engines.vendor_engines.settings import VendorSettings
 
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
@@ -130,7 +130,7 @@ class VendorSample:
 
 
 class _Core(Protocol):
-    """What a run uses of `external.engine.VendorCore`, which makes it."""
+    """What a run uses of `vendor_engines.engine.VendorCore`, which makes it."""
 
     first_goes_ahead: bool
     settings: VendorSettings

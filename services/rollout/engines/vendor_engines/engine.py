@@ -25,14 +25,23 @@ from typing import Any, Protocol
 import torch
 
 from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build_causal_lm
-from services.rollout.engines.external.request import Delta, RequestRun, VendorSample, VersionSpans
-from services.rollout.engines.external.settings import VendorSettings
-from services.rollout.engines.external.share_recorder import checkpoint_names
-from services.rollout.engines.external.worker_group import WorkerBegin, WorkerCalls, WorkerGroup
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
+from services.rollout.engines.vendor_engines.request import (
+    Delta,
+    RequestRun,
+    VendorSample,
+    VersionSpans,
+)
+from services.rollout.engines.vendor_engines.settings import VendorSettings
+from services.rollout.engines.vendor_engines.share_recorder import checkpoint_names
+from services.rollout.engines.vendor_engines.worker_group import (
+    WorkerBegin,
+    WorkerCalls,
+    WorkerGroup,
+)
 from services.rollout.engines.weight_inbox import check_epoch
 from sluice.checkpoint.safetensors_files import tensor_names
 from sluice.errors import ConfigError, EngineError, NotReadyError, WeightSyncError, leaves
