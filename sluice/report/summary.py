@@ -48,7 +48,7 @@ class RunSummary:
 
     Attributes:
         is_finished: whether it reached its end; otherwise prompts and tokens are as far as they are
-            known, and 0 if they are not.
+            known, and numbers of prompts 0 if they are not.
         is_resumed: whether it was started more than once.
         accuracy_before: held-out accuracy of the untrained policy; ``None``: not validated.
         accuracy_after: held-out accuracy at the last validation; ``None``: there was none.
@@ -172,7 +172,7 @@ def summarize(
         seconds_services=round(seconds_services or seconds_total, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
-        generated_tokens=max(sum(tokens) - record.validation_tokens, 0),
+        generated_tokens=_generated_tokens(record, tokens),
         trained_tokens=int(record.total(metric_names.TRAINED_TOKENS)),
         validation_tokens=record.validation_tokens,
         groups_kept=int(record.total(metric_names.GROUPS_KEPT)),
@@ -196,6 +196,12 @@ def _tokens_by_start(record: RunRecord, accounts: Mapping[str, float]) -> list[i
     known = [row.get(f"{metric_names.ACCOUNTS}generated_tokens") for row in record.steps]
     counts = [int(one) for one in (*known, accounts.get("generated_tokens")) if one is not None]
     return [now for now, later in pairwise([*counts, -1]) if later < now]
+
+
+def _generated_tokens(record: RunRecord, tokens: list[int]) -> int:
+    """Return the tokens for training; at least those of the steps, which may have no accounts."""
+    of_steps = int(record.total(metric_names.GENERATED_TOKENS))
+    return max(sum(tokens) - record.validation_tokens, of_steps)
 
 
 def _noted_seconds(run_dir: Path) -> tuple[float, float | None]:

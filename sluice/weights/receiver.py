@@ -130,9 +130,9 @@ class WeightReceiver:
             the plan's digest, as computed here.
 
         Raises:
-            InvalidRequestError: a spec that contradicts itself or this replica's device or model.
-            WeightSyncError: the plan's digest differs (nothing was joined, no byte moved), or the
-                formation failed.
+            InvalidRequestError: a spec that contradicts itself or this replica's device or model,
+                or whose plan has another digest here. Nothing was joined, no byte moved.
+            WeightSyncError: the formation failed.
             DeadlineError: members did not come in time; names their ranks.
         """
         plans = self._accept(spec)
@@ -217,11 +217,9 @@ class WeightReceiver:
         check_holdings(spec.holdings, spec.tensors)
         plans = stream_plans(spec.tensors, spec.bucket_bytes, self._share, spec.holdings)
         if (digest := joint_digest(plans)) != spec.plan_digest:
-            raise WeightSyncError(
-                SENDER_NAME,
-                f"joining epoch {spec.epoch}",
-                f"its plan digest is {spec.plan_digest}, computed here {digest}; run the "
-                "same version of sluice on both ends",
+            raise InvalidRequestError(
+                f"epoch {spec.epoch}: the sender's plan digest is {spec.plan_digest}, computed "
+                f"here {digest}; run the same version of sluice on both ends"
             )
         return plans
 

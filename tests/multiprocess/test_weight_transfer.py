@@ -152,7 +152,7 @@ def test_a_peer_with_another_plan_refuses_and_the_sender_is_stopped_by_its_answe
         spec = sender.form_group(1, ["r0"], tensor_specs(_small(1).items()))["r0"]
         peers[0].join(_with_another_plan(spec))
         refusal = peers[0].answer()
-        assert refusal["error"] == "WeightSyncError"
+        assert refusal["error"] == "InvalidRequestError"
         assert "plan digest" in refusal["message"]
         stop = threading.Event()
         stop.set()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
-from services.trainer.learner.checkpoint import CRITIC_FOLDER
+from services.trainer.learner.checkpoint import CRITIC_FOLDER, resume_remedy
 from services.trainer.learner.model.experts import check_own_experts, routing_tape, uncounted
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
@@ -349,14 +349,16 @@ class Learner:
                 trained.shards.reshard()
 
     def _load_kl_control(self, file: Path) -> None:
+        if self._update.kl_controller.type != "adaptive":  # the configuration's coefficient holds
+            return
         try:
             coef = float(json.loads(file.read_text(encoding="utf-8"))["coef"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{file} cannot be read ({error}); choose another checkpoint"
+                f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}; or set "
+                "algorithm.kl_ctrl.type=fixed"
             ) from error
-        if self._update.kl_controller.type == "adaptive":  # else the configuration's holds
-            self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
+        self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
     def _check_equal_weights(self, sums: list[float]) -> None:
         # Ranks read the files separately; a difference would spoil training without any error.

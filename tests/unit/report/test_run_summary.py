@@ -89,7 +89,8 @@ def test_the_text_for_people_tells_where_tokens_and_time_went(tmp_path: Path) ->
 
 def test_a_run_that_did_not_end_is_summed_up_so_far(tmp_path: Path) -> None:
     found = summary(tmp_path, accounts=None)
-    assert (found.is_finished, found.steps, found.generated_tokens) == (False, 2, 0)
+    assert (found.is_finished, found.steps) == (False, 2)
+    assert found.generated_tokens == 1900  # as the steps say; they have no accounts
     assert found.as_text().startswith("not finished: the numbers so far\nheld-out accuracy 0.250")
     live = summarize(run_folder(tmp_path, accounts=None), accounts=ACCOUNTS)
     assert (live.is_finished, live.prompts_submitted, live.generated_tokens) == (False, 20, 2500)

@@ -187,6 +187,22 @@ def test_a_resumed_run_takes_a_fixed_divergence_coefficient_from_its_configurati
     assert resumed.train_step(make_batch(), 1)["actor/reward_kl_penalty_coeff"] == 0.25
 
 
+def test_only_an_adaptive_divergence_coefficient_needs_the_file_that_old_checkpoints_lack(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    fixed, _ = train(configured(model_folder))
+    fixed.save(tmp_path / "actor")
+    (tmp_path / "actor" / "kl_control.json").unlink()
+    fixed.load(tmp_path / "actor")
+
+    kl_ctrl = structs.replace(make_config(model_folder).algorithm.kl_ctrl, type="adaptive")
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl}
+    adaptive, _ = train(configured(model_folder, algorithm=algorithm))
+    remedy = r"kl_control\.json cannot be read .* or set algorithm\.kl_ctrl\.type=fixed"
+    with pytest.raises(CheckpointError, match=remedy):
+        adaptive.load(tmp_path / "actor")
+
+
 def _timings(metrics: dict[str, float]) -> dict[str, float]:
     return {n: v for n, v in metrics.items() if n.startswith(("timing", "perf/"))}
 

@@ -175,7 +175,7 @@ def test_another_plan_digest_is_refused_before_the_store_is_contacted(
         listener.setblocking(False)
         port = listener.getsockname()[1]
         wrong = dataclasses.replace(spec, port=port, plan_digest="00" * 16)
-        with pytest.raises(WeightSyncError, match=r"plan digest is 0000.*computed here"):
+        with pytest.raises(InvalidRequestError, match=r"plan digest is 0000.*computed here"):
             receiver.join(wrong)
         with pytest.raises(BlockingIOError):
             listener.accept()
