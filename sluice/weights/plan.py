@@ -59,8 +59,15 @@ MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
 neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
 
-_FRAMING = "store over gRPC; header, buckets, trailer; gaps of a byte; XXH3-128 of each tensor"
-"""Part of the plan's digest: two ends that would disagree on it do not begin."""
+_FRAMING = (
+    "store over gRPC; header, buckets, trailer; gaps of a byte; XXH3-128 of each tensor; "
+    "samples with the text that they continue"
+)
+"""Part of the plan's digest: two ends that would disagree on it do not begin.
+
+It also names what samples hold, since nothing else refuses a replica of another version. Change it
+with the meaning of either.
+"""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
