@@ -43,6 +43,7 @@ _RANKS, _STEP_S, _SCORERS = 4, 2.0, 8
 _WARM_S, _WINDOW_S = 170.0, 90.0
 """Seconds after the fill before anything is counted (the longest sample takes 160), and counted."""
 _FILL_S, _QUIET_S = 120.0, 60.0
+_WARNINGS = 20  # of the reward service, printed
 _SPARE_MB = 300.0
 _INTERVAL_MS = partial_interval_ms(500, round(CONCURRENT / (1 - _FREE_SHARE)), 7500.0)
 _TOKEN_BYTES, _TEXT_BYTES = 8, 4
@@ -276,6 +277,8 @@ class _Measurement:
             - status.prompts_by_end["trained"],
         }
         self._print("lost", lost)
+        for line in [line for line in service.log if " WARNING " in line][:_WARNINGS]:
+            print_line(line.rstrip())
         return sum(map(abs, lost.values()))
 
     def _figures(self, before: _Mark, after: _Mark) -> dict[str, Any]:
