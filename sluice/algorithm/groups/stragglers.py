@@ -97,10 +97,10 @@ class StreamPace:
     _newest: dict[int, float] = field(default_factory=dict)  # when a running sample's token came
     _accepted: float | None = None
     _engine_tokens: int | None = None
-    _last_arrival: float | None = None
     _num_arrivals: int = 0
     _grown_tokens: int = 0  # of running samples, since their first tokens came
     _grown_s: float = 0.0  # sample-seconds that these took
+    _longest_gap_s: float = 0.0  # between tokens of one sample: replicas report at intervals
     _whole_tokens: int = 0  # of finished samples
     _whole_s: float = 0.0  # from acceptance, so that waiting for a slot counts as well
 
@@ -120,10 +120,13 @@ class StreamPace:
 
     def arrived(self, new_tokens: dict[int, int], finished: Collection[int], now: float) -> None:
         """New tokens came by sample index, and the last of those in `finished`."""
-        if self._last_arrival is not None:
-            self._grown_tokens += sum(new_tokens.get(index, 0) for index in self.running)
-            self._grown_s += len(self.running) * (now - self._last_arrival)
-            self._num_arrivals += bool(self.running)
+        grown = [index for index in self.running if new_tokens.get(index)]
+        for index in grown:
+            gap_s = now - self._newest[index]
+            self._grown_tokens += new_tokens[index]
+            self._grown_s += gap_s
+            self._longest_gap_s = max(self._longest_gap_s, gap_s)
+        self._num_arrivals += bool(grown)
         if self._accepted is not None:
             self._whole_tokens += sum(new_tokens.get(index, 0) for index in finished)
             self._whole_s += len(finished) * (now - self._accepted)
@@ -134,7 +137,7 @@ class StreamPace:
                         for index in self.running}  # fmt: skip
         self.num_tokens += sum(new_tokens.values())
         self.num_finished += len(finished)
-        self._last_arrival = self.last_progress = now
+        self.last_progress = now
 
     def quietest(self, now: float) -> tuple[int, float] | None:
         """Return the running sample that has had no new token for longest, and for how long."""
@@ -146,11 +149,13 @@ class StreamPace:
     def rate(self, now: float) -> float | None:
         """Return tokens a second and running sample since its first tokens; ``None``: too early.
 
-        A sample that ends between two arrivals counts as running until the second one.
+        A finished sample comes at once, the tokens of the others with the next report. So the time
+        since a sample's newest token counts only beyond the longest such time before.
         """
-        if self._num_arrivals < LEAST_ARRIVALS or self._last_arrival is None:
+        if self._num_arrivals < LEAST_ARRIVALS:
             return None
-        seconds = self._grown_s + len(self.running) * (now - self._last_arrival)
+        silent_s = (now - newest - self._longest_gap_s for newest in self._newest.values())
+        seconds = self._grown_s + sum(max(0.0, each) for each in silent_s)
         return self._grown_tokens / seconds if seconds >= LEAST_OBSERVED_S else None
 
     def least_rate(self) -> float | None:

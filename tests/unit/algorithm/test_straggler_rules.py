@@ -61,7 +61,19 @@ def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -
         assert pace.rate(20.0 + arrival) is None
     pace.arrived({0: 10, 1: 10}, (), 20.0 + LEAST_ARRIVALS)
     assert pace.rate(20.0 + LEAST_ARRIVALS) == pytest.approx(10)
-    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(5)  # nothing came since
+    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(80 / 14)  # 4 s of silence, 1 of them usual
+
+
+def test_samples_that_end_between_two_reports_of_the_others_make_no_stream_slow() -> None:
+    pace, rate = begun(*range(16)), 50
+    for report_s in (5.0, 10.0):
+        pace.arrived({index: 5 * rate for index in range(16)}, (), report_s)
+    for number in range(LEAST_ARRIVALS):  # each brings its own last tokens alone
+        ended_s = 11.0 + number / 4
+        pace.arrived({number: int((ended_s - 10) * rate)}, (number,), ended_s)
+        assert pace.rate(ended_s) in (None, pytest.approx(rate, rel=0.02))
+    assert pace.rate(14.9) == pytest.approx(rate, rel=0.02)
+    assert RULES.is_slow(pace.rate(40.0), rate), "the others stand still"
 
 
 def test_samples_that_start_later_or_have_ended_do_not_lower_a_rate() -> None:
