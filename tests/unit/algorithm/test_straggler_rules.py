@@ -61,13 +61,14 @@ def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -
         assert pace.rate(20.0 + arrival) is None
     pace.arrived({0: 10, 1: 10}, (), 20.0 + LEAST_ARRIVALS)
     assert pace.rate(20.0 + LEAST_ARRIVALS) == pytest.approx(10)
-    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(80 / 14)  # 4 s of silence, 1 of them usual
+    # Of 4 s of silence 1 s is usual.
+    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(80 / 14)
 
 
 def test_samples_that_end_between_two_reports_of_the_others_make_no_stream_slow() -> None:
     pace, rate = begun(*range(16)), 50
     for report_s in (5.0, 10.0):
-        pace.arrived({index: 5 * rate for index in range(16)}, (), report_s)
+        pace.arrived(dict.fromkeys(range(16), 5 * rate), (), report_s)
     for number in range(LEAST_ARRIVALS):  # each brings its own last tokens alone
         ended_s = 11.0 + number / 4
         pace.arrived({number: int((ended_s - 10) * rate)}, (number,), ended_s)
