@@ -22,6 +22,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -311,7 +312,8 @@ def fail_to_send(phase: str, call: int, number: int) -> None:
 
     def failing(*arguments: Any) -> Any:
         if next(counts) == call:
-            os.kill(os.getpid(), number)
+            # Sent to the process, SIGSTOP reaches another thread, and this one still sends.
+            signal.pthread_kill(threading.get_ident(), number)
         return original(*arguments)
 
     mock.patch.object(owner, phase, failing).start()

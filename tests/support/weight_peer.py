@@ -19,7 +19,7 @@ End of stdin ends the process in the ordinary way.
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
 import threading
 import time
@@ -57,7 +57,8 @@ class _FaultyPort:
     def _go_wrong(self, wire: torch.Tensor) -> None:
         match self._fault:
             case {"signal": number}:
-                os.kill(os.getpid(), int(number))
+                # Sent to the process, SIGSTOP reaches another thread, and this one still receives.
+                signal.pthread_kill(threading.get_ident(), int(number))
             case {"flip": place}:
                 wire[int(place) % wire.numel()] ^= 1
             case {"cut": place}:
