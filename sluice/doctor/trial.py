@@ -9,7 +9,7 @@ import msgspec
 
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 
 
 class PromptsToMeasure(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from sluice import installed_version, own_version
-from sluice.config.schema.rollout import VENDOR_ENGINES
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.report.summary import ended_summary
 
 _PACKAGES = ("torch", "transformers", *VENDOR_ENGINES, "ray", "grpcio", "typer")

@@ -13,7 +13,7 @@ from sluice.config.schema.reward import (
     ScorerPoolConfig,
 )
 from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.choice import limits_of, process_sandbox
 from sluice.types import Failed, FailureKind, Scored

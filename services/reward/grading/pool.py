@@ -46,7 +46,7 @@ from services.reward.grading.scorers.registry import scored_characters
 from sluice.concurrency.waits import beside, deadline, waiting_for
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 

@@ -21,8 +21,8 @@ from sluice.cli.arguments import (
     complete_run,
     complete_setting,
     named_run,
+    summary,
 )
-from sluice.cli.help_text import summary
 from sluice.cli.policy.evaluate_compare import compare_evaluations
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.policy.evaluate_regrade import regrade
@@ -33,7 +33,7 @@ from sluice.cli.terminal import print_json
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import until_signal
-from sluice.config.schema.rollout import EngineName
+from sluice.config.schema.actor_rollout_ref import EngineName
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
 from sluice.evaluation.statistics import estimate_text

@@ -23,7 +23,7 @@ from sluice.concurrency.waits import Waiting
 from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.servicer import all_left, launched_processes
-from sluice.report.notices import low_yield
+from sluice.report.progress import low_yield
 
 _MOST_ROWS_A_SERVICE = 8
 

@@ -43,7 +43,7 @@ from sluice.config.rules.sampling import straggler_problems, strategy_problems, 
 from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
-from sluice.config.schema.rollout import ENGINES
+from sluice.config.schema.actor_rollout_ref import ENGINES
 from sluice.config.schema.service import EndpointConfig, RolloutServiceConfig
 from sluice.config.verl_sizes import ACTOR, ROLLOUT, largest_divisor, verl_sizes
 from sluice.errors import ConfigError

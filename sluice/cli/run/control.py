@@ -1,4 +1,4 @@
-"""`sluice stop`: end a running run, with a checkpoint."""
+"""`sluice stop` and `sluice resume`: end a running run with a checkpoint; end its hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
-from sluice.cli.running_run import elsewhere, is_active, newest_step, resume_command
+from sluice.cli.running_run import ask_run, elsewhere, is_active, newest_step, resume_command
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -158,3 +158,30 @@ async def _answering(monitor: RunMonitor, trainer: str) -> str | None:
         return trainer
     except PeerError:
         return None
+
+
+def resume(
+    run: RunArgument = None, *, run_option: RunOption = None, as_json: AsJson = False
+) -> None:
+    """Continue a run that a guard holds (sluice.guards), or its operator.
+
+    sluice status shows why it is held. What the guards saw so far breaks no rule again.
+
+    \b
+    Examples:
+      sluice resume runs/quickstart
+    """
+    folder, reason, step = asyncio.run(_resume(named_run(run, run_option)))
+    if as_json:
+        print_json({"run": str(folder), "step": step, "reason": reason})
+        return
+    was = f"it was held: {reason}" if reason else "no guard held it"
+    typer.echo(f"{folder}: continues after step {step}; {was}")
+
+
+async def _resume(run: Path) -> tuple[Path, str, int]:
+    location, snapshot = await ask_run(run)
+    async with RunMonitor(
+        location.trainer, location.reward, credentials=location.credentials
+    ) as monitor:
+        return location.run_dir, snapshot.hold_reason, await monitor.resume()
