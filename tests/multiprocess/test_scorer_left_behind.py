@@ -61,7 +61,7 @@ from services.reward.grading.pool import running_scorer_pool
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
 )
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 
 async def main():
     custom, limits = CustomRewardFunctionConfig(path=sys.argv[1]), ScorerPoolConfig(num_workers=1)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from sluice.config.schema.reward import RewardModelConfig, SandboxFusionConfig
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.data.scoring import ScorerInput
 
 FRAME_HEADER = struct.Struct("<I")

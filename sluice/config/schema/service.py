@@ -10,7 +10,6 @@ from msgspec import Meta
 from sluice.config.schema.actor import AggregationMode, PolicyLossName
 from sluice.config.schema.algorithm import EstimatorName
 from sluice.config.schema.data import FileList
-from sluice.config.schema.sandbox import SandboxConfig
 from sluice.config.schema.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,7 +19,6 @@ from sluice.config.schema.section import (
     Section,
     Share,
 )
-from sluice.config.schema.security import SecurityConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, MOST_PIXELS
 
 MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
@@ -60,6 +58,39 @@ class EnvironmentConfig(Section, frozen=True):
     """Answers in a row with calls that cannot be read after which an episode ends."""
 
 
+BackendKey = Literal["bubblewrap", "command", "sandbox_fusion"]
+
+
+class SandboxConfig(Section, frozen=True):
+    """The sandbox of programs that the policy writes; without one nothing runs them."""
+
+    backend: BackendKey | None = None
+    """bubblewrap: namespaces of this machine, without privileges; command: your own sandbox;
+    sandbox_fusion: a server of SandboxFusion. None: sandbox_fusion if reward.sandbox_fusion.url is
+    set, else programs are refused.
+    """
+
+    command: list[str] = msgspec.field(default_factory=list)
+    """Your own sandbox, such as gVisor or nsjail: a program and its arguments. {folder} is a folder
+    with the program's files; the program's own command line follows. Exit code 125 means that the
+    sandbox has failed.
+    """
+
+    python: str | None = None
+    """Python interpreter inside the sandbox; none: this process's, or python3 of the system if the
+    sandbox's user cannot reach it.
+    """
+
+    memory_mb: PositiveInt = 1024
+    """Memory of all processes of a program together, and address space of each, MiB."""
+
+    tmp_mb: PositiveInt = 64
+    """Size of a program's /tmp, MiB, which holds its files; no file can be larger."""
+
+    processes: PositiveInt = 64
+    """Most processes and threads of a program at once."""
+
+
 class KeepConfig(Section, frozen=True):
     """The best checkpoints, which no retention deletes."""
 
@@ -86,6 +117,39 @@ class GuardRuleConfig(Section, frozen=True):
     window: PositiveInt = 1
     learning_rate_factor: PositiveShare = 0.5
     most_rollbacks: PositiveInt = 2
+
+
+FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
+# An empty text is a variable that was left unset; it must not switch protection off.
+_Given = Annotated[str, Meta(min_length=1)]
+
+
+class SecurityConfig(Section, frozen=True):
+    """TLS and bearer tokens of all servers and calls."""
+
+    tls: Literal["off", "server", "mtls"] = "off"
+    """off: no encryption; server: callers check the server's certificate; mtls: the server checks
+    the caller's certificate too.
+    """
+
+    ca_file: _Given | None = None
+    """PEM file of the peers' certificate authorities; none, if tls is server: the system's."""
+
+    cert_file: _Given | None = None
+    """PEM file of this process's certificate chain."""
+
+    key_file: _Given | None = None
+    """PEM file of the private key of cert_file, unencrypted."""
+
+    server_name: _Given | None = None
+    """Name that callers expect in every server's certificate, instead of its address; none: the
+    address to which they connect.
+    """
+
+    token_file: _Given | None = None
+    """File of bearer tokens, one per line: servers accept all, callers present the first; none: the
+    token in SLUICE_TOKEN, and without that no token is required.
+    """
 
 
 class GuardsConfig(Section, frozen=True):

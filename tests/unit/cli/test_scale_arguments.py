@@ -16,7 +16,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.cli.main import commands
-from sluice.cli.run.scale import scale_rollout
+from sluice.cli.run.control import scale_rollout
 from sluice.client.launcher import LaunchedProcess, Launcher, Scaling
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
