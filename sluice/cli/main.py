@@ -34,8 +34,7 @@ from sluice.cli.run.quickstart import quickstart
 from sluice.cli.run.recipe import recipe_commands
 from sluice.cli.run.up import train, up
 from sluice.cli.simulate import simulate
-from sluice.cli.watch.compare import compare
-from sluice.cli.watch.dashboard import dashboard, open_run, report
+from sluice.cli.watch.dashboard import compare, dashboard, open_run, report
 from sluice.cli.watch.logs import logs
 from sluice.cli.watch.status import runs, status
 from sluice.concurrency.process import exit_status

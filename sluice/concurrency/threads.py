@@ -29,6 +29,8 @@ StopReason = Callable[[], str | None]
 
 _CHECK_EVERY_S = 0.05
 _STOP_GRACE_S = 0.5
+_PAUSE_S = 0.02
+"""Before the system is asked again for a thread."""
 
 
 class OwnerThread:
@@ -341,10 +343,6 @@ class BoundedWriter(Generic[_ItemT]):
         with self._lock:
             self.num_dropped += number
         self._count(-number)
-
-
-_PAUSE_S = 0.02
-"""Before the system is asked again for a thread."""
 
 
 class MethodThreads:

@@ -20,6 +20,11 @@ _RANKS = "trainer ranks (trainer.nnodes * trainer.n_gpus_per_node)"
 
 Division: TypeAlias = tuple[str, int, int, str]
 """A key, its size, the number that it must divide, and what that is a number of."""
+_CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
+FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
+LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"
+EMBEDDING_KEY = f"{_CUTS}.account_for_embedding_in_pipeline_split"
+LOSS_KEY = f"{_CUTS}.account_for_loss_in_pipeline_split"
 
 
 def divisions(
@@ -185,13 +190,6 @@ def _check_divides(key: str, size: int, number: int, things: str) -> None:
             f"{key}={size} does not divide the {number} {things}; "
             f"give {nearest_divisors(size, number)}"
         )
-
-
-_CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
-FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
-LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"
-EMBEDDING_KEY = f"{_CUTS}.account_for_embedding_in_pipeline_split"
-LOSS_KEY = f"{_CUTS}.account_for_loss_in_pipeline_split"
 
 
 def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> list[range]:

@@ -35,6 +35,10 @@ from sluice.whole_file import write_whole
 URL_NAME = "dashboard.url"
 _MOST_CONNECTIONS, _SHUTDOWN_S = 64, 2.0
 _NO_EXTRA = "dashboard: aiohttp is not installed; pip install 'sluice[dashboard]'"
+_MAIN = "main.js"
+_METRIC_POINTS = 120  # of each of some hundred metrics
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
 
 
 async def serve_page(
@@ -149,12 +153,6 @@ def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
             f"{security.key_file!r}: {error}; give a certificate and its key, both PEM"
         ) from error
     return context
-
-
-_MAIN = "main.js"
-_METRIC_POINTS = 120  # of each of some hundred metrics
-_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
 
 
 def export_page(

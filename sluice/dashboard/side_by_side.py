@@ -41,6 +41,10 @@ _RECENT = (
     ("Rollout idle", metric_names.ROLLOUT_IDLE, "share"),
     ("Generated per trained token", "train/generated_per_trained_tokens", "number"),
 )
+_RUN = "RUN"
+_RUN_DIR = "sluice.run_dir"
+# Of a start, not of a run: the ports are chosen at each.
+_OF_A_START = (_RUN_DIR, ".port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +210,6 @@ def _last(values: Values) -> float | None:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
-
-
-_RUN = "RUN"
-_RUN_DIR = "sluice.run_dir"
-# Of a start, not of a run: the ports are chosen at each.
-_OF_A_START = (_RUN_DIR, ".port")
 
 
 def run_settings(run_dir: Path) -> dict[str, str]:

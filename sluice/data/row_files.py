@@ -44,6 +44,7 @@ READ_BUFFER_BYTES = 1 << 20
 DIGEST_BYTES = 8
 
 RowIndexes = npt.NDArray[np.int64]
+RowT = TypeVar("RowT", bound=msgspec.Struct)
 
 
 def is_parquet(path: str) -> bool:
@@ -368,9 +369,6 @@ def _readers(path: Path) -> Iterator[Callable[[], Mapping[str, object]]]:
         for batch in batches_of(str(path), file, RAW_ROWS_PER_READ):
             for values in batch.to_pylist():
                 yield partial(dict[str, object], values)
-
-
-RowT = TypeVar("RowT", bound=msgspec.Struct)
 
 
 def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]]:

@@ -14,6 +14,28 @@ from sluice.device.host import CUDA_VISIBLE_VARIABLE
 from sluice.device.protocol import BACKENDS, PeakMemory, local_index
 from sluice.errors import ConfigError
 
+# Dense bfloat16, by words of a name, more words first: an RTX A4000 is no A40.
+_PEAK_FLOPS = {
+    rf"\b{words}\b": flops
+    for words, flops in {
+        "B200": 2250e12,
+        "GB200": 2500e12,
+        "H100 PCIe": 756e12,
+        "H100": 989e12,
+        "H200": 989e12,
+        "GH200": 989e12,
+        "H800": 989e12,
+        "H20": 148e12,
+        "A100": 312e12,
+        "A800": 312e12,
+        "L40S": 362e12,
+        "L40": 181e12,
+        "A40": 150e12,
+        "L20": 120e12,
+        "RTX 4090": 165e12,
+    }.items()
+}
+
 
 class Accelerator:
     """The device of the given index among the visible ones of its kind.
@@ -64,29 +86,6 @@ class Accelerator:
         """Return what is published of a device of this name."""
         name = self._runtime.get_device_name(self._index)
         return next((flops for part, flops in self._peaks.items() if re.search(part, name)), None)
-
-
-# Dense bfloat16, by words of a name, more words first: an RTX A4000 is no A40.
-_PEAK_FLOPS = {
-    rf"\b{words}\b": flops
-    for words, flops in {
-        "B200": 2250e12,
-        "GB200": 2500e12,
-        "H100 PCIe": 756e12,
-        "H100": 989e12,
-        "H200": 989e12,
-        "GH200": 989e12,
-        "H800": 989e12,
-        "H20": 148e12,
-        "A100": 312e12,
-        "A800": 312e12,
-        "L40S": 362e12,
-        "L40": 181e12,
-        "A40": 150e12,
-        "L20": 120e12,
-        "RTX 4090": 165e12,
-    }.items()
-}
 
 
 class CudaDevice(Accelerator):

@@ -15,6 +15,8 @@ _MESSAGE_WIDTH = 60
 # Cells that a long line loses first.
 _LEAST_NEEDED = ("entropy", "staleness", "length")
 _SECONDS_PER_MINUTE, _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 60, 3600, 86400
+_LOW_YIELD, _MIN_GROUPS = 0.05, 64
+_ONE_SIDED = 0.8
 
 
 def duration_text(seconds: float) -> str:
@@ -128,10 +130,6 @@ def state_line(snapshot: RunSnapshot, *, batch_size: int, min_replicas: int) -> 
     if validating and snapshot.phase != "evaluating":
         doing += f"; {validating}"
     return f"{doing} ({duration_text(snapshot.phase_seconds)})"
-
-
-_LOW_YIELD, _MIN_GROUPS = 0.05, 64
-_ONE_SIDED = 0.8
 
 
 def num_decided_groups(metrics: Mapping[str, float]) -> float:

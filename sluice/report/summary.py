@@ -45,6 +45,8 @@ _MIN_AGE_S = 0.5  # a smaller one would read 0 s
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
 _GROUPS = (metric_names.GROUPS_ALL_RIGHT, metric_names.GROUPS_ALL_WRONG)
 _DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
+_PACKAGES = ("torch", "transformers", *VENDOR_ENGINES, "ray", "grpcio", "typer")
+_GIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +337,6 @@ def ended_summary(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and _OF_AN_END in found else {}
-
-
-_PACKAGES = ("torch", "transformers", *VENDOR_ENGINES, "ray", "grpcio", "typer")
-_GIT_S = 5.0
 
 
 def software_versions() -> dict[str, str]:

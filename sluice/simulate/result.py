@@ -19,6 +19,8 @@ from sluice.simulate.recorder import Issue, SimulationRecorder, TokenCause
 from sluice.simulate.settings import IDEAL_TRAINER, SimulationSettings
 from sluice.simulate.workload import Workload
 
+OpenWorkload = Callable[[], Workload]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
@@ -175,9 +177,6 @@ def _accounts(recorder: SimulationRecorder, loop: SimulatedLoop) -> dict[str, fl
         "pending": loop.num_pending_tokens(),
         "generated": loop.totals()[0],
     }
-
-
-OpenWorkload = Callable[[], Workload]
 
 
 def simulate_fill_times(

@@ -50,6 +50,10 @@ _METHOD_OF = {
     environment.StepRequest: "Step",
     environment.CloseRequest: "Close",
 }
+ResponseT = TypeVar("ResponseT")
+_TLS = "https://"
+_STATUS_BYTES = 1 << 16
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
 class Server(NamedTuple):
@@ -238,14 +242,6 @@ async def give_up(server: Server, episode_id: str) -> None:
         return
     finally:
         await server.channels.release(server.address)
-
-
-ResponseT = TypeVar("ResponseT")
-
-
-_TLS = "https://"
-_STATUS_BYTES = 1 << 16
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
 class _DownError(EpisodeFailedError):

@@ -30,8 +30,7 @@ from sluice.cli.arguments import (
     named_run,
     summary,
 )
-from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
-from sluice.cli.policy.kept_checkpoints import steps_with
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run, steps_with
 from sluice.cli.run.checked import refuse_beside_another
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.evaluation_origin import regraded_origin, write_origin
@@ -136,6 +135,11 @@ _Config = Annotated[
 
 _OF_FILES = ("benchmark", "data-dir", "engine", "replicas", "output", "config", "logs")
 """Options of evaluations without a run."""
+Evaluations = Annotated[
+    list[Path],
+    typer.Argument(metavar="DIR", help="--output folders of evaluations, or of --follow."),
+]
+_COMMAND = "services.reward.regrade"
 
 
 def evaluate(  # noqa: PLR0913 - options of the command
@@ -277,12 +281,6 @@ async def _evaluate(
         return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
 
 
-Evaluations = Annotated[
-    list[Path],
-    typer.Argument(metavar="DIR", help="--output folders of evaluations, or of --follow."),
-]
-
-
 def compare_evaluations(
     folders: Evaluations,
     *,
@@ -352,9 +350,6 @@ def _print_compared(
                 )
             )
     print_table(console, printable(benchmark.name), columns, rows, right=columns[1:])
-
-
-_COMMAND = "services.reward.regrade"
 
 
 def regrade(

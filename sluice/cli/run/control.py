@@ -21,14 +21,14 @@ from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
-from sluice.launch.replica_scale import check_number
 from sluice.launch.service_spec import replica_number
-from sluice.launch.servicer import all_left, launched_processes, launcher_of
+from sluice.launch.servicer import all_left, check_number, launched_processes, launcher_of
 
 _POLL_S = 0.2
 # About 5 s, since each look tries three times. A trainer that is out of reach for less may be in
 # its place, or be started again there.
 _ABSENT_POLLS = 6
+_LOOK_S = 0.5
 
 
 def stop(
@@ -189,9 +189,6 @@ async def _resume(run: Path) -> tuple[Path, str, int]:
         location.trainer, location.reward, credentials=location.credentials
     ) as monitor:
         return location.run_dir, snapshot.hold_reason, await monitor.resume()
-
-
-_LOOK_S = 0.5
 
 
 def scale(

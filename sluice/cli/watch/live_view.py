@@ -47,6 +47,8 @@ _MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
+# It ends first, or a kill is over in seconds.
+_NOT_ANSWERING = "the process evaluation is ending, or starts again"
 
 
 def run_accuracies(history: StepHistory) -> list[tuple[int, float]]:
@@ -344,10 +346,6 @@ class LiveView:
     def _print(self, text: str) -> None:
         print_line(self._console, text)
         self._printed_s = time.monotonic()
-
-
-# It ends first, or a kill is over in seconds.
-_NOT_ANSWERING = "the process evaluation is ending, or starts again"
 
 
 class EvaluationView(LiveView):

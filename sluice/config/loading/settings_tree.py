@@ -28,6 +28,18 @@ from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
+# OmegaConf, which verl uses, was tried instead. It would save only this module, since the signs
+# before a key (+, ++, ~) are Hydra's. It costs 120 ms at the start of every service, reads a
+# threshold band such as 1_5 as 15, `on` as true and 012 as 10, finds neither our defaults nor other
+# spellings of a key without a tree of all of them, and its errors name no remedy.
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
+_ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
+_DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
+# Braces of a value that is written into a text begin no reference: private characters stand for
+# them.
+_ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001", "{}")
+
 
 @dataclass(slots=True)
 class SettingsTree:
@@ -111,19 +123,6 @@ def tree_of(document: Mapping[str, object]) -> SettingsTree:
             continue
         tree.set(path, value, spelled)
     return tree
-
-
-# OmegaConf, which verl uses, was tried instead. It would save only this module, since the signs
-# before a key (+, ++, ~) are Hydra's. It costs 120 ms at the start of every service, reads a
-# threshold band such as 1_5 as 15, `on` as true and 012 as 10, finds neither our defaults nor other
-# spellings of a key without a tree of all of them, and its errors name no remedy.
-_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
-_ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
-_DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
-# Braces of a value that is written into a text begin no reference: private characters stand for
-# them.
-_ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001", "{}")
 
 
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:

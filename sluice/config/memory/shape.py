@@ -22,6 +22,7 @@ ModelContent = Mapping[str, object]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _ENCODER = "vision_config"
 _ADAPTABLE_EXPERTS = frozenset({"qwen3_moe", "qwen3_vl_moe"})
+_CHANNELS, _FLOAT = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +325,6 @@ def _models() -> dict[str, dict[str, Any]]:
         for family, models in content.items()
         for name, own in models.items()
     }
-
-
-_CHANNELS, _FLOAT = 3, 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,14 @@ from sluice.errors import (
     PeerError,
 )
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name, with_ports
-from sluice.launch.servicer import LAUNCHER_NAME, LauncherAddress, launch_service, write_launcher
+from sluice.launch.servicer import (
+    LAUNCHER_NAME,
+    LauncherAddress,
+    ReplicaScale,
+    launch_service,
+    write_launcher,
+)
 
 
 @pytest.fixture

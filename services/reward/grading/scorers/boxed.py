@@ -7,6 +7,7 @@ from sluice.errors import DataError
 
 _COMMAND = "\\boxed"
 _SPACED = "\\boxed "
+CHOICES = "ABCDEFG"
 
 
 def math_score(solution: str, ground_truth: str) -> float:
@@ -29,9 +30,6 @@ def boxed_answer(solution: str) -> str | None:
     if start < len(_COMMAND) or solution[start : start + 1] != "{":
         return None
     return braced(solution, start)
-
-
-CHOICES = "ABCDEFG"
 
 
 def choice_score(solution: str, ground_truth: str) -> float:
