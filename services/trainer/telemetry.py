@@ -36,12 +36,13 @@ from sluice.service_contract import CONFIG_NAME, restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 
+logger = logging.getLogger(__name__)
+
 _SKIPPED = "actor/skipped_updates"
 _TOKENS = "tokens/"
 _OPEN = ("pending", "under_way")
 _ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
 _AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
-logger = logging.getLogger(__name__)
 _END_S = 5.0
 
 

@@ -16,15 +16,15 @@ SEQUENCE_KEY = f"{_FSDP}.ulysses_sequence_parallel_size"
 EXPERT_KEY = f"{_FSDP}.expert_parallel_size"
 TENSOR_KEY = f"{_FSDP}.tensor_parallel_size"
 PIPELINE_KEY = f"{_FSDP}.pipeline_parallel_size"
-_RANKS = "trainer ranks (trainer.nnodes * trainer.n_gpus_per_node)"
-
-Division: TypeAlias = tuple[str, int, int, str]
-"""A key, its size, the number that it must divide, and what that is a number of."""
 _CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
 FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
 LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"
 EMBEDDING_KEY = f"{_CUTS}.account_for_embedding_in_pipeline_split"
 LOSS_KEY = f"{_CUTS}.account_for_loss_in_pipeline_split"
+_RANKS = "trainer ranks (trainer.nnodes * trainer.n_gpus_per_node)"
+
+Division: TypeAlias = tuple[str, int, int, str]
+"""A key, its size, the number that it must divide, and what that is a number of."""
 
 
 def divisions(

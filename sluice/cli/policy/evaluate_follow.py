@@ -1,4 +1,4 @@
-"""`sluice eval --follow`: each checkpoint of a run, as it appears, kept even if the run deletes it."""
+"""`sluice eval --follow`: each checkpoint of a run, as it appears, also one that it deletes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
-# OmegaConf, which verl uses, was tried instead. It would save only this module, since the signs
+# OmegaConf, which verl uses, was tried instead. It would save only the references, since the signs
 # before a key (+, ++, ~) are Hydra's. It costs 120 ms at the start of every service, reads a
 # threshold band such as 1_5 as 15, `on` as true and 012 as 10, finds neither our defaults nor other
 # spellings of a key without a tree of all of them, and its errors name no remedy.
