@@ -113,6 +113,14 @@ def _paths(incomplete: str) -> list[str]:
     return sorted(f"{path}{os.sep}" if Path(path).is_dir() else path for path in found)
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys to override in verl's spelling.",
+        show_default=False,
+    ),
+]
 ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(

@@ -1,4 +1,6 @@
-"""Lines that show how far a run is: while it starts, waits, trains, validates and saves."""
+"""Lines that show how far a run is, while it starts, waits, trains, validates and saves, and what a
+person who watched it would say about its numbers.
+"""
 
 from __future__ import annotations
 
