@@ -91,34 +91,6 @@ class SandboxConfig(Section, frozen=True):
     """Most processes and threads of a program at once."""
 
 
-class KeepConfig(Section, frozen=True):
-    """The best checkpoints, which no retention deletes."""
-
-    metric: str | None = None
-    """Metric of validations by which checkpoints are compared; none: held-out accuracy."""
-
-    better: Literal["max", "min"] = "max"
-    """Whether larger or smaller values are better."""
-
-    top: NonNegativeInt = 1
-    """Best checkpoints that stay beside the newest ones; 0: none."""
-
-
-class GuardRuleConfig(Section, frozen=True):
-    """One element of sluice.guards.rules."""
-
-    action: Literal["hold", "stop", "rollback"]
-    metric: str | None = None
-    better: Literal["max", "min"] = "max"
-    target: float | None = None
-    limit: float | None = None
-    deviations: NonNegativeFloat | None = None
-    times: PositiveInt = 1
-    window: PositiveInt = 1
-    learning_rate_factor: PositiveShare = 0.5
-    most_rollbacks: PositiveInt = 2
-
-
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
 # An empty text is a variable that was left unset; it must not switch protection off.
 _Given = Annotated[str, Meta(min_length=1)]
@@ -150,6 +122,34 @@ class SecurityConfig(Section, frozen=True):
     """File of bearer tokens, one per line: servers accept all, callers present the first; none: the
     token in SLUICE_TOKEN, and without that no token is required.
     """
+
+
+class KeepConfig(Section, frozen=True):
+    """The best checkpoints, which no retention deletes."""
+
+    metric: str | None = None
+    """Metric of validations by which checkpoints are compared; none: held-out accuracy."""
+
+    better: Literal["max", "min"] = "max"
+    """Whether larger or smaller values are better."""
+
+    top: NonNegativeInt = 1
+    """Best checkpoints that stay beside the newest ones; 0: none."""
+
+
+class GuardRuleConfig(Section, frozen=True):
+    """One element of sluice.guards.rules."""
+
+    action: Literal["hold", "stop", "rollback"]
+    metric: str | None = None
+    better: Literal["max", "min"] = "max"
+    target: float | None = None
+    limit: float | None = None
+    deviations: NonNegativeFloat | None = None
+    times: PositiveInt = 1
+    window: PositiveInt = 1
+    learning_rate_factor: PositiveShare = 0.5
+    most_rollbacks: PositiveInt = 2
 
 
 class GuardsConfig(Section, frozen=True):
