@@ -145,3 +145,16 @@ def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
 )
 def test_keys_that_verl_0_9_added_are_known(key: str) -> None:
     assert explain_key(key).meaning
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["skip.rollout", "skip.rollout_tq", "skip.async_rollout", "actor_rollout_ref.rollout.skip"],
+)
+def test_responses_from_a_file_are_refused_and_their_other_settings_accepted(section: str) -> None:
+    load_config(None, [f"{section}={{enable:false,dump_dir:dumps,action:repeat}}"])
+    assert f"{section}.enable = true is refused" in message(f"{section}.enable=true")
+
+
+def test_the_checkpointing_of_squared_probabilities_of_older_versions_is_known() -> None:
+    load_config(None, ["actor_rollout_ref.actor.sum_pi_squared_checkpointing=true"])
