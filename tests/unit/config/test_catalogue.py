@@ -156,5 +156,14 @@ def test_responses_from_a_file_are_refused_and_their_other_settings_accepted(sec
     assert f"{section}.enable = true is refused" in message(f"{section}.enable=true")
 
 
-def test_the_checkpointing_of_squared_probabilities_of_older_versions_is_known() -> None:
-    load_config(None, ["actor_rollout_ref.actor.sum_pi_squared_checkpointing=true"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.sum_pi_squared_checkpointing=true",  # of older versions
+        "+actor_rollout_ref.rollout.repetition_penalty=1.05",
+        "+actor_rollout_ref.actor.checkpoint.save_lora_only=true",
+        "+critic.checkpoint.save_lora_only=true",
+    ],
+)
+def test_keys_that_stand_only_in_the_code_of_verl_are_known(override: str) -> None:
+    load_config(None, [override])
