@@ -28,6 +28,7 @@ from sluice.config.verl_sizes import (
 MINI, MICRO = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 TRAIN, GLOBAL_MICRO = "data.train_batch_size", f"{ACTOR}.ppo_micro_batch_size"
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
+CRITIC_MICRO = f"{CRITIC}.ppo_micro_batch_size"
 CRITIC_SP = f"{CRITIC}.ulysses_sequence_parallel_size"
 RANKS = "trainer.n_gpus_per_node"
 
@@ -151,6 +152,22 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
             f"{GLOBAL_MICRO}=null",
             per_gpu,
         )
+
+
+def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
+    # CriticConfig.__post_init__ of verl/workers/config/critic.py. In verl's critic.yaml the key per
+    # device refers to the deprecated one, so that setting that one sets both.
+    if sizes.critic is None or sizes.critic.dynamic:
+        return
+    old, key = sizes.keys.whole_or_none(CRITIC_MICRO), f"{CRITIC_MICRO}_per_gpu"
+    if old is not None:
+        rows = rows_per_device(sizes.keys, CRITIC_MICRO) or _fitting_micro(sizes.batch)
+        deprecated = f"is deprecated, and {key} takes its value or has another: both are set"
+        overrides = f"{CRITIC_MICRO}=null", f"{key}={rows}"
+        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, deprecated, *overrides)
+    elif (rows := sizes.actor.ppo_micro_batch_size_per_gpu) and not sizes.keys.is_set(key):
+        while_false = f"while {CRITIC}.use_dynamic_bsz is false; here it follows {MICRO}"
+        yield verl_problem("critic-micro-batch", key, None, while_false, f"{key}={rows}")
 
 
 def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
@@ -330,6 +347,7 @@ _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
     _log_prob_micro,
     _mini_in_train,
     _micro,
+    _critic_micro,
     _remove_padding,
     _same_dynamic,
     _mini_rows,
