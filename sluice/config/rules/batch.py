@@ -165,9 +165,9 @@ def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
         deprecated = f"is deprecated, and {key} takes its value or has another: both are set"
         overrides = f"{CRITIC_MICRO}=null", f"{key}={rows}"
         yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, deprecated, *overrides)
-    elif (rows := sizes.actor.ppo_micro_batch_size_per_gpu) and not sizes.keys.is_set(key):
+    elif (own := sizes.actor.ppo_micro_batch_size_per_gpu) and not sizes.keys.is_set(key):
         while_false = f"while {CRITIC}.use_dynamic_bsz is false; here it follows {MICRO}"
-        yield verl_problem("critic-micro-batch", key, None, while_false, f"{key}={rows}")
+        yield verl_problem("critic-micro-batch", key, None, while_false, f"{key}={own}")
 
 
 def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:

@@ -204,7 +204,7 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
         (
             "critic-micro-batch",
             [PPO[0]],
-            "critic.ppo_micro_batch_size_per_gpu = null while critic.use_dynamic_bsz is false; here",
+            "critic.ppo_micro_batch_size_per_gpu = null while critic.use_dynamic_bsz is false",
         ),
         (
             "critic-micro-batch",
