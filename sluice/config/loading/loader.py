@@ -142,6 +142,10 @@ class KeySettings:
         """Return whether the user gave the key a value other than null."""
         return self._as_set.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the user wrote null."""
+        return self._as_set.get(key, msgspec.UNSET) is None
+
     def set_below(self, section: str) -> dict[str, object]:
         """Return what the user set in a section, without nulls, by key."""
         given = self._as_set.items()

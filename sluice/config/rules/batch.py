@@ -155,19 +155,29 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
-    # CriticConfig.__post_init__ of verl/workers/config/critic.py. In verl's critic.yaml the key per
-    # device refers to the deprecated one, so that setting that one sets both.
+    # FSDPCriticConfig of verl/workers/config/critic.py. In verl's critic.yaml the key per device
+    # refers to the deprecated one, so that setting that one sets both.
     if sizes.critic is None or sizes.critic.dynamic:
         return
-    old, key = sizes.keys.whole_or_none(CRITIC_MICRO), f"{CRITIC_MICRO}_per_gpu"
-    if old is not None:
-        rows = rows_per_device(sizes.keys, CRITIC_MICRO) or _fitting_micro(sizes.batch)
-        deprecated = f"is deprecated, and {key} takes its value or has another: both are set"
-        overrides = f"{CRITIC_MICRO}=null", f"{key}={rows}"
-        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, deprecated, *overrides)
-    elif (own := sizes.actor.ppo_micro_batch_size_per_gpu) and not sizes.keys.is_set(key):
-        while_false = f"while {CRITIC}.use_dynamic_bsz is false; here it follows {MICRO}"
-        yield verl_problem("critic-micro-batch", key, None, while_false, f"{key}={own}")
+    batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
+    old, rows = sizes.keys.whole_or_none(CRITIC_MICRO), sizes.keys.whole_or_none(key)
+    mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
+    per_gpu, message = f"{key}={rows or _fitting_micro(batch)}", ""
+    if old is None:
+        if not sizes.keys.is_set(key):
+            message = f"while {CRITIC}.use_dynamic_bsz is false"
+            yield verl_problem("critic-micro-batch", key, None, message, per_gpu)
+        return
+    if not sizes.keys.is_null(key):
+        message = f"is deprecated, and {key} takes its value or has another: both are set"
+    elif mini % old or old * sizes.critic.sp < batch.split.world:
+        message = (
+            f"(deprecated) must divide {CRITIC}.ppo_mini_batch_size = {mini} and give each of "
+            f"{batch.split.world} ranks a row"
+        )
+    if message:
+        overrides = f"{CRITIC_MICRO}=null", per_gpu
+        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, message, *overrides)
 
 
 def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:

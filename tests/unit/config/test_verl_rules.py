@@ -61,7 +61,20 @@ def test_a_run_does_not_start_where_its_engine_cannot_cut_the_models_heads(engin
     assert "tp-heads" in [one.rule for one in errors(broken(*settings, shape=DENSE))]
 
 
-@pytest.mark.parametrize("more", [(), DYNAMIC, CUT, PPO, (*DYNAMIC, *PPO)])
+NULL = "critic.ppo_micro_batch_size_per_gpu=null"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        DYNAMIC,
+        CUT,
+        PPO,
+        (*DYNAMIC, *PPO),
+        (PPO[0], NULL, "critic.ppo_micro_batch_size=16"),
+    ],
+)
 def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
     assert broken(*more, shape=DENSE) == []
 
@@ -215,6 +228,11 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             "critic-micro-batch",
             [PPO[0], "critic.ppo_micro_batch_size=32"],
             "takes its value or has another: both are set",
+        ),
+        (
+            "critic-micro-batch",
+            [PPO[0], NULL, "critic.ppo_micro_batch_size=4"],
+            "must divide critic.ppo_mini_batch_size = 32 and give each of 8 ranks a row",
         ),
         (
             "critic-world-divides",
