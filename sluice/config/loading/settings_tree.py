@@ -23,7 +23,8 @@ from sluice.config.loading.keys import (
     refers_to,
     unknown_key,
 )
-from sluice.config.loading.yaml_text import flat_tree, parse_override_value, parse_scalar
+from sluice.config.loading.override_values import parse_override_value
+from sluice.config.loading.yaml_text import flat_tree, parse_scalar
 from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
