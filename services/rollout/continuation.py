@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.rollout.tool_calls import read_answer, thought_marks
+from services.rollout.tool_calls import PLAIN, read_answer, thought_marks
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
 from sluice.json_objects import shown
 from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
 
-USER, TOOL, PLAIN = "user", "tool", "plain"
+USER, TOOL = "user", "tool"
 _ASSISTANT = "assistant"
 _DIALOGUES, _MOST_ROUNDS = 5, 3
 _QUESTION = ChatMessage(USER, "What is 2 + 2?")

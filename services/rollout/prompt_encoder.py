@@ -16,7 +16,7 @@ import numpy as np
 
 from services.rollout.continuation import TOOL, USER, Bridge, TemplateAccess
 from services.rollout.engines.text import before_stop
-from services.rollout.tool_calls import marks_of, read_answer
+from services.rollout.tool_calls import PLAIN, marks_of, read_answer
 from sluice.errors import ConfigError, InvalidRequestError, SluiceError
 from sluice.types import IMAGE_MARK, Answer, ChatMessage, TokenIds, Tool
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -182,13 +182,14 @@ class PromptEncoder:
             tool_format: how calls of tools are written; empty: see the property of that name.
             tools: those that were offered.
         """
-        tool_format = tool_format or self.tool_format
-        marks = marks_of(tool_format)
+        marks = marks_of(self.tool_format if tool_format in ("", PLAIN) else tool_format)
         control = self._control_tokens
         ids = [
             id_ for id_ in token_ids.tolist() if control.get(id_) is None or control[id_] in marks
         ]
-        return read_answer(before_stop(self._with_control(ids), stops), tool_format, tools)
+        text = before_stop(self._with_control(ids), stops)
+        family = self.tool_format
+        return read_answer(text, tool_format or family, tools, family=family)
 
     def _with_control(self, ids: list[int]) -> str:
         """Return the text of tokens, with those that are special."""

@@ -23,6 +23,7 @@ from sluice.json_objects import (
 )
 from sluice.types import Answer, Tool, ToolCall
 
+PLAIN = "plain"
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -105,16 +106,21 @@ _Types = Mapping[str, Collection[str] | None]
 _BEGINS_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"')
 
 
-def read_answer(text: str, tool_format: str, tools: Sequence[Tool] = ()) -> Answer:
+def read_answer(
+    text: str, tool_format: str, tools: Sequence[Tool] = (), *, family: str = PLAIN
+) -> Answer:
     """Return what a finished response says.
 
     Args:
         text: of the response, with the marks of calls and thoughts, and without its end token.
         tool_format: one of `sluice.types.TOOL_FORMATS`.
         tools: the offered tools. Formats that write no types take them from here.
+        family: the format in which ``plain``, which reads no calls, finds thoughts and text.
     """
-    form = _FORMATS[tool_format]
+    form = _FORMATS[family if tool_format == PLAIN else tool_format]
     reasoning, rest = form.split(text)
+    if tool_format == PLAIN:
+        return Answer(form.text(rest), reasoning)
     try:
         content, calls = form.read(rest, tools)
     except _UnreadableError as error:
@@ -146,11 +152,13 @@ class _Format(NamedTuple):
         read: returns the content and the calls of what follows the thoughts.
         marks: texts that a tokenizer may have as special tokens, beside those of thoughts.
         thoughts: what stands before them, and what after.
+        text: returns what an answer without calls says, of what follows the thoughts.
     """
 
     read: Callable[[str, Sequence[Tool]], _Read]
     marks: Collection[str]
     thoughts: tuple[str, str] = _THOUGHTS
+    text: Callable[[str], str] = str
 
     def split(self, text: str) -> tuple[str, str]:
         """Return thoughts and the rest."""
@@ -439,20 +447,28 @@ def _gemma_word(found: re.Match[str]) -> str:
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 
 
-def _gpt_oss(text: str, _tools: Sequence[Tool]) -> _Read:
-    if _MESSAGE not in text:
-        return text, []
-    contents, calls = list[str](), list[ToolCall]()
-    for message in text.split(_START):
+def _messages(text: str) -> Iterator[tuple[str | None, str]]:
+    """Yield the recipient, if any, and the text of each message of an answer in channels."""
+    for message in text.split(_START) if _MESSAGE in text else ():
         header, _, body = message.partition(_MESSAGE)
-        body = _ENDS.split(body, maxsplit=1)[0]
-        _, to, recipient = header.partition(" to=")
-        if not to:
-            contents.append(body)
-            continue
-        name = re.split(r"[\s<]", recipient, maxsplit=1)[0].removeprefix("functions.")
-        calls.append(_checked(name, body, len(calls) + 1))
-    return "\n".join(each for each in contents if each), calls
+        _, to, rest = header.partition(" to=")
+        recipient = re.split(r"[\s<]", rest, maxsplit=1)[0] if to else None
+        yield recipient, _ENDS.split(body, maxsplit=1)[0]
+
+
+def _channel_text(text: str) -> str:
+    if _MESSAGE not in text:
+        return text
+    return "\n".join(body for recipient, body in _messages(text) if body and recipient is None)
+
+
+def _gpt_oss(text: str, _tools: Sequence[Tool]) -> _Read:
+    calls: list[ToolCall] = []
+    for recipient, body in _messages(text):
+        if recipient is not None:
+            name = recipient.removeprefix("functions.")
+            calls.append(_checked(name, body, len(calls) + 1))
+    return _channel_text(text), calls
 
 
 _MARKS = (CALL, END_CALL, PYTHON_TAG)
@@ -471,7 +487,10 @@ _FORMATS: Mapping[str, _Format] = {
         ("<|channel>thought\n", "<channel|>"),
     ),
     "gpt-oss": _Format(
-        _gpt_oss, (_START, _CHANNEL, _MESSAGE, _END, "<|constrain|>"), (_ANALYSIS, _END)
+        _gpt_oss,
+        (_START, _CHANNEL, _MESSAGE, _END, "<|constrain|>"),
+        (_ANALYSIS, _END),
+        _channel_text,
     ),
-    "plain": _Format(_plain, _MARKS),
+    PLAIN: _Format(_plain, _MARKS),
 }

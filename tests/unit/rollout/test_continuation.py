@@ -329,6 +329,26 @@ def test_gpt_oss_reads_its_thoughts_before_a_call_and_its_result(
     assert "analysisWhich jar?assistant to=functions.look" in encoder.decode(ids)
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3", "<think>\nhm\n</think>\n\n6"),
+        ("seed", "<seed:think>hm</seed:think>6"),
+        ("gemma4", "<|channel>thought\nhm<channel|>6"),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>6",
+        ),
+    ],
+)
+def test_where_no_calls_are_read_thoughts_and_text_are_those_of_the_templates_format(
+    encoders: dict[str, PromptEncoder], family: str, text: str
+) -> None:
+    encoder = encoders[family]
+    response = sampled(encoder, family, text)
+    assert encoder.read_answer(response, tool_format="plain") == Answer("6", "hm")
+
+
 def test_marks_of_one_format_are_not_in_texts_of_another(
     encoders: dict[str, PromptEncoder],
 ) -> None:

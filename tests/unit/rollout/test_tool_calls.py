@@ -64,7 +64,7 @@ def test_thoughts_that_the_prompt_opened_or_that_never_ended_are_thoughts() -> N
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_a_text_without_calls_is_the_content_letter_by_letter(tool_format: str) -> None:
-    for text in ("", " 7 \n", '{"answer": 7}', "a < b", "{"):
+    for text in ("", " 7 \n", '{"answer": 7}', "a < b", "{", "go to=b"):
         assert read_answer(text, tool_format) == Answer(text)
 
 
