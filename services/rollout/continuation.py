@@ -3,8 +3,9 @@
 A chat template renders whole conversations. The bridge finds out once what it writes after an
 answer, and after calls: the end token, and all that follows it, such as a newline that no policy
 samples. It proves on generated dialogues that this equals a full rendering. A template that writes
-an answer differently once it is history, as those that leave out thoughts, or that repeats a call
-beside its result, fails the proof: its conversations are not continued.
+an answer differently once it is history, as those that leave out thoughts, fails the proof: its
+conversations are not continued. Where a template repeats a call beside its result, such as its
+name, the call is read from the tokens so far.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import json
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from services.rollout.tool_calls import PLAIN, read_answer, thought_marks
+from services.rollout.tool_calls import PLAIN, THINK, read_answer, thought_marks
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
 from sluice.json_objects import shown
 from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
@@ -162,7 +163,8 @@ class Bridge:
                     f"prompt.continuation: the template rewrites history before turns of {role} "
                     f"({reason}); begin a new root: send the whole conversation as a chat"
                 )
-        added = self._access.encode(self._after_answer(messages, tools))
+        calls = self._last_calls(earlier, messages, tools) if self._repeats_calls else ()
+        added = self._access.encode(self._after_answer(messages, tools, calls))
         has_ended = int(earlier[-1]) in self._access.end_tokens | {added[0]}
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
@@ -231,17 +233,62 @@ class Bridge:
         )
         return ChatMessage(_ASSISTANT, content, calls)
 
-    def _after_answer(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
-        """Return the end token of an answer, and what the template writes after it."""
+    @cached_property
+    def _repeats_calls(self) -> bool:
+        """Whether the template repeats of a call beside its result, such as the name."""
+        if not self._calls.most:
+            return False
+        try:
+            return _OTHER[0] in self._after_answer([ChatMessage(TOOL, "7")], [_PROBE])
+        except (InvalidRequestError, HistoryRewrittenError):
+            return True
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template writes after a question."""
+        question = ChatMessage(USER, self._mark)
+        return self._access.render([question], ()).rpartition(self._mark)[2]
+
+    def _last_calls(
+        self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> Sequence[ToolCall]:
+        """Return the calls whose results the new turns begin with."""
+        results = list(itertools.takewhile(lambda message: message.role == TOOL, messages))
+        said = self._access.decode(earlier).rpartition(self._prompt)[2]
+        said = said.removesuffix(self._calls.close)
+        calls = read_answer(said, self.tool_format, tools).tool_calls[-len(results) :]
+        if len(calls) < len(results):
+            raise HistoryRewrittenError(
+                f"prompt.continuation: {len(results)} results, and {len(calls)} calls that the "
+                "template repeats beside them; begin a new root: send the conversation as a chat"
+            )
+        pairs = zip(calls, results, strict=False)
+        return [replace(call, call_id=result.tool_call_id) for call, result in pairs]
+
+    def _after_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        calls: Sequence[ToolCall] = (),
+    ) -> str:
+        """Return the end token of an answer, and what the template writes after it.
+
+        Args:
+            messages: what follows the answer.
+            tools: the offered tools.
+            calls: the answer's, where the template repeats them; none: any other one.
+        """
         past, close = ChatMessage(_ASSISTANT, self._mark), self._close
         if messages[0].role == TOOL and self._calls.most:
-            # A template that repeats a call beside its result fails the proof by this one.
             past, close = (
                 self._calling("", [self._mark], self._calls.ids, _OTHER),
                 self._calls.close,
             )
+            marked = json.dumps({"text": self._mark})
+            same = tuple(replace(call, arguments=marked) for call in calls)
+            past = replace(past, tool_calls=same or past.tool_calls)
         text = self._access.render([_QUESTION, past, *messages], tools)
-        _, found, added = text.partition(self._mark)[2].partition(close)
+        _, found, added = text.rpartition(self._mark)[2].partition(close)
         if not found:
             raise HistoryRewrittenError(
                 "prompt.continuation: the template leaves out answers; begin a new root: send the "
@@ -272,6 +319,9 @@ class Bridge:
             if tools:
                 texts = [_words(rng) for _ in range(rng.randint(1, self._calls.most))]
                 answer = self._calling(thoughts, texts, self._calls.ids)
+                if think != THINK:  # only the template knows where to write them
+                    reasoning = read_answer(thoughts, self.tool_format).reasoning
+                    answer = replace(answer, content="", reasoning=reasoning)
             else:
                 answer = ChatMessage(_ASSISTANT, thoughts + _words(rng))
             new = _results(answer) or [ChatMessage(kind.role, _words(rng))]
@@ -287,7 +337,7 @@ class Bridge:
     ) -> None:
         head = self._access.render(before, tools)
         full = self._access.render([*before, answer, *new], tools)
-        added = self._after_answer(new, tools)
+        added = self._after_answer(new, tools, answer.tool_calls if self._repeats_calls else ())
         said = full[len(head) :].removesuffix(added)
         if not full.startswith(head):
             raise HistoryRewrittenError("what comes before an answer changes once it is history")
@@ -312,7 +362,7 @@ class Bridge:
                 token in after for token in self._access.control_tokens.values()
             )
         found = read_answer(said, self.tool_format, tools)
-        thoughts = read_answer(answer.content, self.tool_format).reasoning
+        thoughts = answer.reasoning or read_answer(answer.content, self.tool_format).reasoning
         is_alone = not found.content and found.reasoning == thoughts
         return is_alone and _same_calls(found.tool_calls, answer)
 

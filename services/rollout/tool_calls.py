@@ -441,7 +441,7 @@ _GEMMA_WORD = re.compile(r"(?<![\w.$-])([\w$][\w.$-]*+)(\s*+:)?")
 def _gemma_word(found: re.Match[str]) -> str:
     """Return a bare key or value as JSON; templates write constants as Python does."""
     word, colon = found.groups()
-    return f'"{word}":' if colon else _CONSTANTS.get(word, word)
+    return f'"{word}": ' if colon else _CONSTANTS.get(word, word)
 
 
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")

@@ -215,6 +215,11 @@ SEED = (
     QWEN3_CODER.replace("tool_call>", "seed:tool_call>")
     .replace("key + '>\\n'", "key + '>'")
     .replace("'\\n</parameter>", "'</parameter>")
+    .replace(
+        "assistant\\n' + content",
+        "assistant\\n' }}{%- if message.reasoning_content %}{{- '<seed:think>' }}"
+        "{{- message.reasoning_content + '</seed:think>' }}{%- endif %}{{- content",
+    )
 )
 
 # Results follow their calls in one turn, and have their names; lone ones are left out.

@@ -44,7 +44,7 @@ CALLS = {
         'string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
     ),
     "gemma4": '<|tool_call>call:look{jar:<|"|>C<|"|>}<tool_call|>',
-    "gpt-oss": ('<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"jar": "C"}'),
+    "gpt-oss": ' to=functions.look<|channel|>commentary json<|message|>{"jar": "C"}',
 }
 IDS = {"kimi": "functions.look:0"}
 CALL = ChatMessage("assistant", "", (ToolCall("look", '{"jar": "C"}', "call_0"),))
@@ -127,7 +127,7 @@ def test_turns_of_users_continue_as_a_full_rendering_has_them(
         assert ids == joined(encoder.encode_chat(history))
 
 
-@pytest.mark.parametrize("family", WITH_TOOLS)
+@pytest.mark.parametrize("family", [*WITH_TOOLS, "gemma4", "gpt-oss", "named results"])
 def test_results_of_tools_continue_as_a_full_rendering_has_them(
     encoders: dict[str, PromptEncoder], family: str
 ) -> None:
@@ -144,6 +144,16 @@ def test_results_of_tools_continue_as_a_full_rendering_has_them(
         ids = continued(encoder, joined(ids, response), result, tools=[LOOK])
         history += [ChatMessage("assistant", "", answer.tool_calls), result]
         assert ids == joined(encoder.encode_chat(history, tools=[LOOK]))
+
+
+@pytest.mark.parametrize("said", ["look(", CALLS["gpt-oss"][:-1]])
+def test_a_result_without_a_call_is_not_continued_where_the_template_repeats_calls(
+    encoders: dict[str, PromptEncoder], said: str
+) -> None:
+    encoder = encoders["gpt-oss"]
+    begun = encoder.encode_chat([QUESTION], tools=[LOOK])
+    with pytest.raises(HistoryRewrittenError, match="1 results, and 0 calls that the template"):
+        continued(encoder, joined(begun, sampled(encoder, "gpt-oss", said)), RESULT, tools=[LOOK])
 
 
 def test_several_results_are_one_turn_where_the_template_has_it_so(
@@ -174,10 +184,9 @@ def test_several_results_are_one_turn_where_the_template_has_it_so(
         ("minimax", ()),
         ("seed", ()),
         ("deepseek_v4", ()),
-        # Results have the names of their calls, which the new turns alone do not tell.
-        ("named results", (("tool", False), ("tool", True))),
-        ("gemma4", (("tool", False), ("tool", True))),
-        ("gpt-oss", ALL),
+        ("named results", ()),
+        ("gemma4", (("tool", True),)),
+        ("gpt-oss", (("user", False), ("user", True))),
         ("phi", (("tool", False), ("tool", True))),
         ("gemma", (("tool", False), ("tool", True))),
         ("chatml", ()),
