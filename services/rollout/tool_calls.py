@@ -216,13 +216,14 @@ def _tagged(text: str, begin: str, end_tag: str) -> tuple[str, list[str]]:
 def _json_call(body: str, number: int) -> ToolCall:
     try:
         call = msgspec.json.decode(body, type=_JsonCall)
+        text = (bytes(call.arguments) or bytes(call.parameters)).decode()
+        num_keys = 2 if text else len(msgspec.json.decode(body))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _UnreadableError(
             f"tool call {number}: {shown(body)} is not read ({str(error)[:100]}); write "
             '{"name": ..., "arguments": {...}}'
         ) from error
-    text = (bytes(call.arguments) or bytes(call.parameters)).decode()
-    if not text and len(msgspec.json.decode(body)) > 1:
+    if not text and num_keys > 1:
         raise _UnreadableError(
             f"tool call {number}: {shown(body)} has no arguments, and has other keys; write "
             '{"name": ..., "arguments": {...}}'
