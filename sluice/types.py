@@ -484,10 +484,14 @@ class Rollout:
         return any(is_absent(turn.token_ids) for turn in self.turns)
 
     @property
+    def versions(self) -> frozenset[int]:
+        """The versions that sampled a token of any turn; none for an empty response."""
+        return frozenset(span.version for turn in self.turns for span in turn.version_spans)
+
+    @property
     def oldest_version(self) -> int | None:
         """The version that sampled the oldest token; ``None`` for an empty response."""
-        spans = (span for turn in self.turns for span in turn.version_spans)
-        return min((span.version for span in spans), default=None)
+        return min(self.versions, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

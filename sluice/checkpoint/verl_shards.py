@@ -133,6 +133,10 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
         whole, expected = _joined(name, first.placements, parts), tuple(first.shape)
     else:
         is_whole = not first.dim() or tuple(first.shape) == shape or len(parts) == 1
+        if is_whole and not all(torch.equal(first, one) for one in parts[1:]):
+            raise CheckpointError(
+                f"{name}: each rank holds it whole, and they differ; save the checkpoint again"
+            )
         whole = first if is_whole else torch.cat([*parts], dim=0)
     if expected is not None and tuple(whole.shape) != expected:
         raise CheckpointError(

@@ -7,6 +7,7 @@ yet. Raw rows have all columns of a file, whatever its format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -203,6 +204,7 @@ def read_lines(block: RowBlock) -> Iterator[Slab]:
 
 def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
     """Return the object on a line. Raise DataError, which names file and row, if it is none."""
+    line = line.removeprefix(BOM_UTF8) if row == 0 else line
     try:
         return msgspec.json.decode(line, type=dict[str, object])
     except DECODE_ERRORS as error:

@@ -65,9 +65,9 @@ def verl_environment(function_path: str | None, config_path: str | None) -> Envi
         ConfigError: a file or class cannot be loaded, or two tools have one name.
     """
     verl_stand_in.provide()
-    found = [
-        *(_functions(function_path) if function_path else []),
+    found = [  # in the order in which verl offers them
         *(_classes(config_path) if config_path else []),
+        *(_functions(function_path) if function_path else []),
     ]
     by_name: dict[str, VerlTool] = {}
     for one in found:
@@ -90,7 +90,7 @@ def _functions(path: str) -> list[VerlTool]:
     registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
     before = set(registry)
     file_module(path, FUNCTIONS_KEY)
-    return [_function(one, path) for name, one in registry.items() if name not in before]
+    return [_function(registry[name], path) for name in sorted(set(registry) - before)]
 
 
 def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
@@ -148,11 +148,9 @@ class VerlEpisode:
 
     def __init__(self, by_name: Mapping[str, VerlTool], row: PlayedRow, calls: AuthorCalls) -> None:
         selection = row.extra_info.get("tool_selection")
-        self._tools = {
-            name: one
-            for name, one in by_name.items()
-            if not isinstance(selection, list) or name in selection
-        }
+        self._tools = dict(by_name)
+        if isinstance(selection, list) and selection:  # an empty one is none, as in verl
+            self._tools = {name: by_name[name] for name in map(str, selection) if name in by_name}
         kwargs = row.extra_info.get("tools_kwargs")
         self._kwargs: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
         self._calls = calls

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 import sluice
+from sluice.config.loading.override_values import override_value
 from sluice.config.loading.yaml_files import read_document
-from sluice.config.loading.yaml_text import flat_tree, flow_text, parse_document
+from sluice.config.loading.yaml_text import flat_tree, parse_document
 from sluice.errors import ConfigError
 
 README, RUN, TINY = "README.md", "run.yaml", "tiny.yaml"
@@ -152,7 +153,7 @@ def own_files(recipe: Recipe) -> list[str]:
 def _override(recipe: Recipe, key: str, value: object) -> str:
     if _is_own(recipe.folder, value):
         value = str((recipe.folder / str(value)).absolute())
-    return f"{key}={flow_text(value)}"
+    return f"{key}={override_value(value)}"
 
 
 def _is_own(folder: Path, value: object) -> bool:

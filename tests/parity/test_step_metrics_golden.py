@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.reward.records.statistics import batch_content_metrics
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.metrics.step_metrics import (
@@ -138,6 +139,44 @@ def test_the_difference_of_lengths_is_that_of_the_unbalanced_chunks() -> None:
     assert found["global_seqlen/min"] == 33676
     assert found["global_seqlen/max"] == 326471
     assert found["global_seqlen/minmax_diff"] == 292795
+
+
+def test_the_age_of_rows_equals_verls() -> None:
+    # verl/trainer/ppo/v1/trainer_base.py of 0.9.1, global step 6, with the rows' oldest and newest
+    # weights 1..4, 3..3, 2..5; the row without tokens has no version here.
+    spans = ([(1, 2), (2, 1), (4, 3)], [(3, 4)], [(2, 1), (5, 1)], [])
+    rollouts = tuple(_sampled_by(i, versions) for i, versions in enumerate(spans))
+    scores = tuple(Scored(1.0, 1.0, {}) for _ in spans)
+    group = TrainGroup("p", np.zeros(3, np.uint32), rollouts, scores, "s")
+    found = batch_content_metrics([group], 5, num_generated_tokens=12.0)
+    golden = {
+        "trajectory_spans": (3, 4, 1),
+        "trajectory_staleness": (1, 2, 0),
+        "trajectory_staleness_worst": (3, 4, 2),
+    }
+    for name, readings in golden.items():
+        for reading, value in zip(("mean", "max", "min"), readings, strict=True):
+            key = f"training/off_policy/{name}/{reading}"
+            assert found[key] == pytest.approx(value), key
+    assert (found["train/staleness_mean"], found["train/staleness_max"]) == (3, 4)
+
+
+def test_a_batch_without_tokens_has_no_age() -> None:
+    group = TrainGroup(
+        "p", np.zeros(3, np.uint32), (_sampled_by(0, []),), (Scored(1.0, 1.0, {}),), "s"
+    )
+    found = batch_content_metrics([group], 5, num_generated_tokens=0.0)
+    assert not [name for name in found if name.startswith("training/off_policy/")]
+
+
+def _sampled_by(index: int, versions: list[tuple[int, int]]) -> Rollout:
+    """A row by the versions that sampled it, each with its number of tokens."""
+    spans, end = [], 0
+    for version, tokens in versions:
+        spans.append(VersionSpan(version, end, end + tokens))
+        end += tokens
+    tokens, logprobs = np.zeros(end, np.uint32), np.zeros(end, np.float32)
+    return Rollout.of_one_turn(index, tokens, logprobs, tuple(spans), FinishReason.STOP, "")
 
 
 def test_the_largest_advantage_of_the_sample_log_is_one_winner_in_16() -> None:

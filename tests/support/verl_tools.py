@@ -9,15 +9,6 @@ from sluice.environment.source import EnvironmentSource
 FUNCTIONS = '''
 from verl.tools.function_tool import function_tool
 
-@function_tool
-def calculator(expression: str) -> str:
-    """Evaluate arithmetic.
-
-    Args:
-        expression: e.g. "(3+4)*5".
-    """
-    return str(eval(expression, {"__builtins__": {}}, {}))
-
 @function_tool("web_search")
 async def search(query: str, count: int = 3):
     """Search.
@@ -27,6 +18,15 @@ async def search(query: str, count: int = 3):
         count: results.
     """
     return {"found": query, "count": count}, 0.5, {"hits": 1}
+
+@function_tool
+def calculator(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: e.g. "(3+4)*5".
+    """
+    return str(eval(expression, {"__builtins__": {}}, {}))
 '''
 CLASSES = """
 from typing import Any, Optional

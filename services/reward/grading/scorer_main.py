@@ -148,6 +148,8 @@ def _shown(value: object) -> str:
 
 def _number(value: object) -> float | None:
     """Return `value` as a float; ``None`` if it is no number. Text is never a number."""
+    if getattr(value, "shape", None) == (1,):  # an array of one number, which NumPy's float refuses
+        value = value[0]  # type: ignore[index]
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return None
     try:

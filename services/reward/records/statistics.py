@@ -121,8 +121,8 @@ def batch_content_metrics(
         num_generated_tokens: tokens generated in the interval, trained on or not.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    oldest = [rollout.oldest_version for rollout in rollouts]
-    staleness = [version - sampled_by for sampled_by in oldest if sampled_by is not None]
+    sampled_by = [versions for rollout in rollouts if (versions := rollout.versions)]
+    staleness = [version - min(versions) for versions in sampled_by]
     num_trained_tokens = sum(rollout.num_tokens for rollout in rollouts)
     mean, largest = sum(staleness) / max(len(staleness), 1), float(max(staleness, default=0))
     return {
@@ -130,10 +130,21 @@ def batch_content_metrics(
         "train/generated_per_trained_tokens": num_generated_tokens / max(num_trained_tokens, 1),
         "train/staleness_mean": mean,
         "train/staleness_max": largest,
-        "training/off_policy/trajectory_staleness/mean": mean,
-        "training/off_policy/trajectory_staleness/max": largest,
-        "training/off_policy/trajectory_staleness/min": float(min(staleness, default=0)),
+        **_ages("trajectory_spans", [max(found) - min(found) + 1 for found in sampled_by]),
+        **_ages("trajectory_staleness", [version - max(found) for found in sampled_by]),
+        **_ages("trajectory_staleness_worst", staleness),
         **_repetition(groups),
+    }
+
+
+def _ages(name: str, ages: Sequence[int]) -> dict[str, float]:
+    """Return a number of versions [rows] under verl's name; nothing for no rows."""
+    if not ages:
+        return {}
+    return {
+        f"training/off_policy/{name}/mean": fmean(ages),
+        f"training/off_policy/{name}/max": float(max(ages)),
+        f"training/off_policy/{name}/min": float(min(ages)),
     }
 
 

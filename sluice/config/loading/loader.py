@@ -12,11 +12,11 @@ import msgspec
 from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.conversions import convert_settings, translate_words
 from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_key
+from sluice.config.loading.override_values import parse_word
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_files import read_document
-from sluice.config.loading.yaml_text import parse_word
 from sluice.config.problems import Problem, raise_problems
 from sluice.config.run import (
     RunConfig,
@@ -141,6 +141,10 @@ class KeySettings:
     def is_set(self, key: str) -> bool:
         """Return whether the user gave the key a value other than null."""
         return self._as_set.get(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Return whether the user wrote null."""
+        return self._as_set.get(key, msgspec.UNSET) is None
 
     def set_below(self, section: str) -> dict[str, object]:
         """Return what the user set in a section, without nulls, by key."""

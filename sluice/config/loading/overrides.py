@@ -19,8 +19,8 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
+from sluice.config.loading.override_values import parse_override_value
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.loading.yaml_text import parse_override_value
 from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
@@ -136,10 +136,11 @@ def read_override_file(path: Path) -> list[Override]:
 
 
 def _without_comment(line: str) -> str:
-    quote = ""
+    quote, is_escaped = "", False
     for at, character in enumerate(line):
         if quote:
-            quote = "" if character == quote else quote
+            quote = "" if character == quote and not is_escaped else quote
+            is_escaped = character == "\\" and not is_escaped
         elif character in "'\"":
             quote = character
         elif character == "#" and (at == 0 or line[at - 1].isspace()):
@@ -164,9 +165,9 @@ def parse_override(text: str, source: str = "") -> Override:
     """Parse one override.
 
     Raises:
-        ConfigError: not of one of the four forms, or the value is no YAML.
+        ConfigError: not of one of the four forms, or the value cannot be read.
     """
-    form = _FORM.match(text.strip())
+    form = _FORM.match(text.lstrip())
     path = tuple(form["path"].strip().split(".")) if form else ()
     where = f" ({source})" if source else ""
     if form is None or not all(_KEY.match(key) for key in path):
@@ -179,7 +180,7 @@ def parse_override(text: str, source: str = "") -> Override:
     value = (
         UNSET
         if form["equals"] is None
-        else parse_override_value(form["value"].strip(), f"override {text!r}{where}")
+        else parse_override_value(form["value"], f"override {text!r}{where}")
     )
     return Override(text, mode, path, value, source)
 

@@ -17,13 +17,9 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
+from sluice.config.loading.override_values import parse_override_value
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.loading.yaml_text import (
-    flat_tree,
-    parse_document,
-    parse_override_value,
-    parse_scalar,
-)
+from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
 from sluice.config.problems import of_error
 from sluice.config.run import value_at
 from sluice.errors import ConfigError

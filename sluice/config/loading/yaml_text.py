@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,10 +30,6 @@ SCALAR_PATTERNS = (
     ("tag:yaml.org,2002:int", _INT),
     ("tag:yaml.org,2002:float", _FLOAT),
 )
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9xo]")
-_FLOW_PART = re.compile(
-    r"""(?<![^\s\[{,:])(?:'(?:[^']|'')*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL
-)  # a quoted string, or one character
 
 
 class _Loader(yaml.SafeLoader):
@@ -98,67 +94,6 @@ def parse_document(text: str, source: str) -> object:
         raise ConfigError(f"{source} is not valid YAML: {where}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
-
-
-def parse_word(text: str) -> object:
-    """Return the value of an override's plain word: of numbers, Hydra takes ``0612`` for text."""
-    value = parse_scalar(text)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return text if is_number and _LEADING_ZERO.match(text) else value
-
-
-def parse_override_value(text: str, source: str) -> object:
-    """Return the value on the right of an override.
-
-    Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
-    values; anything else is one word (`parse_word`), taken literally, so that `#` and `: ` have no
-    meaning. Nothing at all is the empty string.
-    """
-    if text == "":
-        return ""
-    if text[0] in "[{\"'":
-        return _parse_flow(text, source)
-    return parse_word(text)
-
-
-def _parse_flow(text: str, source: str) -> object:
-    """Return what a flow value means to Hydra, whose keys' colons need no space: ``{a:1}``.
-
-    A key that holds a colon itself needs one: ``{org:name: rule}``.
-    """
-    try:
-        return parse_document(_with_spaces(text), source)
-    except ConfigError:
-        found = parse_document(text, source)
-        if _joins_keys(found):
-            raise
-        return found
-
-
-def _joins_keys(value: object) -> bool:
-    """Return whether YAML has taken ``key:value`` for a key without a value."""
-    if isinstance(value, Mapping):
-        is_joined = any(one is None and ":" in str(key) for key, one in value.items())
-        return is_joined or any(map(_joins_keys, value.values()))
-    return isinstance(value, list) and any(map(_joins_keys, value))
-
-
-def _with_spaces(flow: str) -> str:
-    """Return a flow value with a space after each key's colon: YAML, unlike Hydra, needs one."""
-    parts: list[str] = []
-    is_mapping, awaits_key = [False], False
-    for part in _FLOW_PART.findall(flow):
-        parts.append(part)
-        if part in "[{":
-            is_mapping.append(part == "{")
-        elif part in "]}" and len(is_mapping) > 1:
-            is_mapping.pop()
-        if part in "[{,":
-            awaits_key = is_mapping[-1]
-        elif part == ":" and awaits_key:
-            parts.append(" ")
-            awaits_key = False
-    return "".join(parts)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -91,8 +91,8 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def algorithm_problems(config: RunConfig) -> list[Problem]:
     """Return every pair of settings that cannot work together."""
-    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds, _turns, skipping_problems)
-    return [problem for check in checks for problem in check(config)]
+    checks = (_adpo, _bypass, _routing, _critic, _gdpo, _dro, _thresholds, _turns)
+    return [problem for check in (*checks, skipping_problems) for problem in check(config)]
 
 
 def _adpo(config: RunConfig) -> Iterator[Problem]:
@@ -132,6 +132,20 @@ def _bypass(config: RunConfig) -> Iterator[Problem]:
             f"set bypass_mode=false (and {_BEHAVIOR}=true to compare with the engine's policy all "
             "the same), or loss_mode=vanilla",
         )
+
+
+def _routing(config: RunConfig) -> Iterator[Problem]:
+    # As _validate_router_replay_config of verl/utils/config.py.
+    actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.router_replay.mode"
+    if config.algorithm.rollout_correction.bypass_mode:
+        setting = f"{_CORRECTION}.bypass_mode = true"
+    elif derived.is_bypassed(config):
+        setting = f"{_LOSS_MODE} = {BYPASS_LOSS_MODE}"
+    else:
+        setting = f"{_BEHAVIOR} = true" if actor.use_rollout_log_probs else ""
+    if setting and actor.router_replay.mode == "R2":
+        no_pass = f"with {setting}: no pass computes old logprobs, and R2 repeats the experts of it"
+        yield Problem(key, "R2", no_pass, overrides=(f"{key}=disabled",))
 
 
 def _critic(config: RunConfig) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from sluice.config.verl_sizes import (
 MINI, MICRO = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 TRAIN, GLOBAL_MICRO = "data.train_batch_size", f"{ACTOR}.ppo_micro_batch_size"
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
+CRITIC_MICRO = f"{CRITIC}.ppo_micro_batch_size"
 CRITIC_SP = f"{CRITIC}.ulysses_sequence_parallel_size"
 RANKS = "trainer.n_gpus_per_node"
 
@@ -151,6 +152,32 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
             f"{GLOBAL_MICRO}=null",
             per_gpu,
         )
+
+
+def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
+    # FSDPCriticConfig of verl/workers/config/critic.py. In verl's critic.yaml the key per device
+    # refers to the deprecated one, so that setting that one sets both.
+    if sizes.critic is None or sizes.critic.dynamic:
+        return
+    batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
+    old, rows = sizes.keys.whole_or_none(CRITIC_MICRO), sizes.keys.whole_or_none(key)
+    mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
+    per_gpu, message = f"{key}={rows or _fitting_micro(batch)}", ""
+    if old is None:
+        if not sizes.keys.is_set(key):
+            message = f"while {CRITIC}.use_dynamic_bsz is false"
+            yield verl_problem("critic-micro-batch", key, None, message, per_gpu)
+        return
+    if not sizes.keys.is_null(key):
+        message = f"is deprecated, and {key} takes its value or has another: both are set"
+    elif mini % old or old * sizes.critic.sp < batch.split.world:
+        message = (
+            f"(deprecated) must divide {CRITIC}.ppo_mini_batch_size = {mini} and give each of "
+            f"{batch.split.world} ranks a row"
+        )
+    if message:
+        overrides = f"{CRITIC_MICRO}=null", per_gpu
+        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, message, *overrides)
 
 
 def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
@@ -330,6 +357,7 @@ _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
     _log_prob_micro,
     _mini_in_train,
     _micro,
+    _critic_micro,
     _remove_padding,
     _same_dynamic,
     _mini_rows,

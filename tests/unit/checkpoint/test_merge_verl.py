@@ -244,6 +244,13 @@ def test_a_tensor_that_every_rank_holds_whole_is_taken_once() -> None:
         join_parts("torn", parts, (12,))
 
 
+@pytest.mark.parametrize("shape", [(4,), ()])
+def test_a_tensor_that_every_rank_holds_whole_and_differently_is_refused(shape: Any) -> None:
+    """merge_non_dtensor_shards in verl/model_merger/fsdp_model_merger.py."""
+    with pytest.raises(CheckpointError, match=r"buffer: each rank holds it whole, and they differ"):
+        join_parts("buffer", [torch.ones(shape), torch.zeros(shape)], shape)
+
+
 @pytest.mark.parametrize("name", ["dist_ckpt", "transformer_config.json"])
 def test_a_megatron_checkpoint_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / "actor" / name).mkdir(parents=True)

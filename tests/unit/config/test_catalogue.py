@@ -145,3 +145,25 @@ def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
 )
 def test_keys_that_verl_0_9_added_are_known(key: str) -> None:
     assert explain_key(key).meaning
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["skip.rollout", "skip.rollout_tq", "skip.async_rollout", "actor_rollout_ref.rollout.skip"],
+)
+def test_responses_from_a_file_are_refused_and_their_other_settings_accepted(section: str) -> None:
+    load_config(None, [f"{section}={{enable:false,dump_dir:dumps,action:repeat}}"])
+    assert f"{section}.enable = true is refused" in message(f"{section}.enable=true")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.sum_pi_squared_checkpointing=true",  # of older versions
+        "+actor_rollout_ref.rollout.repetition_penalty=1.05",
+        "+actor_rollout_ref.actor.checkpoint.save_lora_only=true",
+        "+critic.checkpoint.save_lora_only=true",
+    ],
+)
+def test_keys_that_stand_only_in_the_code_of_verl_are_known(override: str) -> None:
+    load_config(None, [override])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from sluice.config.loading.loader import load_config
+from sluice.config.loading.override_values import override_value
 from sluice.config.loading.overrides import parse_override
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -367,15 +369,106 @@ def test_an_override_of_no_known_form_is_refused(text: str) -> None:
         ("{a:/x/y.py}", {"a": "/x/y.py"}),
         ("{a:12:30}", {"a": "12:30"}),
         ("{a:b@c}", {"a": "b@c"}),
-        ("{data:x*: y}", {"data:x*": "y"}),
-        ("{aime:2024: math, b: 1}", {"aime:2024": "math", "b": 1}),
-        ("{http://h/x: y}", {"http://h/x": "y"}),
+        ("{aime:2024: math, b: 1}", {"aime": "2024: math", "b": 1}),
+        (r"{aime\:2024: math}", {"aime:2024": "math"}),
         ('{a:"x: y"}', {"a": "x: y"}),
         ("[{a:{b:'c: d'}}]", [{"a": {"b": "c: d"}}]),
     ],
 )
 def test_a_mapping_in_an_override_means_what_it_means_to_hydra(text: str, value: object) -> None:
     assert parse_override(f"+k={text}").value == value
+
+
+# The values are those that Hydra 1.3 parses.
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"'a\'b'", "a'b"),
+        (r'"x\"y"', 'x"y'),
+        (r'"a\nb"', r"a\nb"),
+        (r"'a\\b'", r"a\\b"),
+        (r"'a\\'", "a\\"),
+        (r"'a\\\'b'", r"a\'b"),
+        (r'".*\.experts\..*"', r".*\.experts\..*"),
+        ("'a\nb'", "a\nb"),
+        (r"a\,b", "a,b"),
+        (r"a\ b\ ", "a b "),
+        (r"\[a\]\{b\}\(c\)", "[a]{b}(c)"),
+        (r"a\=b\:c\\d\e", r"a=b:c\d\e"),
+        (r"[a\,b, c d ,'e\'f',\\]", ["a,b", "c d", "e'f", "\\"]),
+        (r"[['a\nb'],{c:'d\'e',f\,g:{h:['i']}}]", [[r"a\nb"], {"c": "d'e", "f,g": {"h": ["i"]}}]),
+        ("[${a},x${oc.env:B,c d}y]", ["${a}", "x${oc.env:B,c d}y"]),
+        ("{a:${b},c: d: e}", {"a": "${b}", "c": "d: e"}),
+        ("[*a,%b,@c,|d,?e,- f,a: b, :c]", ["*a", "%b", "@c", "|d", "?e", "- f", "a: b", ":c"]),
+        ("[010,0x10,1_000,+1,1.,NULL,tRuE]", ["010", "0x10", 1000, 1, 1.0, None, True]),
+        ("[inf,-Inf,'nan']", [math.inf, -math.inf, "nan"]),
+    ],
+)
+def test_quotes_and_escapes_in_an_override_mean_what_they_mean_to_hydra(
+    text: str, value: object
+) -> None:
+    assert parse_override(f"+k={text}").value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a b": "c", \'d\':[1,2,],}', {"a b": "c", "d": [1, 2]}),
+        ("[~/a,é,a=b,(c),d # e]", ["~/a", "é", "a=b", "(c)", "d # e"]),
+        ("[${a:${b}}]", ["${a:${b}}"]),
+        (r"a,b\,c", r"a,b\,c"),
+        ("it's", "it's"),
+        (r"\\" * 60 + "!", r"\\" * 60 + "!"),
+    ],
+)
+def test_what_hydra_refuses_in_an_override_may_be_read(text: str, value: object) -> None:
+    assert parse_override(f"+k={text}").value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a", "expected , or ] at character 3"),
+        ("{a}", "expected : at character 3"),
+        ("[a,,b]", "expected a value at character 4"),
+        ("{:b}", "expected a key at character 2"),
+        ("'a''b'", "expected nothing more at character 4"),
+        ("'a", "expected a second quote at character 1"),
+        ("{a:1,a:2}", "key 'a' appears twice in one mapping"),
+        ("str(1)", r"calls Hydra's str\(\); write the value itself"),
+        ("[int('1')]", r"calls Hydra's int\(\)"),
+        ("choice(a,b)", r"calls Hydra's choice\(\)"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message}"):
+        parse_override(f"+k={text}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        1,
+        1e-6,
+        math.inf,
+        "a/b-c.d",
+        "1e-6",
+        "null",
+        "",
+        " a ",
+        "it's",
+        "a\\",
+        "a\\'b\\\\",
+        "x\ny",
+        "a,b: {c}",
+        {"a:b": [1, "2", {"c d": []}]},
+    ],
+)
+def test_a_value_that_was_written_as_an_override_is_read_again(value: object) -> None:
+    found = parse_override(f"+k={override_value(value)}").value
+    assert (found, type(found)) == (value, type(value))
 
 
 # The values are those that Hydra 1.3 parses.

@@ -34,6 +34,7 @@ def test_comments_blank_lines_and_continuations_have_no_meaning(tmp_path: Path) 
         ("trainer.experiment_name='1e-6'", "trainer.experiment_name='1e-6'"),
         ("trainer.experiment_name='a # b'", "trainer.experiment_name='a # b'"),
         ("trainer.experiment_name=a#b", "trainer.experiment_name=a#b"),
+        (r"trainer.experiment_name='a\'b # c' # d", r"trainer.experiment_name='a\'b # c'"),
     ],
 )
 def test_quotes_that_a_shell_takes_away_are_taken_away(

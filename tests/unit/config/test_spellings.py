@@ -48,6 +48,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
         (f"+{ACTOR}.optim.override_optimizer_config.eps=1e-15", f"{ACTOR}.optim.eps=1e-15"),
         (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.5"),
         ("critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
+        ("+critic.optim.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
         (
             "critic.model.fsdp_config.model_dtype=bfloat16",
             "critic.fsdp.model_dtype=bfloat16",

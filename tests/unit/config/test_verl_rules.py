@@ -42,7 +42,7 @@ DYNAMIC = (
     "data.max_response_length=3000",
     f"{ACTOR}.ppo_max_token_len_per_gpu=4000",
 )
-PPO = ("algorithm.adv_estimator=gae",)
+PPO = ("algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=4")
 NO_CRITIC = ("algorithm.adv_estimator=grpo",)
 CUT = (f"{ACTOR}.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2")
 
@@ -61,7 +61,20 @@ def test_a_run_does_not_start_where_its_engine_cannot_cut_the_models_heads(engin
     assert "tp-heads" in [one.rule for one in errors(broken(*settings, shape=DENSE))]
 
 
-@pytest.mark.parametrize("more", [(), DYNAMIC, CUT, PPO, (*DYNAMIC, *PPO)])
+NULL = "critic.ppo_micro_batch_size_per_gpu=null"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        DYNAMIC,
+        CUT,
+        PPO,
+        (*DYNAMIC, *PPO),
+        (PPO[0], NULL, "critic.ppo_micro_batch_size=16"),
+    ],
+)
 def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
     assert broken(*more, shape=DENSE) == []
 
@@ -200,6 +213,26 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
                 "critic.ulysses_sequence_parallel_size=2",
             ],
             "critic.ppo_max_token_len_per_gpu = 1999 * 2 ranks",
+        ),
+        (
+            "critic-micro-batch",
+            [PPO[0]],
+            "critic.ppo_micro_batch_size_per_gpu = null while critic.use_dynamic_bsz is false",
+        ),
+        (
+            "critic-micro-batch",
+            [*PPO, "critic.ppo_micro_batch_size=32"],
+            "critic.ppo_micro_batch_size = 32 is deprecated",
+        ),
+        (
+            "critic-micro-batch",
+            [PPO[0], "critic.ppo_micro_batch_size=32"],
+            "takes its value or has another: both are set",
+        ),
+        (
+            "critic-micro-batch",
+            [PPO[0], NULL, "critic.ppo_micro_batch_size=4"],
+            "must divide critic.ppo_mini_batch_size = 32 and give each of 8 ranks a row",
         ),
         (
             "critic-world-divides",

@@ -110,6 +110,18 @@ BATCHES = (
         "enable_prefix_caching = false with actor_rollout_ref.actor.router_replay.mode = R3: vLLM",
     ),
     (
+        f"{A}.router_replay.mode=R2 {CORRECTION}.bypass_mode=true",
+        "mode = R2 with algorithm.rollout_correction.bypass_mode = true: no pass computes old logp",
+    ),
+    (
+        f"{A}.router_replay.mode=R2 {LOSS}.loss_mode=bypass_mode",
+        "mode = R2 with actor_rollout_ref.actor.policy_loss.loss_mode = bypass_mode: no pass",
+    ),
+    (
+        f"{A}.router_replay.mode=R2 {A}.use_rollout_log_probs=true",
+        "mode = R2 with actor_rollout_ref.actor.use_rollout_log_probs = true: no pass",
+    ),
+    (
         "sluice.max_message_mb=3 data.max_response_length=350000",
         "max_message_mb = 3 is less than the 5 MiB that one sample, or the outline of a train",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def test_every_row_comes_once_whatever_parts_the_lines(tmp_path: Path, between: 
 def test_a_last_line_without_its_end_is_a_row(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.json", prompt_rows(["a", "b"]))
     path.write_bytes(path.read_bytes().rstrip())
+    assert read_truths(path) == [0, 1]
+
+
+def test_the_byte_order_mark_of_an_editor_belongs_to_no_row(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", prompt_rows(["a", "b"]))
+    path.write_bytes(BOM_UTF8 + path.read_bytes())
     assert read_truths(path) == [0, 1]
 
 

@@ -377,6 +377,29 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert seen.messages[0].content == "['a', 'd'] 1"
 
 
+@pytest.mark.parametrize(
+    ("selection", "offered"),
+    [
+        (None, ["note", "calculator", "web_search"]),
+        ([], ["note", "calculator", "web_search"]),
+        (["note", "gone", "web_search", "note"], ["note", "web_search"]),
+        (["gone"], []),
+    ],
+)
+async def test_verls_tools_are_offered_in_its_order_and_an_empty_selection_is_none(
+    tmp_path: Path,
+    verl_source: EnvironmentSource,
+    selection: list[str] | None,
+    offered: list[str],
+) -> None:
+    """verl/tools/tool_registry.py: classes, then functions by name; else the row's own order."""
+    notes = {"note": {"create_kwargs": {"first": "a"}}}
+    async with served(verl_source, tmp_path) as servers:
+        asked = row(tools_kwargs=notes, tool_selection=selection)
+        opened = await episode(servers, asked).open()
+        assert [tool.name for tool in opened.tools] == offered
+
+
 VALUES = """
 from verl.tools.function_tool import function_tool
 

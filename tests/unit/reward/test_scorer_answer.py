@@ -24,7 +24,7 @@ from sluice.types import LARGEST_NUMBER
     ("returned", "score"),
     [
         *((1, 1.0), (True, 1.0), (-0.5, -0.5), (Fraction(1, 2), 0.5), (np.array(2.5), 2.5)),
-        *((np.float32(0.25), 0.25), (np.int64(3), 3.0), (np.True_, 1.0)),
+        *((np.float32(0.25), 0.25), (np.int64(3), 3.0), (np.True_, 1.0), (np.array([0.5]), 0.5)),
     ],
 )
 def test_a_number_is_score_and_accuracy(returned: object, score: float) -> None:

@@ -81,8 +81,9 @@ def test_the_event_loop_is_closed_with_the_scorer(tmp_path: Path) -> None:
     assert loop.is_closed()
 
 
+@pytest.mark.parametrize("path", ["pkg://my_rewards.length", "pkg://my_rewards/length"])
 def test_a_function_may_come_from_a_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     (tmp_path / "my_rewards").mkdir()
     (tmp_path / "my_rewards" / "__init__.py").touch()
@@ -91,7 +92,7 @@ def test_a_function_may_come_from_a_package(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        assert grade(load_custom_scorer("pkg://my_rewards.length", "compute_score", {})) == 9
+        assert grade(load_custom_scorer(path, "compute_score", {})) == 9
     finally:
         for name in ("my_rewards", "my_rewards.length"):
             sys.modules.pop(name, None)

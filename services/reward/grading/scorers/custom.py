@@ -1,6 +1,7 @@
 """A user's reward function: found, checked and wrapped. Runs in scorer processes only.
 
-`path` names a Python file (also as ``file://...``) or, as ``pkg://module``, an importable module.
+`path` names a Python file (also as ``file://...``) or, as ``pkg://package.module`` or
+``pkg://package/module``, an importable module (`verl/utils/import_utils.py`).
 The function is called as verl calls it: ``data_source``, ``solution_str``, ``ground_truth`` and
 ``extra_info`` by keyword, and `reward_kwargs`, which win over these.
 """
@@ -75,7 +76,7 @@ def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Sc
 
 
 def _package_module(path: str) -> ModuleType:
-    name = path.removeprefix(PACKAGE_PREFIX)
+    name = path.removeprefix(PACKAGE_PREFIX).replace("/", ".")
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
             f"{KEY}.path: {path} names no module; write pkg:// and a dotted name, as in "

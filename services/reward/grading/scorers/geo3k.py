@@ -16,7 +16,12 @@ import math
 import re
 
 from services.reward.grading.scorers import math_expression
-from services.reward.grading.scorers.latex import MalformedLatexError, last_boxed, normal_form
+from services.reward.grading.scorers.latex import (
+    MalformedLatexError,
+    braced,
+    last_boxed,
+    normal_form,
+)
 
 FORM_SHARE = 0.1
 MAX_ANSWER_CHARS = 1000
@@ -31,7 +36,8 @@ _UNIT_NAMES = (
 )
 _UNITS = tuple(re.compile(rf"{name}(es)?(s)? *(\^[0-9]+)?") for name in _UNIT_NAMES)
 _DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})|\\degrees?(?![A-Za-z])")
-_SPACE = re.compile(r"\\[,:; ]|\\$|\\q?quad(?![A-Za-z])|~")  # \\$: a backslash at the end
+_SPACE = re.compile(r"\\[,:; ()\[\]]|\\$|\\q?quad(?![A-Za-z])|~")  # \\$: a backslash at the end
+_EMPTY = re.compile(r"\{ *\}|(?<=\})\.$")  # what a unit leaves, and the full stop after a command
 _FONT = re.compile(r"\\(text|math)(rm|bf|it)(?=\{)|\\(boldsymbol|bold|underline|boxed|fbox)(?=\{)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
 _MIXED_NUMBER = re.compile(r"(?<=\d) +(?=\d)")
@@ -97,7 +103,9 @@ def _plain(answer: str) -> str:
         answer = answer.replace(sign, "")
     for unit in _UNITS:
         answer = unit.sub("", answer)
-    answer = _THOUSANDS.sub("", answer.replace("{}", "").replace("{,}", ",")).strip()
+    answer = _EMPTY.sub("", _THOUSANDS.sub("", answer.replace("{,}", ",")).strip()).strip()
+    while answer.startswith("{") and braced(answer, 0) == answer[1:-1]:
+        answer = answer[1:-1].strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
     answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()
     integer = _INTEGER.fullmatch(answer.replace("{", "").replace("}", ""))

@@ -1,0 +1,196 @@
+r"""Read the value of an override as Hydra reads it, and write one.
+
+Hydra's grammar (hydra/grammar/OverrideLexer.g4 and OverrideParser.g4): brackets hold lists and
+mappings, quotes make a text, in which a backslash only precedes a quote, and outside of quotes a
+backslash makes text of ``\ ( ) [ ] { } : = ,`` and blanks. Here keys may be quoted, too, the last
+element may have a comma behind it, and words may have any other character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+
+from sluice.config.loading.yaml_text import parse_scalar
+from sluice.errors import ConfigError
+
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9xo]")
+_NOT_FINITE = re.compile(r"[-+]?(?:inf|nan)$", re.IGNORECASE)
+_FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)[ \t]*\(")
+_ESCAPED = r"\\[\\()\[\]{}:=, \t]"
+_REFERENCE = r"\$\{(?:[^{}]|\$\{[^{}]*\})+\}"
+_PART = re.compile(rf"{_ESCAPED}|{_REFERENCE}|\s+|.")
+_PLAIN = re.compile(rf"(?>{_ESCAPED}|{_REFERENCE}|[A-Za-z0-9_/\\+.$%*@?|:\-\s])+")
+_INNER = re.compile(rf"(?>{_ESCAPED}|{_REFERENCE}|[^,\[\]{{}}])+")
+_KEY = re.compile(rf"(?>{_ESCAPED}|[^,\[\]{{}}:])+")
+_QUOTED = {
+    quote: re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL) for quote in "'\""
+}
+_NAME = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
+_BEFORE_QUOTE = re.compile(r"(\\*)('|\Z)")
+_QUOTE = ("'", "\\'")
+_BLANKS = re.compile(r"\s*")
+
+
+def parse_word(text: str) -> object:
+    """Return the value of a plain word: null, a truth value, a number, else the word itself.
+
+    As to Hydra, ``0612`` is text, ``inf`` and ``nan`` are numbers, and ``nULL`` is null; but
+    ``1_5``, a band of thresholds, is text, and ``.inf`` YAML's number.
+    """
+    if text.lower() in ("null", "true", "false"):
+        return parse_scalar(text.lower())
+    if _NOT_FINITE.match(text):
+        return float(text)
+    value = parse_scalar(text)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return text if is_number and _LEADING_ZERO.match(text) else value
+
+
+def parse_override_value(text: str, source: str) -> object:
+    """Return the value on the right of an override.
+
+    Nothing at all is the empty string. A word that Hydra cannot read is taken literally, so that
+    ``#``, ``=`` and a comma have no meaning.
+
+    Args:
+        text: the value as it was written.
+        source: names it in errors.
+
+    Raises:
+        ConfigError: a bracket or quote is not closed, a key stands twice, or a function of Hydra's
+            is called.
+    """
+    start = text.strip()
+    if not start:
+        return ""
+    if start[0] in "[{'\"":
+        reader = _Reader(text, source)
+        value = reader.element()
+        reader.end()
+        return value
+    if found := _FUNCTION.match(start):
+        raise _call(found[1], source)
+    return _word(text) if _PLAIN.fullmatch(text) else parse_word(start)
+
+
+def override_value(value: object) -> str:
+    """Return the text that `parse_override_value` reads as `value`, which holds what JSON can."""
+    if isinstance(value, Mapping):
+        pairs = (f"{override_value(key)}:{override_value(one)}" for key, one in value.items())
+        return f"{{{','.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(override_value, value))}]"
+    if not isinstance(value, str):
+        return repr(value) if isinstance(value, float) else json.dumps(value)
+    if _NAME.fullmatch(value) and parse_word(value) == value:
+        return value
+    return f"'{re.sub(_BEFORE_QUOTE, lambda run: run[1] * 2 + run[2].replace(*_QUOTE), value)}'"
+
+
+def _word(written: str) -> object:
+    """Return the value of a word without quotes, its escapes taken away."""
+    parts = _PART.findall(written)
+    blank = [part.isspace() for part in parts]
+    parts = parts[blank[0] : len(parts) - blank[-1]]
+    texts = [part[1:] if re.fullmatch(_ESCAPED, part) else part for part in parts]
+    is_plain = texts == parts and not any(part.startswith("${") for part in parts)
+    return parse_word("".join(texts)) if is_plain else "".join(texts)
+
+
+def _call(name: str, source: str) -> ConfigError:
+    return ConfigError(f"{source} calls Hydra's {name}(); write the value itself")
+
+
+class _Reader:
+    """Reads elements from the left."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._text, self._source = text, source
+        self._at = 0
+        self._skip()
+
+    def element(self) -> object:
+        """Return the list, mapping, text or word that starts here."""
+        first = self._text[self._at : self._at + 1]
+        if first in _QUOTED:
+            return self._quoted(first)
+        if first == "[":
+            return self._list()
+        if first == "{":
+            return self._mapping()
+        if found := _FUNCTION.match(self._text, self._at):
+            raise _call(found[1], self._source)
+        return self._matched(_INNER, "a value")
+
+    def end(self) -> None:
+        """Refuse what follows."""
+        if self._at < len(self._text):
+            raise self._wrong("nothing more")
+
+    def _list(self) -> list[object]:
+        found: list[object] = []
+        self._take("[")
+        while not self._took("]"):
+            found.append(self.element())
+            self._separate("]")
+        return found
+
+    def _mapping(self) -> dict[Hashable, object]:
+        found: dict[Hashable, object] = {}
+        self._take("{")
+        while not self._took("}"):
+            first = self._text[self._at : self._at + 1]
+            key = self._quoted(first) if first in _QUOTED else self._key()
+            if key in found:
+                raise ConfigError(f"{self._source}: key {key!r} appears twice in one mapping")
+            self._take(":")
+            found[key] = self.element()
+            self._separate("}")
+        return found
+
+    def _key(self) -> Hashable:
+        key = self._matched(_KEY, "a key")
+        assert isinstance(key, Hashable)
+        return key
+
+    def _matched(self, form: re.Pattern[str], expected: str) -> object:
+        found = form.match(self._text, self._at)
+        if found is None or not found[0].strip():
+            raise self._wrong(expected)
+        self._at = found.end()
+        return _word(found[0])
+
+    def _quoted(self, quote: str) -> str:
+        found = _QUOTED[quote].match(self._text, self._at)
+        if found is None:
+            raise self._wrong("a second quote")
+        self._at = found.end()
+        self._skip()
+        # Before a quote, and at the end, backslashes stand in pairs or with the quote.
+        return re.sub(rf"\\+(?:{quote}|\Z)", lambda run: run[0][1::2], found[1])
+
+    def _separate(self, end: str) -> None:
+        if not self._took(",") and self._text[self._at : self._at + 1] != end:
+            raise self._wrong(f", or {end}")
+
+    def _take(self, sign: str) -> None:
+        if not self._took(sign):
+            raise self._wrong(sign)
+
+    def _took(self, sign: str) -> bool:
+        if not self._text.startswith(sign, self._at):
+            return False
+        self._at += len(sign)
+        self._skip()
+        return True
+
+    def _skip(self) -> None:
+        found = _BLANKS.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+
+    def _wrong(self, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{self._source}: expected {expected} at character {self._at + 1} of its value"
+        )
