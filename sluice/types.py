@@ -41,7 +41,8 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     return np.dtype(np.uint8) if num_experts <= _MOST_BYTE_EXPERTS else np.dtype(np.uint16)
 
 
-ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "plain"]
+_TaggedFormat = Literal["hermes", "qwen3_coder", "llama3_json", "glm", "kimi", "minimax", "seed"]
+ToolFormat = Literal[_TaggedFormat, "deepseek_v4", "gemma4", "gpt-oss", "plain"]
 """How policies write calls of tools; ``plain``: they write none."""
 TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 

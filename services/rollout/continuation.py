@@ -1,30 +1,32 @@
 """Continue a conversation from its exact tokens: render only what follows them.
 
 A chat template renders whole conversations. The bridge finds out once what it writes after an
-answer: the end token, and all that follows it, such as a newline that no policy samples. It proves
-on generated dialogues that this equals a full rendering. A template that writes an answer
-differently once it is history, as those that leave out thoughts, fails the proof: its conversations
-are not continued.
+answer, and after calls: the end token, and all that follows it, such as a newline that no policy
+samples. It proves on generated dialogues that this equals a full rendering. A template that writes
+an answer differently once it is history, as those that leave out thoughts, fails the proof: its
+conversations are not continued. Where a template repeats a call beside its result, such as its
+name, the call is read from the tokens so far.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from services.rollout.tool_calls import END_THINK, THINK, read_answer
+from services.rollout.tool_calls import PLAIN, THINK, read_answer, thought_marks
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
 from sluice.json_objects import shown
 from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
 
-USER, TOOL, PLAIN = "user", "tool", "plain"
+USER, TOOL = "user", "tool"
 _ASSISTANT = "assistant"
 _DIALOGUES, _MOST_ROUNDS = 5, 3
 _QUESTION = ChatMessage(USER, "What is 2 + 2?")
@@ -33,6 +35,10 @@ _PROBE = Tool(
     "Echo a text.",
     '{"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}',
 )
+_OTHER = "sluice_other", 7
+"""Name of a tool, and number of its call, that no proved answer has."""
+_IDS = ("call{number:05}", "functions.{name}:{number}")
+"""Some templates want nine letters, and Kimi's the name."""
 _WORDS = (
     "jar",
     "7",
@@ -57,7 +63,7 @@ class TemplateAccess:
         render: returns turns and tools as the template writes them, with a generation prompt.
             Raises InvalidRequestError if the template refuses them.
         encode: returns the tokens of a text without adding any.
-        decode: returns the text of tokens, with those of thoughts.
+        decode: returns the text of tokens, with special tokens.
         control_tokens: texts of the tokens that no plain text has, by id.
         end_tokens: tokens that end a response.
     """
@@ -77,6 +83,22 @@ class History(NamedTuple):
 
 
 _KINDS = tuple(History(role, thinks) for role in (USER, TOOL) for thinks in (False, True))
+
+
+class _Calls(NamedTuple):
+    """How a template writes calls.
+
+    Args:
+        most: calls in one answer; 0: it writes none.
+        tool_format: reads them back; ``plain``: none does.
+        ids: of calls, as it accepts them.
+        close: the text of the token that ends an answer with calls.
+    """
+
+    most: int = 0
+    tool_format: str = PLAIN
+    ids: str = ""
+    close: str = ""
 
 
 class Bridge:
@@ -102,10 +124,19 @@ class Bridge:
         except InvalidRequestError:
             return False
 
+    @cached_property
+    def shows_lone_results(self) -> bool:
+        """Whether the template writes a turn of a tool that follows no call."""
+        turns = [_QUESTION, ChatMessage(_ASSISTANT, "7"), ChatMessage(TOOL, self._mark)]
+        try:
+            return self._mark in self._access.render(turns, [_PROBE])
+        except InvalidRequestError:
+            return False
+
     @property
     def tool_format(self) -> str:
         """The format in which the template writes calls; ``plain``: none that is read."""
-        return self._calls[1]
+        return self._calls.tool_format
 
     @property
     def refusals(self) -> Mapping[History, str]:
@@ -132,14 +163,16 @@ class Bridge:
                     f"prompt.continuation: the template rewrites history before turns of {role} "
                     f"({reason}); begin a new root: send the whole conversation as a chat"
                 )
-        added = self._access.encode(self._close + self._after_answer(messages, tools))
+        calls = self._last_calls(earlier, messages, tools) if self._repeats_calls else ()
+        added = self._access.encode(self._after_answer(messages, tools, calls))
         has_ended = int(earlier[-1]) in self._access.end_tokens | {added[0]}
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
     def _reason(self, role: str, earlier: TokenIds) -> str:
         without, with_thoughts = (self._refused(History(role, thinks)) for thinks in (False, True))
         # Long texts are not decoded where it makes no difference.
-        if without == with_thoughts or END_THINK not in self._access.decode(earlier):
+        _, end_think = thought_marks(self.tool_format)
+        if without == with_thoughts or end_think not in self._access.decode(earlier):
             return without
         return with_thoughts
 
@@ -155,14 +188,14 @@ class Bridge:
         return end
 
     @cached_property
-    def _calls(self) -> tuple[int, str]:
-        """How many calls an answer may have, and the format that reads them back."""
+    def _calls(self) -> _Calls:
         try:
             close = self._close
         except (InvalidRequestError, HistoryRewrittenError):
-            return 0, PLAIN
-        for number in (2, 1):
-            answer = self._calling("", [self._mark] * number)
+            return _Calls()
+        unread = _Calls()
+        for number, ids in itertools.product((2, 1), _IDS):
+            answer = self._calling("", [self._mark] * number, ids)
             try:
                 head = self._access.render([_QUESTION], [_PROBE])
                 text = self._access.render([_QUESTION, answer, *_results(answer)], [_PROBE])
@@ -170,35 +203,98 @@ class Bridge:
                 continue
             if self._mark not in text:
                 break
-            said = text[_num_shared(head, text) :].partition(close)[0]
-            for tool_format in TOOL_FORMATS:
-                if _same_calls(read_answer(said, tool_format, [_PROBE]).tool_calls, answer):
-                    return number, tool_format
-            return number, PLAIN
-        return 0, PLAIN
+            tool_format, end = self._read_back(text[_num_shared(head, text) :], answer)
+            if end:
+                return _Calls(number, tool_format, ids, end)
+            unread = unread if unread.most else _Calls(number, PLAIN, ids, close)
+        return unread
 
-    def _calling(self, content: str, texts: Sequence[str]) -> ChatMessage:
+    def _read_back(self, text: str, answer: ChatMessage) -> tuple[str, str]:
+        """Return the format that reads an answer's calls, and the end token that is after them."""
+        places = ((text.find(end), end) for end in self._access.control_tokens.values())
+        for place, end in sorted(found for found in places if found[0] >= 0):
+            for tool_format in TOOL_FORMATS:
+                calls = read_answer(text[:place], tool_format, [_PROBE]).tool_calls
+                if _same_calls(calls, answer):
+                    return tool_format, end
+        return PLAIN, ""
+
+    def _calling(
+        self, content: str, texts: Sequence[str], ids: str, tool: tuple[str, int] = (_PROBE.name, 0)
+    ) -> ChatMessage:
+        name, first = tool
         calls = tuple(
             ToolCall(
-                _PROBE.name, json.dumps({"text": text}, ensure_ascii=False), f"call{number:05}"
+                name,
+                json.dumps({"text": text}, ensure_ascii=False),
+                ids.format(name=name, number=number),
             )
-            for number, text in enumerate(texts)
+            for number, text in enumerate(texts, first)
         )
         return ChatMessage(_ASSISTANT, content, calls)
 
-    def _after_answer(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
-        """Return what the template writes after an answer's end token."""
-        past = ChatMessage(_ASSISTANT, self._mark)
-        if messages[0].role == TOOL and self._calls[0]:
-            past = self._calling("", [self._mark])
+    @cached_property
+    def _repeats_calls(self) -> bool:
+        """Whether the template repeats of a call beside its result, such as the name."""
+        if not self._calls.most:
+            return False
+        try:
+            return _OTHER[0] in self._after_answer([ChatMessage(TOOL, "7")], [_PROBE])
+        except (InvalidRequestError, HistoryRewrittenError):
+            return True
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template writes after a question."""
+        question = ChatMessage(USER, self._mark)
+        return self._access.render([question], ()).rpartition(self._mark)[2]
+
+    def _last_calls(
+        self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> Sequence[ToolCall]:
+        """Return the calls whose results the new turns begin with."""
+        results = list(itertools.takewhile(lambda message: message.role == TOOL, messages))
+        said = self._access.decode(earlier).rpartition(self._prompt)[2]
+        said = said.removesuffix(self._calls.close)
+        calls = read_answer(said, self.tool_format, tools).tool_calls[-len(results) :]
+        if len(calls) < len(results):
+            raise HistoryRewrittenError(
+                f"prompt.continuation: {len(results)} results, and {len(calls)} calls that the "
+                "template repeats beside them; begin a new root: send the conversation as a chat"
+            )
+        pairs = zip(calls, results, strict=False)
+        return [replace(call, call_id=result.tool_call_id) for call, result in pairs]
+
+    def _after_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        calls: Sequence[ToolCall] = (),
+    ) -> str:
+        """Return the end token of an answer, and what the template writes after it.
+
+        Args:
+            messages: what follows the answer.
+            tools: the offered tools.
+            calls: the answer's, where the template repeats them; none: any other one.
+        """
+        past, close = ChatMessage(_ASSISTANT, self._mark), self._close
+        if messages[0].role == TOOL and self._calls.most:
+            past, close = (
+                self._calling("", [self._mark], self._calls.ids, _OTHER),
+                self._calls.close,
+            )
+            marked = json.dumps({"text": self._mark})
+            same = tuple(replace(call, arguments=marked) for call in calls)
+            past = replace(past, tool_calls=same or past.tool_calls)
         text = self._access.render([_QUESTION, past, *messages], tools)
-        _, found, added = text.partition(self._mark)[2].partition(self._close)
+        _, found, added = text.rpartition(self._mark)[2].partition(close)
         if not found:
             raise HistoryRewrittenError(
                 "prompt.continuation: the template leaves out answers; begin a new root: send the "
                 "conversation as a chat"
             )
-        return added
+        return close + added
 
     def _refused(self, kind: History) -> str:
         if kind not in self._refusals:
@@ -215,13 +311,17 @@ class Bridge:
         return ""
 
     def _prove_dialogue(self, kind: History, number: int, rng: random.Random) -> None:
-        tools = [_PROBE] if kind.role == TOOL and self._calls[0] else []
+        tools = [_PROBE] if kind.role == TOOL and self._calls.most else []
         messages = [ChatMessage(USER, _words(rng))]
         for _ in range(1 + number % _MOST_ROUNDS):
-            thoughts = f"{THINK}\n{_words(rng)}\n{END_THINK}\n\n" if kind.thinks else ""
+            think, end_think = thought_marks(self.tool_format)
+            thoughts = f"{think}\n{_words(rng)}\n{end_think}\n\n" if kind.thinks else ""
             if tools:
-                texts = [_words(rng) for _ in range(rng.randint(1, self._calls[0]))]
-                answer = self._calling(thoughts, texts)
+                texts = [_words(rng) for _ in range(rng.randint(1, self._calls.most))]
+                answer = self._calling(thoughts, texts, self._calls.ids)
+                if think != THINK:  # only the template knows where to write them
+                    reasoning = read_answer(thoughts, self.tool_format).reasoning
+                    answer = replace(answer, content="", reasoning=reasoning)
             else:
                 answer = ChatMessage(_ASSISTANT, thoughts + _words(rng))
             new = _results(answer) or [ChatMessage(kind.role, _words(rng))]
@@ -237,7 +337,7 @@ class Bridge:
     ) -> None:
         head = self._access.render(before, tools)
         full = self._access.render([*before, answer, *new], tools)
-        added = self._close + self._after_answer(new, tools)
+        added = self._after_answer(new, tools, answer.tool_calls if self._repeats_calls else ())
         said = full[len(head) :].removesuffix(added)
         if not full.startswith(head):
             raise HistoryRewrittenError("what comes before an answer changes once it is history")
@@ -262,7 +362,7 @@ class Bridge:
                 token in after for token in self._access.control_tokens.values()
             )
         found = read_answer(said, self.tool_format, tools)
-        thoughts = read_answer(answer.content, PLAIN).reasoning
+        thoughts = answer.reasoning or read_answer(answer.content, self.tool_format).reasoning
         is_alone = not found.content and found.reasoning == thoughts
         return is_alone and _same_calls(found.tool_calls, answer)
 

@@ -6,6 +6,7 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from services.rollout.continuation import Bridge, TemplateAccess
+from services.rollout.continuation import TOOL, USER, Bridge, TemplateAccess
 from services.rollout.engines.text import before_stop
-from services.rollout.tool_calls import MARKS, read_answer
+from services.rollout.tool_calls import PLAIN, marks_of, read_answer
 from sluice.errors import ConfigError, InvalidRequestError, SluiceError
 from sluice.types import IMAGE_MARK, Answer, ChatMessage, TokenIds, Tool
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -108,6 +109,12 @@ class PromptEncoder:
         if images:
             self._check_images(images)
         turn = _turn_with_images if images else _turn
+        if any(lone := _lone_results(messages)) and not self._bridge(arguments).shows_lone_results:
+            # They say why a call could not be read: the policy reads them as the user's.
+            messages = [
+                replace(message, role=USER, tool_call_id="") if is_lone else message
+                for message, is_lone in zip(messages, lone, strict=True)
+            ]
         text = self._rendered([turn(message) for message in messages], tools, arguments)
         ids = self._tokens(text, add_special_tokens=add_special_tokens)
         return self._images.expand(ids, images) if images and self._images else _some(ids)
@@ -175,12 +182,17 @@ class PromptEncoder:
             tool_format: how calls of tools are written; empty: see the property of that name.
             tools: those that were offered.
         """
-        text = before_stop(self._with_marks(token_ids), stops)
-        return read_answer(text, tool_format or self.tool_format, tools)
+        marks = marks_of(self.tool_format if tool_format in ("", PLAIN) else tool_format)
+        control = self._control_tokens
+        ids = [
+            id_ for id_ in token_ids.tolist() if control.get(id_) is None or control[id_] in marks
+        ]
+        text = before_stop(self._with_control(ids), stops)
+        family = self.tool_format
+        return read_answer(text, tool_format or family, tools, family=family)
 
-    def _with_marks(self, token_ids: TokenIds) -> str:
-        """Return the text of tokens, without special tokens but those that `read_answer` reads."""
-        ids = [token for token in token_ids.tolist() if token not in self._hidden_tokens]
+    def _with_control(self, ids: list[int]) -> str:
+        """Return the text of tokens, with those that are special."""
         decoder = self._tokenizer if self._fast is None else self._fast
         return str(decoder.decode(ids, skip_special_tokens=False))
 
@@ -189,10 +201,6 @@ class PromptEncoder:
         """Texts of the tokenizer's special tokens, by id."""
         added = self._tokenizer.added_tokens_decoder
         return {number: token.content for number, token in added.items() if token.special}
-
-    @functools.cached_property
-    def _hidden_tokens(self) -> frozenset[int]:
-        return frozenset(n for n, text in self._control_tokens.items() if text not in MARKS)
 
     def _bridge(self, arguments: Mapping[str, Any]) -> Bridge:
         """Return the bridge for arguments of the template: the run's, or one of a few others."""
@@ -213,7 +221,7 @@ class PromptEncoder:
                     [_turn(message) for message in messages], tools, arguments
                 ),
                 lambda text: self._tokens(text, add_special_tokens=False).tolist(),
-                self._with_marks,
+                lambda ids: self._with_control(ids.tolist()),
                 self._control_tokens,
                 self._end_tokens,
             )
@@ -312,6 +320,15 @@ def _num_characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> i
     return of_turns + of_tools
 
 
+def _lone_results(messages: Sequence[ChatMessage]) -> list[bool]:
+    """Return which turns are results that follow no call."""
+    found, called = list[bool](), False
+    for message in messages:
+        called = called if message.role == TOOL else bool(message.tool_calls)
+        found.append(message.role == TOOL and not called)
+    return found
+
+
 def _turn(message: ChatMessage) -> dict[str, Any]:
     """Return a turn as templates read it; they ask whether a key is there."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -329,6 +346,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
         turn["tool_call_id"] = message.tool_call_id
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
+        if not message.tool_calls or not message.content:  # gpt-oss takes one of the two
+            turn["thinking"] = message.reasoning
     return turn
 
 

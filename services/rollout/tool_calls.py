@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,13 +23,69 @@ from sluice.json_objects import (
 )
 from sluice.types import Answer, Tool, ToolCall
 
+PLAIN = "plain"
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_FUNCTION = "<function=", "</function>"
-PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 PYTHON_TAG = "<|python_tag|>"
-MARKS = (THINK, END_THINK, CALL, END_CALL, PYTHON_TAG)
-"""Texts that a tokenizer may have as special tokens, and that are read here."""
+_THOUGHTS = (THINK, END_THINK)
+_START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+_ANALYSIS = f"{_CHANNEL}analysis{_MESSAGE}"
+_SECTION, _END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_CALL, _END_KIMI_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_GEMMA_CALL, _END_GEMMA_CALL, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_DSML = "｜DSML｜"
+_ASSISTANT = "assistant"
+_IS_TEXT = '" string="'
+_TYPES_WRITTEN: Mapping[str, Collection[str] | None] = {"true": None, "false": ()}
+"""By what deepseek_v4 writes beside a parameter's name."""
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+class _XmlMarks(NamedTuple):
+    """How a format in the manner of XML writes calls.
+
+    Args:
+        block: begins one or more calls.
+        call: stands before a function's name, `named` after it.
+        key: stands before a parameter's name, `keyed` after it, then `value` in some formats.
+        undeclared: types of a parameter that the schema lacks, as `_json_value` takes them.
+        typed: whether a parameter's name is followed by what says if it is a text.
+    """
+
+    block: str
+    end_block: str
+    call: str
+    named: str
+    end_call: str
+    key: str
+    keyed: str
+    end_value: str
+    value: str = ""
+    undeclared: Collection[str] | None = ()
+    typed: bool = False
+
+
+_QWEN3_CODER = _XmlMarks(
+    *(CALL, END_CALL, "<function=", ">", "</function>", "<parameter=", ">", "</parameter>"),
+    undeclared=None,
+)
+_SEED = _QWEN3_CODER._replace(
+    block="<seed:tool_call>", end_block="</seed:tool_call>", undeclared=()
+)
+_MINIMAX = _XmlMarks(
+    *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>"),
+    *('<parameter name="', '">', "</parameter>"),
+)
+_DEEPSEEK_V4 = _XmlMarks(
+    *(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"),
+    *(f'<{_DSML}invoke name="', '">', f"</{_DSML}invoke>"),
+    *(f'<{_DSML}parameter name="', '">', f"</{_DSML}parameter>"),
+    typed=True,
+)
+_GLM = _XmlMarks(
+    *(CALL, END_CALL, "", "", "", "<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"),
+)
 
 
 class _UnreadableError(Exception):
@@ -48,36 +106,87 @@ _Types = Mapping[str, Collection[str] | None]
 _BEGINS_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"')
 
 
-def read_answer(text: str, tool_format: str, tools: Sequence[Tool] = ()) -> Answer:
+def read_answer(
+    text: str, tool_format: str, tools: Sequence[Tool] = (), *, family: str = PLAIN
+) -> Answer:
     """Return what a finished response says.
 
     Args:
         text: of the response, with the marks of calls and thoughts, and without its end token.
         tool_format: one of `sluice.types.TOOL_FORMATS`.
-        tools: the offered tools. ``qwen3_coder`` writes no types, and takes them from here.
+        tools: the offered tools. Formats that write no types take them from here.
+        family: the format in which ``plain``, which reads no calls, finds thoughts and text.
     """
-    reasoning, rest = _split_thoughts(text)
+    form = _FORMATS[family if tool_format == PLAIN else tool_format]
+    reasoning, rest = form.split(text)
+    if tool_format == PLAIN:
+        return Answer(form.text(rest), reasoning)
     try:
-        content, calls = _READERS[tool_format](rest, tools)
+        content, calls = form.read(rest, tools)
     except _UnreadableError as error:
         return Answer(rest, reasoning, tool_error=str(error))
     if len(calls) > MAX_CALLS:
         error_text = f"{len(calls)} tool calls; make at most {MAX_CALLS}"
         return Answer(rest, reasoning, tool_error=error_text)
     numbered = (
-        ToolCall(call.name, call.arguments, f"call_{index}") for index, call in enumerate(calls)
+        replace(call, call_id=call.call_id or f"call_{index}") for index, call in enumerate(calls)
     )
     return Answer(content, reasoning, tuple(numbered))
 
 
-def _split_thoughts(text: str) -> tuple[str, str]:
+def marks_of(tool_format: str) -> Collection[str]:
+    """Return texts that a tokenizer may have as special tokens, and that the format reads."""
+    form = _FORMATS[tool_format]
+    return {*form.marks, *form.thoughts}
+
+
+def thought_marks(tool_format: str) -> tuple[str, str]:
+    """Return what stands before a format's thoughts, and what after them."""
+    return _FORMATS[tool_format].thoughts
+
+
+class _Format(NamedTuple):
+    """How a model family writes answers.
+
+    Args:
+        read: returns the content and the calls of what follows the thoughts.
+        marks: texts that a tokenizer may have as special tokens, beside those of thoughts.
+        thoughts: what stands before them, and what after.
+        text: returns what an answer without calls says, of what follows the thoughts.
+    """
+
+    read: Callable[[str, Sequence[Tool]], _Read]
+    marks: Collection[str]
+    thoughts: tuple[str, str] = _THOUGHTS
+    text: Callable[[str], str] = str
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Return thoughts and the rest."""
+        if self.thoughts[0] == _ANALYSIS:
+            return _split_channels(text)
+        return _split_thoughts(text, *self.thoughts)
+
+
+def _split_thoughts(text: str, think: str, end_think: str) -> tuple[str, str]:
     """Return thoughts and the rest. The generation prompt may have opened the thoughts."""
-    before, end, after = text.partition(END_THINK)
-    opened = before.lstrip().startswith(THINK)
+    before, end, after = text.partition(end_think)
+    opened = before.lstrip().startswith(think)
     if not end and not opened:
         return "", text
-    thoughts = before.partition(THINK)[2] if opened else before
+    thoughts = before.partition(think)[2] if opened else before
     return thoughts.strip("\n"), after.lstrip("\n")
+
+
+def _split_channels(text: str) -> tuple[str, str]:
+    """Return the analysis of an answer in channels, and its other messages."""
+    thoughts, others = list[str](), list[str]()
+    for message in text.split(_START):
+        header, _, body = message.partition(_MESSAGE)
+        if f"{header}{_MESSAGE}".removeprefix(_ASSISTANT) == _ANALYSIS:
+            thoughts.append(body.partition(_END)[0])
+        else:
+            others.append(message)
+    return "\n".join(thoughts), _START.join(others)
 
 
 def _plain(text: str, _tools: Sequence[Tool]) -> _Read:
@@ -85,18 +194,18 @@ def _plain(text: str, _tools: Sequence[Tool]) -> _Read:
 
 
 def _hermes(text: str, _tools: Sequence[Tool]) -> _Read:
-    content, bodies = _tagged(text)
+    content, bodies = _tagged(text, CALL, END_CALL)
     return content, [_json_call(body, number) for number, body in enumerate(bodies, 1)]
 
 
-def _tagged(text: str) -> tuple[str, list[str]]:
-    """Return the text outside of ``<tool_call>`` tags, and what each holds."""
-    before, *parts = text.split(CALL)
+def _tagged(text: str, begin: str, end_tag: str) -> tuple[str, list[str]]:
+    """Return the text outside of tags, and what each pair of them holds."""
+    before, *parts = text.split(begin)
     outside, bodies = [before], []
     for number, part in enumerate(parts, 1):
-        body, end, after = part.partition(END_CALL)
+        body, end, after = part.partition(end_tag)
         if not end:
-            raise _UnreadableError(f"tool call {number}: {END_CALL} is missing")
+            raise _UnreadableError(f"tool call {number}: {end_tag} is missing")
         bodies.append(body.strip())
         outside.append(after)
     if not bodies:
@@ -107,12 +216,19 @@ def _tagged(text: str) -> tuple[str, list[str]]:
 def _json_call(body: str, number: int) -> ToolCall:
     try:
         call = msgspec.json.decode(body, type=_JsonCall)
+        text = (bytes(call.arguments) or bytes(call.parameters)).decode()
+        num_keys = 2 if text else len(msgspec.json.decode(body))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _UnreadableError(
             f"tool call {number}: {shown(body)} is not read ({str(error)[:100]}); write "
             '{"name": ..., "arguments": {...}}'
         ) from error
-    text = (bytes(call.arguments) or bytes(call.parameters)).decode() or "{}"
+    if not text and num_keys > 1:
+        raise _UnreadableError(
+            f"tool call {number}: {shown(body)} has no arguments, and has other keys; write "
+            '{"name": ..., "arguments": {...}}'
+        )
+    text = text or "{}"
     if text.startswith('"'):  # some models write the object as a text
         text = msgspec.json.decode(text, type=str)
     return _checked(call.name, text, number)
@@ -128,40 +244,74 @@ def _checked(name: str, arguments: str, number: int) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _qwen3_coder(text: str, tools: Sequence[Tool]) -> _Read:
-    content, bodies = _tagged(text)
-    types = {tool.name: _parameter_types(tool) for tool in tools} if bodies else {}
-    return content, [_xml_call(body, types, number) for number, body in enumerate(bodies, 1)]
+def _xml(marks: _XmlMarks) -> Callable[[str, Sequence[Tool]], _Read]:
+    def read(text: str, tools: Sequence[Tool]) -> _Read:
+        content, bodies = _tagged(text, marks.block, marks.end_block)
+        types = {tool.name: _parameter_types(tool) for tool in tools} if bodies else {}
+        calls: list[ToolCall] = []
+        for body in bodies:
+            for name, inside in _named(body, marks, len(calls) + 1):
+                number = len(calls) + 1
+                arguments = _xml_arguments(inside, marks, types.get(name, {}), number)
+                calls.append(_checked(name, arguments, number))
+        return content, calls
+
+    return read
 
 
-def _xml_call(body: str, types: Mapping[str, _Types], number: int) -> ToolCall:
-    name, closed, rest = body.removeprefix(FUNCTION).partition(">")
-    inside, ended, after = rest.partition(END_FUNCTION)
-    if not body.startswith(FUNCTION) or not closed or not ended:
-        raise _UnreadableError(
-            f"tool call {number}: {shown(body)} is not read; write {FUNCTION}NAME>, "
-            f"parameters, and {END_FUNCTION}"
-        )
-    before, *parts = inside.split(PARAMETER)
-    beside, pairs = [before, after], list[str]()
-    for part in parts:
-        key, closed, rest = part.partition(">")
-        value, ended, after = rest.partition(END_PARAMETER)
-        if not closed or not ended:
+def _named(body: str, marks: _XmlMarks, number: int) -> Iterator[tuple[str, str]]:
+    """Yield a block's calls: the name, and the text of its parameters."""
+    if not marks.call:
+        name, key, rest = body.partition(marks.key)
+        yield name.strip(), key + rest
+        return
+    *calls, after = body.split(marks.end_call)
+    if calls and after.strip():
+        raise _beside(after, marks, number + len(calls) - 1)
+    for index, call in enumerate(calls or [body]):
+        name, named, inside = call.lstrip().removeprefix(marks.call).partition(marks.named)
+        if not calls or not named or not call.lstrip().startswith(marks.call):
             raise _UnreadableError(
-                f"tool call {number}: {shown(part)} is not read; write {PARAMETER}KEY>, the "
-                f"value, and {END_PARAMETER}"
+                f"tool call {number + index}: {shown(call.strip())} is not read; write "
+                f"{marks.call}NAME{marks.named}, parameters, and {marks.end_call}"
+            )
+        yield name, inside
+
+
+def _beside(words: str, marks: _XmlMarks, number: int) -> _UnreadableError:
+    return _UnreadableError(
+        f"tool call {number}: {shown(words.strip())} stands beside the parameters; write text "
+        f"before {marks.block}"
+    )
+
+
+def _xml_arguments(inside: str, marks: _XmlMarks, types: _Types, number: int) -> str:
+    """Return the JSON object that a call's parameters make."""
+    before, *parts = inside.split(marks.key)
+    beside, pairs = [before], list[str]()
+    for part in parts:
+        key, keyed, rest = part.partition(marks.keyed)
+        if marks.value:
+            rest = rest.lstrip()
+        value, ended, after = rest.removeprefix(marks.value).partition(marks.end_value)
+        key, _, is_text = key.partition(_IS_TEXT) if marks.typed else (key, "", "")
+        is_typed = is_text in _TYPES_WRITTEN
+        if not keyed or not ended or not rest.startswith(marks.value) or is_typed != marks.typed:
+            raise _UnreadableError(
+                f"tool call {number}: {shown(part)} is not read; write {marks.key}KEY"
+                f"{_IS_TEXT + 'true' if marks.typed else ''}{marks.keyed}{marks.value}, the value, "
+                f"and {marks.end_value}"
             )
         beside.append(after)
-        declared = types.get(name, {}).get(key)
-        value = value.removeprefix("\n").removesuffix("\n")
+        if marks.typed:
+            declared = _TYPES_WRITTEN[is_text]
+        else:
+            declared = types.get(key, marks.undeclared)
+            value = value.removeprefix("\n").removesuffix("\n")
         pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {_json_value(value, declared)}")
     if words := "".join(beside).strip():
-        raise _UnreadableError(
-            f"tool call {number}: {shown(words)} stands beside the parameters; write text before "
-            f"{CALL}"
-        )
-    return _checked(name, f"{{{', '.join(pairs)}}}", number)
+        raise _beside(words, marks, number)
+    return f"{{{', '.join(pairs)}}}"
 
 
 def _json_value(text: str, types: Collection[str] | None) -> str:
@@ -242,9 +392,106 @@ def _objects(body: str) -> list[str]:
     return found
 
 
-_READERS: Mapping[str, Callable[[str, Sequence[Tool]], _Read]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
-    "llama3_json": _llama3_json,
-    "plain": _plain,
+def _kimi(text: str, _tools: Sequence[Tool]) -> _Read:
+    content, sections = _tagged(text, _SECTION, _END_SECTION)
+    calls: list[ToolCall] = []
+    for section in sections:
+        words, bodies = _tagged(section, _KIMI_CALL, _END_KIMI_CALL)
+        for body in bodies or [""]:
+            identity, mark, arguments = body.partition(_KIMI_ARGUMENTS)
+            if not mark or words:
+                raise _UnreadableError(
+                    f"tool call {len(calls) + 1}: {shown(section)} is not read; write "
+                    f"{_KIMI_CALL}functions.NAME:0{_KIMI_ARGUMENTS}{{...}}{_END_KIMI_CALL}"
+                )
+            identity = identity.strip()
+            name = _KIMI_NUMBER.sub("", identity).removeprefix("functions.")
+            call = _checked(name, arguments.strip(), len(calls) + 1)
+            # Templates write it beside the result.
+            calls.append(replace(call, call_id=identity))
+    return content, calls
+
+
+_KIMI_NUMBER = re.compile(r":[0-9]{1,9}\Z")
+
+
+def _gemma4(text: str, _tools: Sequence[Tool]) -> _Read:
+    content, bodies = _tagged(text, _GEMMA_CALL, _END_GEMMA_CALL)
+    calls: list[ToolCall] = []
+    for number, body in enumerate(bodies, 1):
+        name, brace, rest = body.removeprefix("call:").partition("{")
+        texts = rest.split(_GEMMA_QUOTE)
+        if not brace or not body.startswith("call:") or len(texts) % 2 == 0:
+            raise _UnreadableError(
+                f"tool call {number}: {shown(body)} is not read; write call:NAME{{key:value}}, "
+                f"with {_GEMMA_QUOTE} around texts"
+            )
+        arguments = "".join(
+            json.dumps(part, ensure_ascii=False)
+            if index % 2
+            else _GEMMA_WORD.sub(_gemma_word, part)
+            for index, part in enumerate(texts)
+        )
+        calls.append(_checked(name, f"{{{arguments}", number))
+    return content, calls
+
+
+_GEMMA_WORD = re.compile(r"(?<![\w.$-])([\w$][\w.$-]*+)(\s*+:)?")
+
+
+def _gemma_word(found: re.Match[str]) -> str:
+    """Return a bare key or value as JSON; templates write constants as Python does."""
+    word, colon = found.groups()
+    return f'"{word}": ' if colon else _CONSTANTS.get(word, word)
+
+
+_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+
+
+def _messages(text: str) -> Iterator[tuple[str | None, str]]:
+    """Yield the recipient, if any, and the text of each message of an answer in channels."""
+    for message in text.split(_START) if _MESSAGE in text else ():
+        header, _, body = message.partition(_MESSAGE)
+        _, to, rest = header.partition(" to=")
+        recipient = re.split(r"[\s<]", rest, maxsplit=1)[0] if to else None
+        yield recipient, _ENDS.split(body, maxsplit=1)[0]
+
+
+def _channel_text(text: str) -> str:
+    if _MESSAGE not in text:
+        return text
+    return "\n".join(body for recipient, body in _messages(text) if body and recipient is None)
+
+
+def _gpt_oss(text: str, _tools: Sequence[Tool]) -> _Read:
+    calls: list[ToolCall] = []
+    for recipient, body in _messages(text):
+        if recipient is not None:
+            name = recipient.removeprefix("functions.")
+            calls.append(_checked(name, body, len(calls) + 1))
+    return _channel_text(text), calls
+
+
+_MARKS = (CALL, END_CALL, PYTHON_TAG)
+_FORMATS: Mapping[str, _Format] = {
+    "hermes": _Format(_hermes, _MARKS),
+    "qwen3_coder": _Format(_xml(_QWEN3_CODER), _MARKS),
+    "llama3_json": _Format(_llama3_json, _MARKS),
+    "glm": _Format(_xml(_GLM), (*_GLM[:2], *_GLM[5:9])),
+    "kimi": _Format(_kimi, (_SECTION, _END_SECTION, _KIMI_CALL, _KIMI_ARGUMENTS, _END_KIMI_CALL)),
+    "minimax": _Format(_xml(_MINIMAX), _MINIMAX[:2]),
+    "seed": _Format(_xml(_SEED), _SEED[:2], ("<seed:think>", "</seed:think>")),
+    "deepseek_v4": _Format(_xml(_DEEPSEEK_V4), (_DSML, *_DEEPSEEK_V4[:2])),
+    "gemma4": _Format(
+        _gemma4,
+        (_GEMMA_CALL, _END_GEMMA_CALL, _GEMMA_QUOTE, "<|channel>"),
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+    "gpt-oss": _Format(
+        _gpt_oss,
+        (_START, _CHANNEL, _MESSAGE, _END, "<|constrain|>"),
+        (_ANALYSIS, _END),
+        _channel_text,
+    ),
+    PLAIN: _Format(_plain, _MARKS),
 }

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
+from sluice.config.loading.settings_tree import read_document
 from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
     AuthorCalls,
@@ -103,10 +102,10 @@ def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class 
 
 def _classes(path: str) -> list[VerlTool]:
     try:
-        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        listed: Any = read_document(Path(path).read_text(encoding="utf-8"), path)
         entries = listed["tools"]
         return [_class(entry, path) for entry in entries]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{CLASSES_KEY}: {path} cannot be read ({raised(error)}); it holds tools, a list of "
             "class_name, config and tool_schema"

@@ -149,15 +149,137 @@ OTHER_CALLS = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
+# The next role ends an answer: a user's after text, the tools' after calls.
+GLM = (
+    "{%- if tools %}{{- '<|system|>\\n' }}{{- tools | tojson }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'tool' %}"
+    "{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}"
+    "{%- for call in message.tool_calls %}{{- '<tool_call>' + call.function.name + '\\n' }}"
+    "{%- for key, value in call.function.arguments.items() %}"
+    "{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+    "{{- value if value is string else value | tojson }}{{- '</arg_value>\\n' }}{%- endfor %}"
+    "{{- '</tool_call>' }}{%- endfor %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
+)
+# A result is written with the id of its call.
+KIMI = (
+    "{%- if tools %}{{- '<|im_system|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_' + message.role + '|>' }}"
+    "{%- if message.role == 'tool' %}{{- '## Return of ' + message.tool_call_id + '\\n' }}"
+    "{%- endif %}{{- message.content }}"
+    "{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}"
+    "{%- for call in message.tool_calls %}{{- '<|tool_call_begin|>' + call.id }}"
+    "{{- '<|tool_call_argument_begin|>' }}{{- call.function.arguments | tojson }}"
+    "{{- '<|tool_call_end|>' }}{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}"
+    "{{- '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
+)
+_PARAMETERS = (
+    "{%- for key, value in call.function.arguments.items() %}{{- KEY + '\"' }}{{- TYPE }}{{- '>' }}"
+    "{{- value if value is string else value | tojson }}{{- END }}{%- endfor %}"
+)
+_INVOKED = (
+    "{%- if message.tool_calls %}{{- BLOCK }}{%- for call in message.tool_calls %}"
+    "{{- CALL + call.function.name + '\">\\n' }}PARAMETERS{{- ENDCALL }}{%- endfor %}"
+    "{{- ENDBLOCK }}{%- endif %}"
+)
+
+
+def _invoking(begin: str, block: str, value_type: str) -> str:
+    """A template that writes calls with invoke and parameter, which `begin` stands before."""
+    parts = {
+        "PARAMETERS": _PARAMETERS,
+        "KEY": f"'<{begin}parameter name=\"' + key",
+        "TYPE": value_type,
+        "ENDBLOCK": f"'</{block}>'",
+        "ENDCALL": f"'</{begin}invoke>\\n'",
+        "END": f"'</{begin}parameter>\\n'",
+        "BLOCK": f"'<{block}>\\n'",
+        "CALL": f"'<{begin}invoke name=\"'",
+    }
+    calls = _INVOKED
+    for part, written in parts.items():
+        calls = calls.replace(part, written)
+    return QWEN25.replace(_HERMES_CALLS, calls)
+
+
+MINIMAX = _invoking("", "minimax:tool_call", "''")
+DEEPSEEK_V4 = _invoking(
+    "｜DSML｜",
+    "｜DSML｜tool_calls",
+    "' string=\"' + ('true' if value is string else 'false') + '\"'",
+)
+SEED = (
+    QWEN3_CODER.replace("tool_call>", "seed:tool_call>")
+    .replace("key + '>\\n'", "key + '>'")
+    .replace("'\\n</parameter>", "'</parameter>")
+    .replace(
+        "assistant\\n' + content",
+        "assistant\\n' }}{%- if message.reasoning_content %}{{- '<seed:think>' }}"
+        "{{- message.reasoning_content + '</seed:think>' }}{%- endif %}{{- content",
+    )
+)
+
+# Results follow their calls in one turn, and have their names; lone ones are left out.
+GEMMA4 = (
+    "{%- for tool in tools or [] %}{{- '<|tool>' }}{{- tool | tojson }}{{- '<tool|>' }}"
+    "{%- endfor %}{%- set last = namespace(call='') %}"
+    "{%- for message in messages %}{%- if message.role == 'tool' %}{%- if last.call %}"
+    "{{- '<|tool_response>response:' + last.call + '{value:<|\"|>' + message.content }}"
+    "{{- '<|\"|>}<tool_response|>' }}{%- endif %}"
+    "{%- else %}{%- set last.call = '' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|turn>' + message.role + '\\n' }}{%- endif %}{{- message.content }}"
+    "{%- for call in message.tool_calls %}{%- set last.call = call.function.name %}"
+    "{{- '<|tool_call>call:' + last.call + '{' }}"
+    "{%- for key, value in call.function.arguments.items() %}"
+    "{{- key + ':<|\"|>' + value + '<|\"|>' }}{%- endfor %}{{- '}<tool_call|>' }}{%- endfor %}"
+    "{%- if not message.tool_calls %}{{- '<turn|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
+    "{{- '<|turn>assistant\\n' }}{%- endif %}"
+)
+# One call in an answer, whose name the result has; a lone result is refused.
+GPT_OSS = (
+    "{%- if tools %}{{- '<|start|>developer<|message|>' }}{{- tools | tojson }}{{- '<|end|>' }}"
+    "{%- endif %}{%- set last = namespace(call='') %}"
+    "{%- for message in messages %}{%- if message.tool_calls %}"
+    "{%- if message.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' }}"
+    "{{- message.thinking + '<|end|>' }}{%- endif %}"
+    "{%- set call = message.tool_calls[0].function %}{%- set last.call = call.name %}"
+    "{{- '<|start|>assistant to=functions.' + call.name }}"
+    "{{- '<|channel|>commentary json<|message|>' }}"
+    "{{- call.arguments | tojson }}{{- '<|call|>' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if not last.call %}{{- raise_exception('a result without a call') }}{%- endif %}"
+    "{{- '<|start|>functions.' + last.call + ' to=assistant<|channel|>commentary<|message|>' }}"
+    "{{- message.content | tojson }}{{- '<|end|>' }}"
+    "{%- else %}{{- '<|start|>' + message.role }}"
+    "{{- '<|channel|>final' if message.role == 'assistant' }}{{- '<|message|>' + message.content }}"
+    "{{- '<|end|>' }}{%- set last.call = '' %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+# A result has the name of the call before it.
+NAMED_RESULTS = QWEN25.replace(
+    "'\\n<tool_response>\\n' + message.content",
+    "'\\n' + messages[loop.index0 - 1].tool_calls[0].function.name + message.content",
+)
+
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its control tokens (the end token first), and further tokens that are text."""
+    """A template, its control tokens (the end token first), and further tokens that are text.
+
+    Args:
+        call_end: the token that ends an answer with calls, if it is another.
+    """
 
     template: str
     control: tuple[str, ...]
     marks: tuple[str, ...] = ()
     end_strips: bool = False
+    call_end: str = ""
 
 
 _CHATML = ("<|im_end|>", "<|im_start|>")
@@ -176,6 +298,45 @@ FAMILIES = {
             "<|eom_id|>",
         ),
     ),
+    "glm": Family(
+        GLM,
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"),
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        call_end="<|observation|>",
+    ),
+    "kimi": Family(
+        KIMI,
+        (
+            *("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_tool|>"),
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+            *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ),
+    ),
+    "minimax": Family(MINIMAX, _CHATML, ("<minimax:tool_call>", "</minimax:tool_call>")),
+    "seed": Family(
+        SEED,
+        (
+            *(*_CHATML, "<seed:tool_call>", "</seed:tool_call>"),
+            *("<seed:think>", "</seed:think>"),
+        ),
+    ),
+    "deepseek_v4": Family(DEEPSEEK_V4, (*_CHATML, "｜DSML｜")),
+    "gemma4": Family(
+        GEMMA4,
+        (
+            *("<turn|>", "<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+            *("<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"),
+        ),
+        call_end="<|tool_response>",
+    ),
+    "gpt-oss": Family(
+        GPT_OSS,
+        (
+            *("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>"),
+            "<|constrain|>",
+        ),
+        call_end="<|call|>",
+    ),
     "phi": Family(PHI, ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"), end_strips=True),
     "gemma": Family(GEMMA, ("<end_of_turn>", "<start_of_turn>")),
     "chatml": Family(CHAT_TEMPLATE, _CHATML),
@@ -183,6 +344,7 @@ FAMILIES = {
     "counted": Family(COUNTED, _CHATML),
     "other calls": Family(OTHER_CALLS, (*_CHATML, "<|call|>")),
     "other calls, one end": Family(OTHER_CALLS.replace("<|call|>", "<|im_end|>"), _CHATML),
+    "named results": Family(NAMED_RESULTS, _CHATML),
     "no end": Family(NO_END, _CHATML),
 }
 

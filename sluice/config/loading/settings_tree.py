@@ -24,7 +24,7 @@ from sluice.config.loading.keys import (
     unknown_key,
 )
 from sluice.config.loading.override_values import parse_override_value
-from sluice.config.loading.yaml_text import flat_tree, parse_scalar
+from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
 from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
@@ -158,6 +158,17 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
         if find_key(path) is None and flat_tree({".".join(path): value}).keys() <= resolver.used:
             resolved.remove(path)
     return resolved
+
+
+def read_document(text: str, source: str) -> object:
+    """Return what the YAML text of a file of verl's holds, with its references resolved.
+
+    Raises:
+        ConfigError: it is no YAML, or a reference has no value; it names `source`.
+    """
+    found = parse_document(text, source)
+    tree = SettingsTree(dict(found)) if isinstance(found, Mapping) else SettingsTree()
+    return _Resolver(tree, {}).resolve(found, (source,))
 
 
 class _Resolver:

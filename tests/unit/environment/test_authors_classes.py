@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.cli.main import commands
 from sluice.environment.source import EnvironmentSource
 from sluice.environment.verl_stand_in import FUNCTION_TOOL_REGISTRY
+from sluice.errors import ConfigError
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import (
     CALCULATOR,
@@ -459,6 +461,45 @@ class History(BaseTool):
         second = await played.step(1, called, STOP)
         texts = [one.content for seen in (first, second) for one in seen.messages]
         assert texts == ["1 ['Hm.']", """2 ['Hm.', "1 ['Hm.']", 'Hm.']"""]
+
+
+def test_a_file_of_verls_tools_has_values_of_the_environment_and_numbers_as_verl_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SLUICE_TEST_URL", "http://127.0.0.1:8000")
+    (tmp_path / "verl_search.py").write_text("""
+from verl.tools.base_tool import BaseTool
+
+given = []
+
+class Search(BaseTool):
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        given.append(config)
+""")
+    config = tmp_path / "tools.yaml"
+    config.write_text("""
+tools:
+  - class_name: verl_search.Search
+    config:
+      url: ${oc.env:SLUICE_TEST_URL}/retrieve
+      key: ${oc.env:SLUICE_TEST_NOT_SET,none}
+      eps: 1e-6
+      type: native
+    tool_schema:
+      type: function
+      function: {name: search, description: Search., parameters: {type: object, properties: {}}}
+""")
+    source = EnvironmentSource(tool_config_path=str(config))
+    assert [tool.name for tool in source.load().tools] == ["search"]
+    url = "http://127.0.0.1:8000/retrieve"
+    assert importlib.import_module("verl_search").given == [
+        {"url": url, "key": "none", "eps": 1e-6, "type": "native"}
+    ]
+    monkeypatch.delenv("SLUICE_TEST_URL")
+    with pytest.raises(ConfigError, match=r"tools\.yaml.*SLUICE_TEST_URL has no value; set it"):
+        source.load()
 
 
 async def test_each_tool_of_verls_is_released_though_another_release_raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,56 @@ CALLS = {
         "<tool_call>\n<function=look>\n<parameter=jar>\nC\n</parameter>\n</function>\n</tool_call>"
     ),
     "llama3_json": '{"name": "look", "parameters": {"jar": "C"}}',
+    "glm": ("<tool_call>look\n<arg_key>jar</arg_key>\n<arg_value>C</arg_value>\n</tool_call>"),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="jar">C</parameter>\n'
+        "</invoke>\n</minimax:tool_call>"
+    ),
+    "seed": (
+        "<seed:tool_call>\n<function=look>\n<parameter=jar>C</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    ),
+    "deepseek_v4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look">\n<｜DSML｜parameter name="jar" '
+        'string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    ),
+    "gemma4": '<|tool_call>call:look{jar:<|"|>C<|"|>}<tool_call|>',
+    "gpt-oss": ' to=functions.look<|channel|>commentary json<|message|>{"jar": "C"}',
 }
-CALL = ChatMessage("assistant", "", (ToolCall("look", '{"jar": "C"}', "c0"),))
-RESULT = ChatMessage("tool", "6", tool_call_id="c0")
+IDS = {"kimi": "functions.look:0"}
+CALL = ChatMessage("assistant", "", (ToolCall("look", '{"jar": "C"}', "call_0"),))
+RESULT = ChatMessage("tool", "6", tool_call_id="call_0")
 FORMATS = {
     "qwen2.5": "hermes",
     "qwen3": "hermes",
     "qwen3_coder": "qwen3_coder",
     "llama3": "llama3_json",
+    "glm": "glm",
+    "kimi": "kimi",
+    "minimax": "minimax",
+    "seed": "seed",
+    "deepseek_v4": "deepseek_v4",
+    "gemma4": "gemma4",
+    "gpt-oss": "gpt-oss",
     "phi": "plain",
     "gemma": "plain",
     "chatml": "plain",
     "reversed": "plain",
     "counted": "plain",
+    "named results": "hermes",
     "no end": "plain",
     "other calls": "plain",
     "other calls, one end": "plain",
 }
 ALL = (("user", False), ("user", True), ("tool", False), ("tool", True))
-WITH_TOOLS = ("qwen2.5", "qwen3", "qwen3_coder", "llama3")
+WITH_TOOLS = (
+    *("qwen2.5", "qwen3", "qwen3_coder", "llama3"),
+    *("glm", "kimi", "minimax", "seed", "deepseek_v4"),
+)
 WITH_BRIDGES = (*WITH_TOOLS, "phi", "gemma", "chatml")
 
 
@@ -55,7 +87,9 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptEncode
 
 def sampled(encoder: PromptEncoder, family: str, text: str) -> TokenIds:
     """The tokens of a response that ended."""
-    return encoder.encode_text(text + FAMILIES[family].control[0], add_special_tokens=False)
+    known = FAMILIES[family]
+    called = known.call_end if CALLS.get(FORMATS[family], "\0") in text else ""
+    return encoder.encode_text(text + (called or known.control[0]), add_special_tokens=False)
 
 
 def joined(*parts: TokenIds | Sequence[int]) -> list[int]:
@@ -93,22 +127,33 @@ def test_turns_of_users_continue_as_a_full_rendering_has_them(
         assert ids == joined(encoder.encode_chat(history))
 
 
-@pytest.mark.parametrize("family", WITH_TOOLS)
+@pytest.mark.parametrize("family", [*WITH_TOOLS, "gemma4", "gpt-oss", "named results"])
 def test_results_of_tools_continue_as_a_full_rendering_has_them(
     encoders: dict[str, PromptEncoder], family: str
 ) -> None:
     encoder = encoders[family]
     history: list[ChatMessage] = [ChatMessage("system", "Be brief."), QUESTION]
     ids = joined(encoder.encode_chat(history, tools=[LOOK]))
-    call = CALLS[FORMATS[family]]
+    # A result has the id of the call that was read.
+    call = ToolCall("look", '{"jar": "C"}', IDS.get(family, "call_0"))
+    result = replace(RESULT, tool_call_id=call.call_id)
     for _ in range(3):
-        response = sampled(encoder, family, call)
-        assert encoder.read_answer(response, tools=[LOOK]) == Answer(
-            "", "", (ToolCall("look", '{"jar": "C"}', "call_0"),)
-        )
-        ids = continued(encoder, joined(ids, response), RESULT, tools=[LOOK])
-        history += [CALL, RESULT]
+        response = sampled(encoder, family, CALLS[FORMATS[family]])
+        answer = encoder.read_answer(response, tools=[LOOK])
+        assert answer == Answer("", "", (call,))
+        ids = continued(encoder, joined(ids, response), result, tools=[LOOK])
+        history += [ChatMessage("assistant", "", answer.tool_calls), result]
         assert ids == joined(encoder.encode_chat(history, tools=[LOOK]))
+
+
+@pytest.mark.parametrize("said", ["look(", CALLS["gpt-oss"][:-1]])
+def test_a_result_without_a_call_is_not_continued_where_the_template_repeats_calls(
+    encoders: dict[str, PromptEncoder], said: str
+) -> None:
+    encoder = encoders["gpt-oss"]
+    begun = encoder.encode_chat([QUESTION], tools=[LOOK])
+    with pytest.raises(HistoryRewrittenError, match="1 results, and 0 calls that the template"):
+        continued(encoder, joined(begun, sampled(encoder, "gpt-oss", said)), RESULT, tools=[LOOK])
 
 
 def test_several_results_are_one_turn_where_the_template_has_it_so(
@@ -134,6 +179,14 @@ def test_several_results_are_one_turn_where_the_template_has_it_so(
         ("qwen3", (("user", True),)),
         ("qwen3_coder", ()),
         ("llama3", (("tool", True),)),
+        ("glm", ()),
+        ("kimi", ()),
+        ("minimax", ()),
+        ("seed", ()),
+        ("deepseek_v4", ()),
+        ("named results", ()),
+        ("gemma4", (("tool", True),)),
+        ("gpt-oss", (("user", False), ("user", True))),
         ("phi", (("tool", False), ("tool", True))),
         ("gemma", (("tool", False), ("tool", True))),
         ("chatml", ()),
@@ -258,6 +311,59 @@ def test_tools_that_a_template_would_drop_without_a_word_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match="tools: the model's chat template shows none"):
         encoders[family].encode_chat([QUESTION], tools=[LOOK])
+
+
+@pytest.mark.parametrize(
+    ("family", "role"), [("qwen2.5", "tool"), ("gemma4", "user"), ("gpt-oss", "user")]
+)
+def test_what_a_tool_says_without_a_call_is_the_users_where_a_template_would_not_show_it(
+    encoders: dict[str, PromptEncoder], family: str, role: str
+) -> None:
+    encoder, broken = encoders[family], ChatMessage("assistant", "look(")
+    chats = ([QUESTION, broken, ChatMessage(each, "Error: no")] for each in ("tool", role))
+    ids, wanted = (joined(encoder.encode_chat(chat, tools=[LOOK])) for chat in chats)
+    assert ids == wanted
+    assert "Error: no" in encoder.decode(np.asarray(ids, np.uint32))
+
+
+def test_gpt_oss_reads_its_thoughts_before_a_call_and_its_result(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder = encoders["gpt-oss"]
+    thoughts = "<|channel|>analysis<|message|>Which jar?<|end|><|start|>assistant"
+    answer = encoder.read_answer(sampled(encoder, "gpt-oss", thoughts + CALLS["gpt-oss"]))
+    assert answer.reasoning == "Which jar?"
+    said = ChatMessage("assistant", answer.content, answer.tool_calls, reasoning=answer.reasoning)
+    ids = encoder.encode_chat([QUESTION, said, RESULT], tools=[LOOK])
+    assert "analysisWhich jar?assistant to=functions.look" in encoder.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3", "<think>\nhm\n</think>\n\n6"),
+        ("seed", "<seed:think>hm</seed:think>6"),
+        ("gemma4", "<|channel>thought\nhm<channel|>6"),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>6",
+        ),
+    ],
+)
+def test_where_no_calls_are_read_thoughts_and_text_are_those_of_the_templates_format(
+    encoders: dict[str, PromptEncoder], family: str, text: str
+) -> None:
+    encoder = encoders[family]
+    response = sampled(encoder, family, text)
+    assert encoder.read_answer(response, tool_format="plain") == Answer("6", "hm")
+
+
+def test_marks_of_one_format_are_not_in_texts_of_another(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    response = sampled(encoders["phi"], "phi", "6")
+    assert encoders["phi"].read_answer(response) == Answer("6")
+    assert encoders["phi"].read_answer(response, tool_format="gpt-oss") == Answer("6<|end|>")
 
 
 def test_a_schemas_keys_reach_the_template_in_their_order(

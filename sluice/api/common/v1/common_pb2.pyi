@@ -87,7 +87,7 @@ class ToolCall(google.protobuf.message.Message):
     """The tool's name, 1 to 64 bytes, printable."""
     arguments_json: builtins.str
     """The text of a JSON object, at most 1 MiB and 32 levels deep. In an answer: as the policy sampled
-    it, or with the format qwen3_coder the object that its parameters make.
+    it, or the object that its parameters make, in formats that write no JSON.
     """
     def __init__(
         self,

@@ -90,9 +90,9 @@ class GenerateRequest(google.protobuf.message.Message):
     runs with routing replay (R3), whose engines note them. Absent: false.
     """
     tool_format: builtins.str
-    """How the policy writes calls of tools: "hermes", "qwen3_coder", "llama3_json", or "plain" for no
-    calls. Finished samples then have an `answer`. Empty: with tools, the run's format; without,
-    none is read.
+    """How the policy writes calls of tools: "hermes", "qwen3_coder", "llama3_json", "glm", "kimi",
+    "minimax", "seed", "deepseek_v4", "gemma4", "gpt-oss", or "plain" for no calls. Finished samples
+    then have an `answer`. Empty: with tools, the run's format; without, none is read.
     """
     affinity: builtins.str
     """Names the conversation that this prompt continues and that a later one may continue; at most
