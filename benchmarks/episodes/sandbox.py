@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.parts import Part
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.sandbox.choice import process_sandbox
 from sluice.sandbox.run_result import PYTHON, Sandbox
 from tests.support.attack_programs import ATTACKS, LIMITS

@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.result import Compared, SimulationResult, compare, simulate
 from sluice.simulate.settings import (
     IDEAL_TRAINER,
     FleetSettings,
     SimulationSettings,
     TrainerSettings,
 )
-from sluice.simulate.strategies import Compared, compare
 from sluice.simulate.workload import MIXTURES, mixture_workload
 
 BATCH, GROUP, STALENESS = 64, 16, 4

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
-from services.evaluation.evaluator import Evaluator
-from services.evaluation.servicer import EvaluationServicer
-from services.trainer.fleet.members import Fleet
-from services.trainer.loop.reward_client import connected_reward
-from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
+from services.evaluation.servicer import VERSION, EvaluationServicer
+from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient, connected_reward
+from services.trainer.loop.run_state import RunPhase, RunState, phase_waits, under_control
 from services.trainer.servicer import trainer_server
 from sluice.concurrency.process import (
     end_by_sigterm,
@@ -24,18 +25,117 @@ from sluice.concurrency.process import (
     service_parser,
     until_signal,
 )
-from sluice.concurrency.waits import units_done
+from sluice.concurrency.waits import deadline, units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
+from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.evaluation.results import Results, write_results
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.5
+_REWARD_START_TIMEOUT_S = 120.0
 NAME = "evaluation"
 _LAST_ANSWERS_S = 1.0
+
+
+class Evaluator:
+    """One evaluation. `fleet` and `state` are shared with the service's calls."""
+
+    def __init__(
+        self, config: RunConfig, reward: RewardClient, fleet: Fleet, state: RunState
+    ) -> None:
+        self._config, self._reward = config, reward
+        self._fleet, self._state = fleet, state
+        self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: None)
+        self._serves = asyncio.Event()  # the first replica
+
+    async def run(self) -> None:
+        """Evaluate, unless a `Stop` call comes first.
+
+        Raises:
+            ExceptionGroup: holds the error that ended the evaluation.
+        """
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(self._expire_silent(), name="heartbeats"),
+                tasks.create_task(self._announce_changes(), name="fleet"),
+            ]
+            await self._under_control(self._replica_serves(), RunPhase.WAITING_FOR_REPLICAS)
+            if self._state.stop_reason is None:
+                await self._under_control(self._validate(began_s), RunPhase.EVALUATING)
+            if self._state.stop_reason is not None:
+                logger.info("stopped: %s; stored responses stand", self._state.stop_reason)
+            for task in watching:
+                task.cancel()
+
+    async def _replica_serves(self) -> None:
+        await self._reward.wait_until_up(_REWARD_START_TIMEOUT_S)
+        self._state.version = VERSION
+        async with deadline(
+            replica_wait_timeout_s(self._config),
+            peer="rollout fleet",
+            phase="waiting for a replica that has read the model's files",
+            remedy="read logs/rollout-0.log, or raise sluice.trainer.replica_wait_timeout_s",
+        ):
+            await self._serves.wait()
+
+    async def _validate(self, began_s: float) -> None:
+        await self._announcer.announce()
+        await self._reward.evaluate(VERSION, 0, lambda: self._fleet.totals()[0])
+        await asyncio.to_thread(self._write, time.monotonic() - began_s)
+
+    def _write(self, seconds: float) -> None:
+        rollout = self._config.actor_rollout_ref.rollout
+        sampling = rollout.val_kwargs
+        results = Results(
+            model=self._config.actor_rollout_ref.model.path,
+            sampling={
+                "engine": rollout.name,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_tokens": self._config.data.max_response_length,
+                "seed": rollout.seed,
+            },
+            samples_per_prompt=sampling.n,
+            seconds=round(seconds, 1),
+            benchmarks={},
+        )
+        write_results(Path(self._config.sluice.run_dir), results)
+
+    async def _under_control(self, work: Coroutine[None, None, None], phase: RunPhase) -> None:
+        await under_control(
+            work,
+            self._state,
+            phase,
+            gives_way=lambda: self._state.stop_reason is not None,
+            save=_never,
+        )
+
+    async def _announce_changes(self) -> None:
+        while True:
+            await self._fleet.changed.wait()
+            self._fleet.changed.clear()
+            if self._fleet.in_state(MemberState.SERVING):
+                self._serves.set()
+            await self._announcer.announce()
+
+    async def _expire_silent(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            self._fleet.expire(time.monotonic())
+
+
+async def _never() -> None:
+    """Do nothing: `EvaluationServicer` refuses calls for a checkpoint."""
 
 
 async def _evaluate(config: RunConfig) -> bool:

@@ -74,8 +74,8 @@ from sluice.config.sources import (
     source_groups,
     source_shares,
 )
-from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
+from sluice.data.scoring import PROGRAM_TESTS
 from sluice.errors import DataError, NotReadyError
 from sluice.sandbox.choice import backend_of
 from sluice.telemetry.samples import FOLDER_NAME, SampleArchive

@@ -40,9 +40,9 @@ from sluice.codec.reward import (
 )
 from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
 from sluice.concurrency.waits import waiting_for
-from sluice.config.schema.limits import LimitsConfig
-from sluice.config.schema.rollout import RolloutConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
+from sluice.config.schema.service import LimitsConfig
+from sluice.data.scoring import ScorerInput
 from sluice.errors import InvalidRequestError, LeaseEndedError, SluiceError
 from sluice.rpc.metadata import caller_context, caller_of
 from sluice.rpc.policy import CALL_POLICIES

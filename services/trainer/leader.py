@@ -40,7 +40,6 @@ from services.trainer.learner.rank_command import (
 )
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sample_reader import reward_samples
-from services.trainer.live_page import live_page
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
@@ -57,7 +56,7 @@ from services.trainer.metrics.sinks import (
     open_sinks,
 )
 from services.trainer.servicer import TrainerServicer, trainer_server
-from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
+from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, live_page, watching
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from glob import escape, glob
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sluice.config.loading.keys import all_names
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR
 from sluice.errors import ConfigError
-from sluice.launch.script.launch import (
+from sluice.launch.script import (
     RECORDED,
     is_script,
     launch_of,
@@ -112,6 +113,14 @@ def _paths(incomplete: str) -> list[str]:
     return sorted(f"{path}{os.sep}" if Path(path).is_dir() else path for path in found)
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys to override in verl's spelling.",
+        show_default=False,
+    ),
+]
 ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -190,3 +199,27 @@ def split_arguments(
     if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return first, arguments[1:]
     return None, arguments
+
+
+class GroupedCommands(TyperGroup):
+    """Lists commands under the heading that each was registered with, in that order."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - private types
+        """Write one list of commands and their summaries for each heading."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is None or command.hidden:
+                continue
+            heading = getattr(command, "rich_help_panel", None) or "Commands"
+            rows.setdefault(heading, []).append((name, summary(command.help or "")))
+        width = max(len(name) for listed in rows.values() for name, _ in listed)
+        for heading, listed in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, text in listed])
+
+
+def summary(help_text: str) -> str:
+    """Return the first sentence of a help text, without its full stop."""
+    sentence, _, _ = " ".join(help_text.split("\n\n")[0].split()).partition(". ")
+    return sentence.rstrip(".")

@@ -22,11 +22,11 @@ from sluice.data.inspection import (
     inspect_files,
     quantiles,
 )
-from sluice.data.known_sources import scorer_name
 from sluice.data.prepare import PUBLISHED_SETS, Preparation, Prepared, Wishes, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_files import check_raw_file
+from sluice.data.scoring import scorer_name
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
 from sluice.types import ChatMessage

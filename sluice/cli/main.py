@@ -13,11 +13,11 @@ import typer
 
 from sluice import own_version
 from sluice.cli.agents import agent_commands
+from sluice.cli.arguments import GroupedCommands
 from sluice.cli.config import config_commands
 from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
 from sluice.cli.environment import environment_commands
-from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
 from sluice.cli.plan import plan
 from sluice.cli.policy.evaluate import EvaluateCommand, evaluate
@@ -27,24 +27,19 @@ from sluice.cli.policy.serve_openai import serve_openai
 from sluice.cli.policy.submit import submit
 from sluice.cli.reward import reward_commands
 from sluice.cli.run.certificates import certs
+from sluice.cli.run.control import resume, scale, stop
 from sluice.cli.run.init import init
 from sluice.cli.run.prepare import prepare
 from sluice.cli.run.quickstart import quickstart
 from sluice.cli.run.recipe import recipe_commands
-from sluice.cli.run.resume import resume
-from sluice.cli.run.scale import scale
-from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
 from sluice.cli.simulate import simulate
-from sluice.cli.watch.compare import compare
-from sluice.cli.watch.dashboard import dashboard, open_run
+from sluice.cli.watch.dashboard import compare, dashboard, open_run, report
 from sluice.cli.watch.logs import logs
-from sluice.cli.watch.report import report
-from sluice.cli.watch.runs import runs
-from sluice.cli.watch.status import status
+from sluice.cli.watch.status import runs, status
 from sluice.concurrency.process import exit_status
 from sluice.errors import DataError
-from sluice.report.versions import software_versions
+from sluice.report.summary import software_versions
 
 commands = typer.Typer(
     name="sluice",

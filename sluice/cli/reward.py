@@ -11,12 +11,12 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJsonLines, complete_setting
-from sluice.cli.policy.row_files import read_rows
 from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
+from sluice.data.row_files import read_rows
 from sluice.doctor.finding import ROWS_LOOKED_AT, opened_rows
 from sluice.doctor.reward import made_up_response, try_responses
 from sluice.doctor.trial import TrialAnswer

@@ -18,20 +18,20 @@ from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, Strateg
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.errors import ConfigError
-from sluice.simulate.result import SimulationResult
+from sluice.simulate.result import (
+    Compared,
+    OpenWorkload,
+    SimulationResult,
+    compare,
+    of_strategy,
+    simulate_fill_times,
+)
 from sluice.simulate.result import simulate as simulate_run
 from sluice.simulate.settings import (
     DEFAULT_STEPS,
     FleetSettings,
     SimulationSettings,
     TrainerSettings,
-)
-from sluice.simulate.strategies import (
-    Compared,
-    OpenWorkload,
-    compare,
-    of_strategy,
-    simulate_fill_times,
 )
 from sluice.simulate.workload import DescribedWorkload, mixture_workload, read_workload
 

@@ -10,7 +10,7 @@ from sluice.config.addresses import peer_address
 from sluice.config.derived import message_mb
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import FILE_VARIABLES, OPEN, Credentials, client_credentials
 from sluice.service_contract import CONFIG_NAME

@@ -1,5 +1,5 @@
-"""Threads: one that owns an object and makes every call on it, one that measures what may hang, and
-one that writes in the background.
+"""Threads: one that owns an object and makes every call on it, one that measures what may hang, one
+that writes in the background, and some that run plain methods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import cache
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from sluice.errors import DeadlineError, WeightSyncError
@@ -27,6 +29,8 @@ StopReason = Callable[[], str | None]
 
 _CHECK_EVERY_S = 0.05
 _STOP_GRACE_S = 0.5
+_PAUSE_S = 0.02
+"""Before the system is asked again for a thread."""
 
 
 class OwnerThread:
@@ -339,3 +343,80 @@ class BoundedWriter(Generic[_ItemT]):
         with self._lock:
             self.num_dropped += number
         self._count(-number)
+
+
+class MethodThreads:
+    """Runs calls in threads, begun in their order. All of one event loop.
+
+    Unlike an executor's threads, these never hold the end of the process, and a start that the
+    system refuses loses no call.
+
+    Args:
+        most: calls that run at once; further ones wait.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_threads, self._num_calls = most, 0, 0
+        self._calls = SimpleQueue[tuple[Future[object], Callable[[], object]] | None]()
+        self._is_closed = False
+
+    async def run(self, function: Callable[[], object]) -> object:
+        """Return what the function returns, or raise what it raises.
+
+        A cancelled call ends once its thread has left the function.
+        """
+        if self._is_closed:
+            raise RuntimeError("the threads are closed")
+        call, loop = Future[object](), asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def deliver(_call: Future[object]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nothing waits any more
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+        call.add_done_callback(deliver)
+        self._calls.put((call, function))
+        self._num_calls += 1
+        try:
+            while not (ended.done() or self._has_thread()):
+                await asyncio.wait([ended], timeout=_PAUSE_S)
+            await asyncio.wait([ended])
+        except asyncio.CancelledError:
+            if not call.cancel():
+                await _until(ended)
+            raise
+        finally:
+            self._num_calls -= 1
+        return call.result()
+
+    def close(self) -> None:
+        """Let running threads end with the process; take no further call."""
+        self._is_closed = True
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+
+    def _has_thread(self) -> bool:
+        """Start a thread for a call if it needs one; return False if the system refuses it."""
+        if self._num_threads >= min(self._num_calls, self._most):
+            return True
+        try:
+            threading.Thread(target=self._serve, name="environment", daemon=True).start()
+        except RuntimeError:
+            return False
+        self._num_threads += 1
+        return True
+
+    def _serve(self) -> None:
+        while (found := self._calls.get()) is not None:
+            settle(*found)
+            del found
+
+
+async def _until(ended: asyncio.Future[None]) -> None:
+    """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
+    and it counts as running."""
+    try:
+        await asyncio.wait([ended])
+    except asyncio.CancelledError:
+        await _until(ended)
+        raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sluice.config.derived import replica_devices
 from sluice.config.memory.shape import find_shape
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import VENDOR_ENGINES
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 
 # A group that every engine finishes in time unless it hangs: ten tokens a second for each sample.
 _SECONDS_PER_TOKEN = 0.1

@@ -10,11 +10,10 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from sluice.config.schema.actor import CriticConfig, GlobalProfilerConfig
 from sluice.config.schema.actor_rollout_ref import ActorRolloutRefConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
-from sluice.config.schema.critic import CriticConfig
 from sluice.config.schema.data import DataConfig
-from sluice.config.schema.profiler import GlobalProfilerConfig
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.section import Section, field_text
 from sluice.config.schema.service import ServiceConfig

@@ -15,7 +15,7 @@ from sluice.algorithm.sources import groups_by_share
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.config.schema.section import Section
-from sluice.config.schema.sources import SourceConfig
+from sluice.config.schema.service import SourceConfig
 
 NodeT = TypeVar("NodeT", bound=Section)
 

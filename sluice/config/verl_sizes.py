@@ -9,7 +9,7 @@ from sluice.config.derived import uses_critic, uses_reference
 from sluice.config.loading.loader import KeySettings
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.config.sources import largest_n, responses_per_step
 
 

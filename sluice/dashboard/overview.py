@@ -16,7 +16,7 @@ from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot, WatchedRule
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
-from sluice.report.notices import low_yield
+from sluice.report.progress import low_yield
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
 from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S

@@ -14,7 +14,6 @@ from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.overview import overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
-from sluice.dashboard.run_settings import settings_object
 from sluice.dashboard.sample_browser import (
     READ_S,
     Cursor,
@@ -23,9 +22,9 @@ from sluice.dashboard.sample_browser import (
     folders_of_run,
 )
 from sluice.dashboard.sample_lines import DumpRow, dump_row
-from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, side_by_side
+from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, settings_object, side_by_side
 from sluice.dashboard.step_history import StepHistory
-from sluice.report.versions import versions_of_run
+from sluice.report.summary import versions_of_run
 from sluice.telemetry.metric_names import described
 
 NO_POINTS = 1

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sluice.device.accelerator import Accelerator
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
+from sluice.device.cuda import Accelerator
 from sluice.device.protocol import local_index
 from sluice.errors import ConfigError
 

@@ -15,7 +15,7 @@ from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Severity
 from sluice.config.run import RunConfig
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
     CUDA_VISIBLE_VARIABLE,

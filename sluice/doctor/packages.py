@@ -15,7 +15,7 @@ import msgspec
 from sluice import installed_version
 from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import VENDOR_ENGINES
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem

@@ -12,9 +12,9 @@ from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
 from sluice.config.sources import VAL_KEY, prompt_files, source_groups
-from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError

@@ -11,9 +11,8 @@ from sluice.config.derived import may_grade_itself
 from sluice.config.run import RunConfig
 from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
-from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, ScorerInput, scorer_name
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.environment.source import EnvironmentSource

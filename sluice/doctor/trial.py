@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sluice.config.schema.reward import RewardConfig
-from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import SandboxConfig
+from sluice.data.scoring import ScorerInput
 
 
 class PromptsToMeasure(msgspec.Struct, frozen=True):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.concurrency.threads import MethodThreads
 from sluice.environment.schemas import ArgumentsError
-from sluice.environment.threads import MethodThreads
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 

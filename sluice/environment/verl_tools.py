@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
-from sluice.config.loading.references import read_document
+from sluice.config.loading.settings_tree import read_document
 from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
     AuthorCalls,

@@ -14,8 +14,7 @@ from sluice.config.derived import (
     uses_reference,
     world_size,
 )
-from sluice.config.memory.image_encoder import ImageEncoder
-from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ImageEncoder, ModelShape
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig

@@ -16,19 +16,24 @@ from sluice.config.device_split import DeviceSplit, device_split, is_colocated, 
 from sluice.config.loading.conversions import names_set
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind, device_kind
-from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import (
+    ImageEncoder,
     ModelContent,
     ModelShape,
+    image_encoder,
     published_encoder,
     published_model,
     read_model,
     shape_of,
 )
 from sluice.config.memory.training import guessed_memory, training_layout
-from sluice.config.parallel_layout import trainer_layout
-from sluice.config.pipeline_stages import check_image_layers, different_stages, stage_layers
+from sluice.config.parallel_layout import (
+    check_image_layers,
+    different_stages,
+    stage_layers,
+    trainer_layout,
+)
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError

@@ -11,10 +11,9 @@ from msgspec import structs
 
 from sluice.config.derived import is_whole, max_row_tokens, uses_critic, world_size
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.image_encoder import ImageEncoder
 from sluice.config.memory.rollout import GIB, rollout_layout, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
-from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ImageEncoder, ModelShape
 from sluice.config.memory.training import MEAN_RESPONSE, group_flops, training_layout
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig

@@ -1,4 +1,5 @@
-"""The numbers of a run and its accounting, for programs (`summary.json`) and people.
+"""The numbers of a run, its accounting, and the versions of what it runs on, for programs
+(`summary.json`) and people.
 
 Every reader and writer of `summary.json` in sluice is here.
 """
@@ -6,13 +7,17 @@ Every reader and writer of `summary.json` in sluice is here.
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from sluice import installed_version, own_version
 from sluice.concurrency.process import (
     ENDED,
     MARKS_FOLDER,
@@ -20,6 +25,7 @@ from sluice.concurrency.process import (
     mark_file,
     process_marks,
 )
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, RunRecord, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
@@ -39,6 +45,8 @@ _MIN_AGE_S = 0.5  # a smaller one would read 0 s
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
 _GROUPS = (metric_names.GROUPS_ALL_RIGHT, metric_names.GROUPS_ALL_WRONG)
 _DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
+_PACKAGES = ("torch", "transformers", *VENDOR_ENGINES, "ray", "grpcio", "typer")
+_GIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,3 +337,37 @@ def ended_summary(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and _OF_AN_END in found else {}
+
+
+def software_versions() -> dict[str, str]:
+    """Return versions by name; an absent package is left out, and so is an unknown commit."""
+    found = {"sluice": own_version()}
+    commit = _commit()
+    if commit:
+        found["commit"] = commit
+    found["python"] = f"{platform.python_version()} ({platform.platform()})"
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return found | {name: one for name, one in versions.items() if one is not None}
+
+
+def versions_of_run(run_dir: Path) -> Mapping[str, str]:
+    """Return the versions that a run noted at its end; those of this process before."""
+    noted = ended_summary(run_dir).get("versions")
+    if not isinstance(noted, dict):
+        return software_versions()
+    return {str(name): str(value) for name, value in noted.items()}
+
+
+@cache
+def _commit() -> str:
+    """Return the commit of the checkout that holds this file; empty: it is in none."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_S, check=False
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -20,8 +20,7 @@ from sluice.config.rules.security import (
     exposed_secrets,
     server_problems,
 )
-from sluice.config.schema.security import SecurityConfig
-from sluice.config.schema.service import EndpointConfig
+from sluice.config.schema.service import EndpointConfig, SecurityConfig
 from sluice.security.certificates import SOON, ends_of_validity
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
 from sluice.types import TransferCertificates

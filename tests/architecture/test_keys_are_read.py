@@ -30,7 +30,6 @@ MEANINGS = (
     CONFIG / "derived.py",
     CONFIG / "deadlines.py",
     CONFIG / "parallel_layout.py",
-    CONFIG / "pipeline_stages.py",
     CONFIG / "device_split.py",
 )
 """What services ask about several keys at once; all else in sluice.config checks and describes."""

@@ -19,7 +19,7 @@ from tests.support.small_run import Assets, make_assets
 from tests.support.source_tree import ROOT
 
 MODEL, TRAIN = "actor_rollout_ref.model.path", "data.train_files"
-START = "from sluice.cli.entry import app; app()"
+START = "from sluice.__main__ import app; app()"
 RAISES = "def compute_score(**call):\n    return call['extra_info']['nokey']\n"
 
 

@@ -12,8 +12,8 @@ from sluice.config.schema.reward import (
     SandboxFusionConfig,
     ScorerPoolConfig,
 )
-from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import SandboxConfig
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.choice import limits_of, process_sandbox
 from sluice.types import Failed, FailureKind, Scored

@@ -15,7 +15,7 @@ from services.reward.grading import containment
 from services.reward.grading.containment import ProcessKey, cpu_by_mark
 from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.scorer_pools import running_scorer_pool
 from tests.support.small_run import is_running

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind
 from tests.support.scorer_pools import running_scorer_pool
 from tests.support.small_run import is_running
@@ -56,12 +56,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from services.reward.grading.pool import running_scorer_pool
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
 )
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 
 async def main():
     custom, limits = CustomRewardFunctionConfig(path=sys.argv[1]), ScorerPoolConfig(num_workers=1)

@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.grading.scorers.registry import RULES
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.scorer_pools import running_scorer_pool
 

@@ -21,7 +21,7 @@ from sluice.config.schema.reward import (
     ScorerPoolConfig,
 )
 from sluice.data.prompt_rows import PromptRow
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.doctor.reward import try_responses
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage, Failed, FailureKind, Scored

@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_process import own_children

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
-from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import SecurityConfig
 from sluice.errors import AccessDeniedError, HandshakeError
 from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import OPEN, client_credentials

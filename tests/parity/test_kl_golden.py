@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sluice.algorithm.advantages.rewards import KlController, penalize_rewards
-from sluice.algorithm.kl_estimator import kl_estimate
+from sluice.algorithm.kl import KlController, kl_estimate, penalize_rewards
 
 Floats = npt.NDArray[np.float64]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.reward.grading.scorers.boxed import math_score
 from services.reward.grading.scorers.latex import MalformedLatexError, normal_form, same_answer
-from services.reward.grading.scorers.math_boxed import compute_score
 
 VERDICTS = [
     (r"\boxed{\frac12}", r"\frac{1}{2}", 1.0),
@@ -43,7 +43,7 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("response", "truth", "score"), VERDICTS)
 def test_math_verdicts_equal_verls(response: str, truth: str, score: float) -> None:
-    assert compute_score(response, truth) == score
+    assert math_score(response, truth) == score
 
 
 NORMAL_FORMS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.grading.scorers.multiple_choice import compute_score
+from services.reward.grading.scorers.boxed import choice_score
 from sluice.errors import DataError
 
 VERDICTS = [
@@ -27,9 +27,9 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("response", "truth", "score"), VERDICTS)
 def test_choices_are_compared_as_sets_of_letters(response: str, truth: str, score: float) -> None:
-    assert compute_score(response, truth) == score
+    assert choice_score(response, truth) == score
 
 
 def test_a_reference_without_letters_can_be_met_by_nothing_and_is_refused() -> None:
     with pytest.raises(DataError, match="ground_truth '7' holds none of the letters"):
-        compute_score(r"\boxed{}", "7")
+        choice_score(r"\boxed{}", "7")

@@ -12,7 +12,7 @@ from services.reward.grading.grader import Grader, overlong_shaping
 from services.reward.grading.messages import ScorerNumber
 from services.reward.grading.scorer_main import answer_of
 from sluice.config.schema.reward import RewardConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import ChatMessage, Prompt, PromptOrigin, RolloutGroup, Scored
 from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
 

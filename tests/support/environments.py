@@ -12,7 +12,7 @@ from typing import Any
 from services.reward.episodes.client import ServedEnvironments, ServedEpisode, given_servers
 from services.reward.episodes.drivers import AddressFor, EpisodeTask
 from services.reward.episodes.workers import EnvironmentWorkers, running_workers
-from sluice.config.schema.environment import EnvironmentConfig
+from sluice.config.schema.service import EnvironmentConfig
 from sluice.environment.servicer import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.types import Answer, ChatMessage, Prompt, PromptOrigin, ToolCall

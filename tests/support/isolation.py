@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch.script.launch import record
+from sluice.launch.script import record
 
 
 def _no_isolation() -> str:

@@ -20,7 +20,7 @@ from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client import AsyncClient, RunAddress
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
 from sluice.rpc.server import RpcServer
 from sluice.types import ReplicaInfo

@@ -25,7 +25,7 @@ from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, changed
-from sluice.config.schema.guards import GuardsConfig
+from sluice.config.schema.service import GuardsConfig
 from sluice.types import (
     DataProgress,
     FinishReason,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sluice.config.pipeline_stages import different_stages, stage_layers
+from sluice.config.parallel_layout import different_stages, stage_layers
 from sluice.config.run import RunConfig
 from tests.support.preloaded import PreloadedProcess
 from tests.support.trainer_ranks import ranks_of

@@ -15,7 +15,7 @@ from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.prompts.submissions import SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, ReplicaInfo, Rollout, Scored, TokenIds, TrainBatch
 from tests.support.client_prompt import client_prompt
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of

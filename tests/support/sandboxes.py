@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.errors import SluiceError
 from sluice.sandbox.choice import proven_sandbox
 

@@ -18,7 +18,7 @@ from sluice.config.schema.reward import (
     SandboxFusionConfig,
     ScorerPoolConfig,
 )
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 
 Sandboxes = tuple[SandboxConfig, SandboxFusionConfig]
 NO_SANDBOXES = (SandboxConfig(), SandboxFusionConfig())

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.loading import LoadedModel, load_policy
 from sluice.config.run import RunConfig
-from sluice.config.schema.sources import SourceConfig
+from sluice.config.schema.service import SourceConfig
 from sluice.types import (
     DataProgress,
     FinishReason,

@@ -37,7 +37,7 @@ from services.reward.grading.scorer_worker import (
 )
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import beside, deadline
-from sluice.config.schema.environment import EnvironmentConfig
+from sluice.config.schema.service import EnvironmentConfig
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DeadlineError, SluiceError
 

@@ -13,7 +13,7 @@ from sluice.algorithm.episodes import response_length
 from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
 from sluice.algorithm.overlong import OverlongShaping
 from sluice.config.schema.reward import RewardConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
 from sluice.telemetry.tracing import TRACER, Key, SpanName

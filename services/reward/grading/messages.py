@@ -19,8 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from sluice.config.schema.reward import RewardModelConfig, SandboxFusionConfig
-from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import SandboxConfig
+from sluice.data.scoring import ScorerInput
 
 FRAME_HEADER = struct.Struct("<I")
 MAX_REPLY_BYTES = 64 * 2**20

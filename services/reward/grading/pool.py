@@ -45,8 +45,8 @@ from services.reward.grading.scorer_worker import (
 from services.reward.grading.scorers.registry import scored_characters
 from sluice.concurrency.waits import beside, deadline, waiting_for
 from sluice.config.schema.reward import RewardConfig
-from sluice.config.schema.sandbox import SandboxConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import SandboxConfig
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 

@@ -51,7 +51,7 @@ from services.reward.grading.messages import (
 from services.reward.grading.scorers.custom import load_custom_scorer
 from services.reward.grading.scorers.program_tests import ProgramTests
 from services.reward.grading.scorers.registry import Scorer, check_routes, scorer_for
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import SluiceError
 from sluice.safe_text import encodable
 from sluice.sandbox.choice import backend_of, limits_of, proven_sandbox

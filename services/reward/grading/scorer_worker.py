@@ -36,7 +36,7 @@ from services.reward.grading.messages import (
 )
 from sluice.concurrency.process import SHORTAGES, ending_text
 from sluice.concurrency.waits import deadline, waiting_for
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError
 from sluice.json_objects import DECODE_ERRORS
 from sluice.types import FailureKind

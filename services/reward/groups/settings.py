@@ -23,7 +23,7 @@ from sluice.config.derived import (
     on_policy_fill,
 )
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
 

@@ -17,7 +17,7 @@ from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
 from services.reward.prompts.source import DATASET_ID_PREFIX, VALIDATION_ID_PREFIX
-from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.service import LimitsConfig
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
 from sluice.types import Prompt

@@ -287,12 +287,7 @@ class _Scattered(torch.autograd.Function):
         return _gathered(of_own, ctx.share), None
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _CutContext, values: Tensor, share: TensorShare) -> Tensor:
-        ctx.share = share
-        return _gathered(values, share)
-
+class _Whole(_AllGathered):
     @staticmethod
     def backward(ctx: _CutContext, of_all: Tensor) -> tuple[Tensor, None]:
         return of_all[ctx.share.own(len(of_all))], None

@@ -34,7 +34,7 @@ from sluice.algorithm.guards import (
     judge,
     signal_of,
 )
-from sluice.config.schema.guards import GuardsConfig, KeepConfig
+from sluice.config.schema.service import GuardsConfig, KeepConfig
 from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,22 @@
-"""`sluice eval`: grade the policy in training, or a model's files without a run."""
+"""`sluice eval`: grade the policy in training, or a model's files without a run; below it `compare`
+and `regrade`, for what evaluations stored.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 from typer.main import get_command
 
@@ -21,22 +28,40 @@ from sluice.cli.arguments import (
     complete_run,
     complete_setting,
     named_run,
+    summary,
 )
-from sluice.cli.help_text import summary
-from sluice.cli.policy.evaluate_compare import compare_evaluations
-from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
-from sluice.cli.policy.evaluate_regrade import regrade
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run, steps_with
+from sluice.cli.run.checked import refuse_beside_another
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
+from sluice.cli.run.evaluation_origin import regraded_origin, write_origin
 from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run, is_active
-from sluice.cli.terminal import print_json
+from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
-from sluice.concurrency.process import until_signal
-from sluice.config.schema.rollout import EngineName
+from sluice.concurrency.process import SUPERVISOR_VARIABLE, ending_text, until_signal
+from sluice.config.schema.actor_rollout_ref import EngineName
 from sluice.data.benchmarks import benchmark_files
-from sluice.errors import ConfigError, NotReadyError
+from sluice.errors import ConfigError, DataError, NotReadyError
+from sluice.evaluation.comparison import (
+    ComparedBenchmark,
+    Evaluation,
+    compared_benchmarks,
+    comparison_object,
+    read_evaluations,
+)
+from sluice.evaluation.page import (
+    PAGE_NAME,
+    USUAL_PROMPTS,
+    USUAL_RESPONSES,
+    write_page,
+    write_report,
+)
+from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
 from sluice.evaluation.statistics import estimate_text
+from sluice.evaluation.stored_responses import FOLDER_NAME
+from sluice.safe_text import printable
+from sluice.service_contract import CONFIG_NAME
 
 _EXIT_INTERRUPTED = 130
 _STEP_ENDS_S = 600.0
@@ -110,6 +135,11 @@ _Config = Annotated[
 
 _OF_FILES = ("benchmark", "data-dir", "engine", "replicas", "output", "config", "logs")
 """Options of evaluations without a run."""
+Evaluations = Annotated[
+    list[Path],
+    typer.Argument(metavar="DIR", help="--output folders of evaluations, or of --follow."),
+]
+_COMMAND = "services.reward.regrade"
 
 
 def evaluate(  # noqa: PLR0913 - options of the command
@@ -249,6 +279,187 @@ async def _evaluate(
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")
         return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
+
+
+def compare_evaluations(
+    folders: Evaluations,
+    *,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page with responses here.")
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts of a benchmark with responses on the page.")
+    ] = USUAL_PROMPTS,
+    responses: Annotated[
+        int, typer.Option(min=1, help="Responses of a prompt on the page, for each evaluation.")
+    ] = USUAL_RESPONSES,
+    as_json: AsJson = False,
+) -> None:
+    """Compare evaluations: means, pass@k and differences, each with its standard error.
+
+    Differences are from the first evaluation, over the prompts that both have. The page shows the
+    responses to a prompt beside each other, prompts that differ most first; it is one file without
+    scripts. An evaluation that still runs is compared as far as it got.
+
+    \b
+    Examples:
+      sluice eval compare runs/base-eval runs/trained-eval
+      sluice eval compare runs/one/evaluations --output curve.html
+    """
+    evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
+    benchmarks = compared_benchmarks(evaluations)
+    if output is not None:
+        write_page(evaluations, output, most_prompts=prompts, most_responses=responses)
+    if as_json:
+        found = comparison_object(evaluations, benchmarks)
+        print_json(found | ({} if output is None else {"page": str(output)}))
+        return
+    console = output_console()
+    for benchmark in benchmarks:
+        _print_compared(console, evaluations, benchmark)
+    if output is not None:
+        typer.echo(f"page: {output}")
+
+
+def _expanded(folder: Path) -> list[Path]:
+    """Return the evaluations in a folder of `sluice eval --follow`, the first step first."""
+    if folder.is_file():
+        raise DataError(f"{folder}: is a file; give {folder.parent} for all evaluations in it")
+    steps = steps_with(folder, FOLDER_NAME)
+    return [folder / f"global_step_{step}" for step in steps] or [folder]
+
+
+def _print_compared(
+    console: Console, evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark
+) -> None:
+    largest = max((k for one in benchmark.results if one for k in one.pass_at_k), default=1)
+    mean, passes = f"mean {benchmark.variable}", f"pass@{largest}"
+    columns = ["evaluation", mean, "difference", passes, "prompts", "without a grade"]
+    rows = []
+    for number, (one, found) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+        if found is not None:
+            state = "" if one.results is not None else " (has not ended)"
+            rows.append(
+                (
+                    printable(one.label) + state,
+                    estimate_text(found.mean),
+                    estimate_text(benchmark.differences[number], signed=True),
+                    estimate_text(found.pass_at_k.get(largest)),
+                    f"{found.prompts:,}",
+                    f"{found.failed_samples:,}",
+                )
+            )
+    print_table(console, printable(benchmark.name), columns, rows, right=columns[1:])
+
+
+def regrade(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="--output folder of an evaluation.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Keys to override, such as reward.custom_reward_function.path=other.py.",
+            show_default=False,
+            autocompletion=complete_setting,
+        ),
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Grade the stored responses of an evaluation again: nothing is sampled.
+
+    The scorers are those of the evaluation's configuration, in processes with its limits; override
+    keys to try others. What an environment graded stays as it is. results.json and the page are
+    written again. Each response keeps its earlier grades, and the former results stay as
+    results-1.json, results-2.json and so on. An evaluation that failed is graded again, too; its
+    command then finishes it.
+
+    \b
+    Examples:
+      sluice eval regrade runs/base-eval
+      sluice eval regrade runs/base-eval reward.custom_reward_function.path=other.py
+    """
+    if not (folder / CONFIG_NAME).is_file():
+        raise DataError(
+            f"{folder}: holds no {CONFIG_NAME}; give the --output folder of an evaluation"
+        )
+    asyncio.run(refuse_beside_another(folder))
+    before = read_results(folder) if (folder / RESULTS_NAME).is_file() else None
+    origin = regraded_origin(folder, settings or [])
+    total = None if before is None else sum(one.prompts for one in before.benchmarks.values())
+    _grade(folder, settings or [], total)
+    if origin is not None:
+        write_origin(folder, origin)
+    if before is None:
+        _say_unfinished(as_json=as_json)
+        return
+    kept = _keep(folder)
+    now = write_results(folder, before)
+    write_report(folder)
+    if as_json:
+        before_and_now = {"before": before, "now": now}
+        print_json(msgspec.to_builtins(before_and_now, str_keys=True) | {"former": str(kept)})
+        return
+    _print_change(before, now)
+    typer.echo(f"results: {folder / RESULTS_NAME} (former ones: {kept.name})")
+    typer.echo(f"page: {folder / PAGE_NAME}")
+
+
+def _say_unfinished(*, as_json: bool) -> None:
+    if as_json:
+        print_json({"before": None, "now": None, "former": None})
+    else:
+        typer.echo("graded again; the evaluation's command, with these keys, finishes it")
+
+
+def _grade(folder: Path, settings: Sequence[str], num_prompts: int | None) -> None:
+    """Run the reward service's code in a process that ends with this one, and count its prompts.
+
+    Raises:
+        ConfigError: it failed; it has printed why.
+    """
+    command = [sys.executable, "-m", _COMMAND, str(folder), *settings]
+    environment = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
+    with (
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process,
+        counted("prompts graded again", num_prompts) as advance,
+    ):
+        try:
+            for line in process.stdout or ():
+                advance(int(line))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode > 0:
+        raise typer.Exit(process.returncode)
+    if process.returncode < 0:
+        raise ConfigError(
+            f"grading {folder}: its process ended with {ending_text(process.returncode)}; look "
+            "whether this machine has the memory for it, and try again"
+        )
+
+
+def _keep(folder: Path) -> Path:
+    """Keep the former results under the next free name."""
+    former, number = folder / RESULTS_NAME, 1
+    while (kept := folder / f"results-{number}.json").exists():
+        number += 1
+    copyfile(former, kept)
+    return kept
+
+
+def _print_change(before: Results, now: Results) -> None:
+    for name, found in now.benchmarks.items():
+        old = before.benchmarks.get(name)
+        text = f"{name}: mean {found.variable} {estimate_text(found.mean)}"
+        if old is not None:
+            text += f", before {estimate_text(old.mean)}"
+        failed = found.failed_samples
+        typer.echo(printable(text + (f"; {failed} without a grade" if failed else "")))
 
 
 _below = typer.Typer(rich_markup_mode=None, add_completion=False)

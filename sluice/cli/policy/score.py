@@ -10,10 +10,10 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
-from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json
 from sluice.client.scoring import ScoreItem
+from sluice.data.row_files import read_rows
 from sluice.safe_text import printable
 from sluice.types import Failed, Scored
 

@@ -17,13 +17,13 @@ from rich.console import Console
 
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
-from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
 from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_refused
+from sluice.data.row_files import read_rows
 from sluice.errors import DataError
 from sluice.safe_text import printable
 from sluice.types import ChatMessage

@@ -20,8 +20,7 @@ from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
 from sluice.report.progress import duration_text
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
-from sluice.report.summary import summarize, write_summary
-from sluice.report.versions import software_versions
+from sluice.report.summary import software_versions, summarize, write_summary
 from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"

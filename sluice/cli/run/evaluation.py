@@ -16,16 +16,15 @@ from sluice.cli.run.ending import print_failures
 from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display, show_launcher_messages, start_processes
 from sluice.cli.terminal import print_line
-from sluice.cli.watch.evaluation_view import EvaluationView
+from sluice.cli.watch.live_view import EvaluationView
 from sluice.config.loading.loader import ReadRun, load_config, settings_of
 from sluice.config.run import RunConfig
-from sluice.config.schema.actor import ActorConfig
+from sluice.config.schema.actor import ActorConfig, CriticConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
-from sluice.config.schema.critic import CriticConfig
-from sluice.config.schema.guards import GuardsConfig
 from sluice.config.schema.service import (
     AsynchronyConfig,
     EndpointConfig,
+    GuardsConfig,
     SamplingConfig,
     ServiceConfig,
     TrainerServiceConfig,

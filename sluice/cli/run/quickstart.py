@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson
+from sluice.cli.arguments import AsJson, Overrides
 from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
@@ -48,14 +48,7 @@ _LINE_EVERY_S = 5.0
 
 
 def quickstart(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Keys to override in verl's spelling.",
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     *,
     task: Annotated[
         str,

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sluice.cli.arguments import AsJson
+from sluice.cli.arguments import AsJson, Overrides
 from sluice.cli.run.quickstart import (
     folder_setting,
     mark_run_folder,
@@ -98,14 +98,7 @@ def show(
 @recipe_commands.command("run")
 def run(  # noqa: PLR0913 - options of the command
     name: Name,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Keys to override in verl's spelling.",
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     *,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Make a tiny model and data, and train it on two cores.")

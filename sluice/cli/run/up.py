@@ -36,9 +36,8 @@ from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
 from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
-from sluice.launch.servicer import launch_service
+from sluice.launch.servicer import ReplicaScale, launch_service
 from sluice.report.summary import forget_end
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence

@@ -1,4 +1,6 @@
-"""`sluice dashboard`: show a running or finished run in the browser."""
+"""`sluice dashboard`, `sluice open` and `sluice report`: a run as a page. `sluice compare`:
+several runs beside each other on the console.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,30 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.terminal import print_json
+from sluice.cli.running_run import ask_run, is_active
+from sluice.cli.terminal import output_console, print_json, print_line, print_table
+from sluice.client.run_address import locate_run
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
+from sluice.dashboard.run_data import NO_POINTS, compare_folders
 from sluice.dashboard.serving import URL_NAME, serve_page, write_report
+from sluice.errors import DataError, SluiceError
+from sluice.report.run_record import METRICS_NAME
+from sluice.report.summary import ended_summary, summarize, write_summary
+from sluice.safe_text import printable
 
 _NICE, _CONNECT_S = 10, 2.0
+_FEWEST, _AXIS_POINTS = 2, 400
+_BY = {"step": "step {:,}", "tokens": "{:,} tokens", "seconds": "{:,} s"}
+_NONE = "-"
 
 
 def dashboard(
@@ -129,3 +142,116 @@ def _print_address(url: str) -> None:
 
 def _json_address(url: str) -> None:
     print_json({"url": url})
+
+
+def report(
+    run: RunArgument = None,
+    *,
+    run_option: RunOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write report.html and summary.json of a run, active or not, and print the summary.
+
+    \b
+    Example:
+      sluice report runs/quickstart
+    """
+    folder = locate_run(named_run(run, run_option)).run_dir
+    is_live = asyncio.run(is_active(folder))
+    accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
+    summary = summarize(folder, accounts=accounts)
+    numbers = {**({} if is_live else ended_summary(folder)), **asdict(summary)}
+    write_summary(folder, numbers)
+    page = folder / "report.html"
+    write_report(folder, page)
+    if as_json:
+        print_json(numbers)
+    else:
+        print_line(output_console(), f"{summary.as_text()}\nreport: {page}")
+
+
+async def _live_accounts(folder: Path) -> Mapping[str, float]:
+    """Return the accounting so far of an active run; empty if it does not answer."""
+    try:
+        return (await ask_run(folder))[1].accounts
+    except SluiceError:
+        return {}
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of the runs.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: figures, progress at equal steps, tokens and time, configuration.
+
+    Reward, entropy and the like are means over each run's last 10 steps. For curves use
+    sluice dashboard RUN --compare RUN.
+
+    \b
+    Examples:
+      sluice compare runs/one runs/two
+      sluice compare runs/* --json
+    """
+    if len(runs) < _FEWEST:
+        raise typer.BadParameter("give at least two runs", param_hint="RUN RUN...")
+    for run in runs:
+        if not (run / METRICS_NAME).is_file():
+            raise DataError(
+                f"run: {run} holds no {METRICS_NAME}; give folders of runs that trained a step"
+            )
+    found = compare_folders(runs, _AXIS_POINTS if as_json else NO_POINTS)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = output_console()
+    names = [printable(run["name"]) for run in found["runs"]]
+
+    def table(title: str, first: str, rows: list[tuple[str, Sequence[str]]]) -> None:
+        if rows:
+            cells = [(printable(name), *map(printable, values)) for name, values in rows]
+            print_table(console, title, (first, *names), cells)
+
+    table(
+        "Figures",
+        "",
+        [
+            (row["name"], [_text(value, row["kind"]) for value in row["values"]])
+            for row in found["figures"]
+        ],
+    )
+    for measure in ("accuracy", "reward"):
+        title = "Held-out accuracy" if measure == "accuracy" else "Reward"
+        table(
+            f"{title} at equal steps, tokens and time",
+            "after",
+            [
+                (_BY[row["by"]].format(row["at"]), [_text(v, "number") for v in row[measure]])
+                for row in found["progress"]
+                if any(value is not None for value in row[measure])
+            ],
+        )
+    table(
+        "Configuration",
+        "key",
+        [(row["key"], [v or _NONE for v in row["values"]]) for row in found["differences"]],
+    )
+    if not found["differences"]:
+        console.print("The configurations are the same.")
+
+
+def _text(value: float | None, kind: str) -> str:
+    if value is None:
+        return _NONE
+    match kind:
+        case "count":
+            return f"{value:,.0f}"
+        case "seconds":
+            return f"{value:,.0f} s"
+        case "share":
+            return f"{100 * value:.1f} %"
+    return f"{value:.4g}"

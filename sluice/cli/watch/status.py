@@ -1,10 +1,11 @@
-"""`sluice status`: what a run is doing now, or how it ended."""
+"""`sluice status` and `sluice runs`: what a run does now, or how it and others ended."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +14,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import PastRun, ask_run, past_run
-from sluice.cli.terminal import output_console, print_json, print_line
+from sluice.cli.arguments import RUNS, AsJson, RunArgument, RunOption, named_run, started_runs
+from sluice.cli.running_run import PastRun, ask_run, is_active, past_run
+from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.cli.watch.live_view import run_accuracies, run_table
 from sluice.client.run_address import locate_run
 from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, explain_run
 from sluice.concurrency.waits import Waiting
 from sluice.dashboard.step_history import StepHistory
-from sluice.errors import ConfigError, NotReadyError
+from sluice.errors import ConfigError, NotReadyError, SluiceError
 from sluice.launch.servicer import all_left, launched_processes
-from sluice.report.notices import low_yield
+from sluice.report.progress import duration_text, low_yield
+from sluice.report.run_record import METRICS_NAME
+from sluice.report.summary import ended_summary
+from sluice.service_contract import CONFIG_NAME
 
 _MOST_ROWS_A_SERVICE = 8
 
@@ -131,3 +135,90 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
 
 def _phase(wait: Waiting) -> str:
     return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """A run in a list.
+
+    Attributes:
+        run: its folder.
+        state: running, finished, failed, stopped before its last step, out of sight on another
+            machine, or unreadable.
+        step: finished steps.
+        total_steps: None: unknown, the length of the data decides.
+        accuracy: of the last validation; None without one.
+        age_s: seconds since it was started.
+        quiet_s: seconds since its last finished step, or since its start.
+    """
+
+    run: str
+    state: str
+    step: int
+    total_steps: int | None
+    accuracy: float | None
+    age_s: float
+    quiet_s: float
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Holds the runs.")] = RUNS,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder: state, step, held-out accuracy, age; the newest first.
+
+    \b
+    Example:
+      sluice runs
+    """
+    found = asyncio.run(_listed(started_runs(folder)))
+    if as_json:
+        print_json({"runs": [asdict(one) for one in found]})
+    elif not found:
+        typer.echo(f"no runs in {folder.absolute()}")
+    else:
+        print_table(
+            output_console(),
+            "",
+            ("run", "state", "step", "accuracy", "started", "last step"),
+            map(_row, found),
+            right=("step", "accuracy", "started", "last step"),
+        )
+
+
+async def _listed(folders: list[Path]) -> list[ListedRun]:
+    return [await _described(folder) for folder in folders]
+
+
+async def _described(folder: Path) -> ListedRun:
+    now_s, started_s = time.time(), (folder / CONFIG_NAME).stat().st_mtime
+    metrics = folder / METRICS_NAME
+    written_s = max(started_s, metrics.stat().st_mtime if metrics.is_file() else 0.0)
+    try:
+        past = await past_run(folder)
+        state: str = "running" if await is_active(folder) else past.phase
+    except (SluiceError, OSError):  # such as a run of another user
+        return ListedRun(
+            str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
+        )
+    if state == "not running" or (state == "finished" and past.is_stopped):
+        has_failed = ended_summary(folder).get("outcome") == "failed"
+        state = "failed" if has_failed else "stopped"
+    accuracy = past.accuracies[-1] if past.accuracies else None
+    return ListedRun(
+        str(folder),
+        state,
+        past.step,
+        past.total_steps,
+        accuracy,
+        now_s - started_s,
+        now_s - written_s,
+    )
+
+
+def _row(one: ListedRun) -> tuple[str, ...]:
+    total = "" if one.total_steps is None else f"/{one.total_steps}"
+    accuracy = "-" if one.accuracy is None else f"{one.accuracy:.3f}"
+    ages = (f"{duration_text(age_s)} ago" for age_s in (one.age_s, one.quiet_s))
+    return (one.run, one.state, f"{one.step}{total}", accuracy, *ages)

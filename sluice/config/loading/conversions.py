@@ -21,7 +21,7 @@ from sluice.config.parallel_layout import (
 )
 from sluice.config.problems import Problem
 from sluice.config.run import value_at
-from sluice.config.schema.security import FILE_FIELDS
+from sluice.config.schema.service import FILE_FIELDS
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _V1, _ENGINE = "trainer.v1", f"{_ROLLOUT}.checkpoint_engine"

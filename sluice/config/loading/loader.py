@@ -14,8 +14,7 @@ from sluice.config.loading.conversions import convert_settings, translate_words
 from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_key
 from sluice.config.loading.override_values import parse_word
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
-from sluice.config.loading.references import resolve_references
-from sluice.config.loading.settings_tree import SettingsTree, tree_of
+from sluice.config.loading.settings_tree import SettingsTree, resolve_references, tree_of
 from sluice.config.loading.yaml_files import read_document
 from sluice.config.problems import Problem, raise_problems
 from sluice.config.run import (

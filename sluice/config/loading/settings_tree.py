@@ -1,16 +1,45 @@
-"""The settings that a user gave, as nested mappings in sluice's spelling."""
+"""The settings that a user gave, as nested mappings in sluice's spelling, and their references to
+each other, ``${a.b}``, as verl's files use them.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
-from sluice.config.problems import Problem, shown
+from sluice.config.catalogue.table import catalogue
+from sluice.config.loading.keys import (
+    KeyPath,
+    canonical,
+    canonical_leaves,
+    find_key,
+    full_form,
+    is_section,
+    refers_to,
+    unknown_key,
+)
+from sluice.config.loading.override_values import parse_override_value
+from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
+from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
+from sluice.errors import ConfigError
+
+# OmegaConf, which verl uses, was tried instead. It would save only the references, since the signs
+# before a key (+, ++, ~) are Hydra's. It costs 120 ms at the start of every service, reads a
+# threshold band such as 1_5 as 15, `on` as true and 012 as 10, finds neither our defaults nor other
+# spellings of a key without a tree of all of them, and its errors name no remedy.
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
+_ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
+_DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
+# Braces of a value that is written into a text begin no reference: private characters stand for
+# them.
+_ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001", "{}")
 
 
 @dataclass(slots=True)
@@ -95,3 +124,148 @@ def tree_of(document: Mapping[str, object]) -> SettingsTree:
             continue
         tree.set(path, value, spelled)
     return tree
+
+
+def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
+    """Return a copy of `tree` without references.
+
+    A value that consists of one reference becomes the other value, with its type; inside a longer
+    string a reference becomes its text. ``${.a}`` starts in the section of the key itself,
+    ``${..a}`` one section above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys
+    the tree does not set are looked up in `defaults`, then in the catalogue.
+
+    ``${oc.env:A,c}`` is the environment's text, or c; ``${oc.decode:...}`` the value that a text
+    means.
+
+    A reference to an unknown key, to itself in a circle, or to another resolver such as ``now`` is
+    a problem of the tree, and the key that holds it is left out; in sections without effect, such
+    as ``hydra``, it stays as it is. A key that does not exist is a variable if others refer to it,
+    and left out.
+    """
+    resolver, resolved = _Resolver(tree, defaults), SettingsTree(problems=list(tree.problems))
+    for path, value in tree.leaves():
+        try:
+            found = resolver.resolve(value, (".".join(path),))
+        except ConfigError as error:
+            entry = find_key(path)
+            if entry is not None and entry.is_block and not entry.in_schema:
+                resolved.set(path, value, tree.spelled.get(path, path))
+            elif (wrong := of_error(error)) not in resolved.problems:
+                resolved.problems.append(wrong)
+        else:
+            resolved.set(path, found, tree.spelled.get(path, path))
+    for path, value in tree.leaves():
+        if find_key(path) is None and flat_tree({".".join(path): value}).keys() <= resolver.used:
+            resolved.remove(path)
+    return resolved
+
+
+def read_document(text: str, source: str) -> object:
+    """Return what the YAML text of a file of verl's holds, with its references resolved.
+
+    Raises:
+        ConfigError: it is no YAML, or a reference has no value; it names `source`.
+    """
+    found = parse_document(text, source)
+    tree = SettingsTree(dict(found)) if isinstance(found, Mapping) else SettingsTree()
+    return _Resolver(tree, {}).resolve(found, (source,))
+
+
+class _Resolver:
+    """Resolves references; `used` are the keys to which they refer."""
+
+    def __init__(self, tree: SettingsTree, defaults: Mapping[str, object]) -> None:
+        self._sources = (tree.values, defaults)
+        self.used: set[str] = set()
+
+    def resolve(self, value: object, chain: tuple[str, ...]) -> object:
+        """Return `value` without references; `chain` names the keys on the way, for circles."""
+        if isinstance(value, Mapping):
+            return {k: self.resolve(v, (*chain[:-1], f"{chain[-1]}.{k}")) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.resolve(item, chain) for item in value]
+        while isinstance(value, str):
+            inner = _REFERENCE.search(value)
+            if inner is None:
+                return value.translate(_BACK)
+            found = self._look_up(inner[1].translate(_BACK).strip(), chain)
+            if inner[0] == value:
+                return found
+            before = value[: inner.start()]
+            if found is None and "${" not in before:  # within a reference, null is a default
+                raise _without_value(chain[-1], inner[1])
+            written = _written(found).translate(_ASIDE)
+            value = f"{before}{written}{value[inner.end() :]}"
+        return value
+
+    def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
+        if environment := _ENVIRONMENT.match(key):
+            return _variable(environment[1].strip(), environment[2], chain[-1])
+        if decode := _DECODE.match(key):
+            return parse_override_value(_unquoted(decode[1]), f"{chain[-1]}: ${{{key}}}")
+        select = _SELECT.match(key)
+        if select is None and ":" in key:
+            raise ConfigError(
+                f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only oc.env, oc.decode "
+                "and oc.select are known, so write the value itself"
+            )
+        path = _absolute((select[1] if select else key).strip(), chain[-1])
+        found = self._value(path, chain)
+        if found is not UNSET:
+            return found
+        if select is not None:
+            return None if select[2] is None else parse_scalar(select[2].strip())
+        if find_key(canonical(path)) is None and not is_section(canonical(path)):
+            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
+        raise _without_value(chain[-1], key)
+
+    def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
+        proper = full_form(canonical(path))
+        key = ".".join(proper)
+        if any(f"{one}.".startswith(f"{key}.") for one in chain):
+            raise ConfigError(
+                f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
+            )
+        for source in self._sources:
+            found = value_at(source, proper, UNSET)
+            if found is not UNSET:
+                self.used.update(flat_tree({key: found}))
+                return self.resolve(found, (*chain, key))
+        entry = catalogue().get(key)
+        return UNSET if entry is None else entry.default
+
+
+def _without_value(at: str, key: str) -> ConfigError:
+    return ConfigError(f"{at}: reference ${{{key}}}: that key has no value; set it")
+
+
+def _variable(name: str, default: str | None, at: str) -> str | None:
+    """Return a variable as a text, like OmegaConf, even where it looks like a number."""
+    if name in os.environ:
+        return os.environ[name]
+    if default is None:
+        raise ConfigError(f"{at}: ${name} has no value; set it: {name}=... sluice ...")
+    text = default.strip()
+    return None if text == "null" else _unquoted(text)
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    is_quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+    return text[1:-1] if is_quoted else text
+
+
+def _absolute(key: str, at: str) -> KeyPath:
+    """Return `key` as a path; leading dots count sections upwards from the key `at`."""
+    name = key.lstrip(".")
+    dots = len(key) - len(name)
+    above = at.split(".")[:-dots] if dots else []
+    return (*above, *name.split("."))
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

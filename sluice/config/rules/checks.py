@@ -13,6 +13,7 @@ from functools import partial
 
 from msgspec import UNSET
 
+from sluice.algorithm.episode_rules import SINGLE_TURN, TOOL_AGENT
 from sluice.algorithm.registry import BOUNDED_FROM_BELOW
 from sluice.config import derived
 from sluice.config.addresses import bare_host, split_host_port
@@ -26,7 +27,6 @@ from sluice.config.rules.algorithm import (
     idle_critic_problems,
 )
 from sluice.config.rules.batch import verl_problems
-from sluice.config.rules.environment import environment_problems
 from sluice.config.rules.files import file_problems
 from sluice.config.rules.guards import guard_problems
 from sluice.config.rules.model import (
@@ -43,7 +43,7 @@ from sluice.config.rules.sampling import straggler_problems, strategy_problems, 
 from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
-from sluice.config.schema.rollout import ENGINES
+from sluice.config.schema.actor_rollout_ref import ENGINES
 from sluice.config.schema.service import EndpointConfig, RolloutServiceConfig
 from sluice.config.verl_sizes import ACTOR, ROLLOUT, largest_divisor, verl_sizes
 from sluice.errors import ConfigError
@@ -55,6 +55,8 @@ _NO_PORT = {
 }
 DEVICES = ("cpu", "cuda", "npu")
 _SHORTEST_STALL_S = 1.0
+_ENV, _TURNS = "sluice.environment", f"{ROLLOUT}.multi_turn"
+_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
 def check_config(config: RunConfig) -> None:
@@ -488,6 +490,58 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
         caching = f"{ROLLOUT}.enable_prefix_caching"
         only = f"with {key} = R3: vLLM returns its experts only with a prefix cache"
         yield Problem(caching, False, only, overrides=(f"{caching}=true",))
+
+
+def environment_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings of environments that contradict each other, or other settings."""
+    environment, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
+    possible = {
+        f"{_ENV}.path": environment.path,
+        f"{_ENV}.addresses": environment.addresses,
+        f"{_ENV}.agents": environment.agents,
+        f"{_TURNS}.function_tool_path": turns.function_tool_path,
+        f"{_TURNS}.tool_config_path": turns.tool_config_path,
+    }
+    given = {key: value for key, value in possible.items() if value}
+    if environment.name is not None and environment.path is None:
+        yield Problem(f"{_ENV}.name", environment.name, "without a path", f"set {_ENV}.path")
+    if not given:
+        yield from _without_environment(config)
+        return
+    (key, value), *others = given.items()
+    num_own = sum(key.startswith(_ENV) for key in given)
+    if num_own > 1 or 0 < num_own < len(given):  # verl's two files make one environment
+        yield Problem(
+            key,
+            value,
+            f"with {' and '.join(other for other, _ in others)}: a run has one environment",
+            f"keep one of {_ENV}.path, {_ENV}.addresses, {_ENV}.agents and the tools of {_TURNS}",
+        )
+    if derived.replays_engine_routing(config):
+        yield Problem(
+            key,
+            value,
+            "with actor_rollout_ref.actor.router_replay.mode = R3: the experts that the engine "
+            "chose are recorded for single answers",
+            "set router_replay.mode to disabled or R2",
+        )
+
+
+def _without_environment(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    remedy = f"set {_ENV}.path, {_ENV}.addresses, {_ENV}.agents, or the tools of {_TURNS}"
+    if rollout.multi_turn.enable:
+        message = "without an environment: there is nothing to call and nobody to answer"
+        yield Problem(f"{_TURNS}.enable", True, message, remedy)
+    if rollout.agent.default_agent_loop == TOOL_AGENT:
+        yield Problem(_LOOP, TOOL_AGENT, "without an environment", remedy)
+    elif rollout.agent.default_agent_loop != SINGLE_TURN:
+        yield Problem(
+            _LOOP,
+            rollout.agent.default_agent_loop,
+            f"is none of {SINGLE_TURN}, {TOOL_AGENT}",
+            f"write the loop as async def run(task, policy), and set {_ENV}.path to its file",
+        )
 
 
 _CHECKS: Mapping[str, Callable[[RunConfig], Iterable[Problem]]] = {

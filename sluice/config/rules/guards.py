@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sluice.algorithm.guards import VALIDATION_PREFIX
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
-from sluice.config.schema.guards import GuardRuleConfig
+from sluice.config.schema.service import GuardRuleConfig
 from sluice.telemetry.metric_names import described, metrics
 
 _KEY = "sluice.guards"

@@ -8,11 +8,10 @@ from functools import partial
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape, find_shape
-from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
-from sluice.config.pipeline_stages import stage_layers
+from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads, stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import VENDOR_ENGINES
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.config.verl_sizes import (
     ACTOR,
     MEGATRON,

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
+from sluice.config.schema.service import FILE_FIELDS, SecurityConfig
 from sluice.errors import ConfigError
 from sluice.security.certificates import (
     DATES_PACKAGE,

@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.actor`: the policy update, its loss, and its optimizer (also the critic's)."""
+"""`actor_rollout_ref.actor` and `critic`: updates, losses, optimizers, sharding, profiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from sluice.config.schema.profiler import ActorProfilerConfig
 from sluice.config.schema.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -295,6 +294,41 @@ class MegatronConfig(Section, frozen=True):
     override_transformer_config: TransformerOverrides = TransformerOverrides()
 
 
+ProfilerTool = Literal["torch", "npu", "nsys", "torch_memory", "precision_debugger"]
+
+
+class GlobalProfilerConfig(Section, frozen=True):
+    """Which steps are traced, and where the traces go."""
+
+    tool: ProfilerTool | None = None
+    """torch: torch's profiler traces the training steps of the trainer's ranks; none: no traces."""
+
+    steps: list[PositiveInt] | None = None
+    """Numbers of the traced steps, from 1; none: no traces."""
+
+    save_path: str = "outputs/profile"
+    """Folder of the traces, relative to where the trainer runs."""
+
+
+class ActorProfilerConfig(Section, frozen=True):
+    """Which ranks of the trainer are traced."""
+
+    enable: bool = False
+    """Trace this run's global_profiler.steps."""
+
+    tool: ProfilerTool | None = None
+    """As global_profiler.tool; none: that one."""
+
+    all_ranks: bool = False
+    """Trace every rank."""
+
+    ranks: list[NonNegativeInt] = msgspec.field(default_factory=list)
+    """Traced ranks, unless all_ranks is true."""
+
+    save_path: str | None = None
+    """As global_profiler.save_path; none: that one."""
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -373,3 +407,54 @@ class ActorConfig(Section, frozen=True):
     router_replay: RouterReplayConfig = RouterReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     profiler: ActorProfilerConfig = ActorProfilerConfig()
+
+
+class CriticModelConfig(Section, frozen=True):
+    """The first weights of the value model."""
+
+    path: str | None = None
+    """Hugging Face model to start from; none: the policy's."""
+
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the critic's backward pass."""
+
+
+class CriticConfig(Section, frozen=True):
+    """The value model and its update."""
+
+    enable: bool | None = None
+    """Train a critic; none: only if algorithm.adv_estimator is gae."""
+
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer step; none: as the actor."""
+
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows per pass of one rank; none: as the actor."""
+
+    use_dynamic_bsz: bool | None = None
+    """Limit micro-batches by tokens instead of rows; none: as the actor."""
+
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Token budget of a micro-batch of one rank."""
+
+    ppo_epochs: PositiveInt | None = None
+    """Number of passes of the update over one train batch; none: as the actor."""
+
+    shuffle: bool | None = None
+    """Shuffle groups before they are cut into mini-batches; none: as the actor."""
+
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+
+    cliprange_value: PositiveFloat = 0.5
+    """Largest change of a predicted value that counts in one update."""
+
+    loss_agg_mode: AggregationMode | None = None
+    """How token losses are combined into one number; none: as the actor."""
+
+    loss_scale_factor: PositiveInt | None = None
+    """seq-mean-token-sum-norm: divisor of the sum, in tokens; none: as the actor."""
+
+    model: CriticModelConfig = CriticModelConfig()
+    optim: CriticOptimConfig = CriticOptimConfig()
+    fsdp: FsdpConfig = FsdpConfig()

@@ -2,9 +2,162 @@
 
 from __future__ import annotations
 
-from sluice.config.schema.actor import ActorConfig
-from sluice.config.schema.rollout import RolloutConfig
-from sluice.config.schema.section import NonNegativeInt, PositiveFloat, Section
+from typing import Literal, get_args
+
+import msgspec
+
+from sluice.config.schema.actor import ActorConfig, FloatDtype
+from sluice.config.schema.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+)
+from sluice.types import ToolFormat
+
+EngineName = Literal["torch", "vllm", "sglang"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+"""Engines that replicas can run (`rollout.name`); torch is the embedded one."""
+
+VENDOR_ENGINES = ENGINES[1:]
+"""Engines with a package, and an extra, of their name. verl runs them too; they compile and record
+graphs before they serve.
+"""
+
+
+class ValKwargs(Section, frozen=True):
+    """Sampling during validation."""
+
+    n: PositiveInt = 1
+    """Responses per validation prompt."""
+
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0: greedy."""
+
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling: share of the probability that is kept; 1: off."""
+
+    top_k: int = -1
+    """Number of the most probable tokens that are kept; -1: off."""
+
+
+class MultiTurnConfig(Section, frozen=True):
+    """Conversations with tools."""
+
+    format: ToolFormat | None = None
+    """How the policy writes calls of tools; none: as the model's chat template does."""
+
+    enable: bool = False
+    """Let rows without agent_name have episodes with the tools of function_tool_path or
+    tool_config_path, or the environment of sluice.environment, which implies it.
+    """
+
+    max_assistant_turns: PositiveInt | None = None
+    """Most answers of the policy in an episode; none: no bound."""
+
+    max_user_turns: PositiveInt | None = None
+    """Most turns in an episode that answer the policy, tools' as well; none: no bound."""
+
+    max_parallel_calls: PositiveInt = 1
+    """Calls of one answer that are made; further ones are left out."""
+
+    max_tool_response_length: PositiveInt = 256
+    """Longest text of a tool's response, in characters; the rest is cut."""
+
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Where a long text is cut: left keeps its end, right its beginning, middle both."""
+
+    function_tool_path: str | None = None
+    """Python file with functions marked as tools, as in verl."""
+
+    tool_config_path: str | None = None
+    """YAML file that lists tools and their classes, as in verl."""
+
+
+class AgentConfig(Section, frozen=True):
+    """How rows without the column `agent_name` are played."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """single_turn_agent: with one answer, unless multi_turn.enable or sluice.environment says
+    otherwise; tool_agent: with the run's environment.
+    """
+
+
+class RolloutConfig(Section, frozen=True):
+    """The inference engine and how training responses are sampled."""
+
+    name: str = "torch"
+    """Inference engine of the replicas: torch, vllm or sglang."""
+
+    n: PositiveInt = 1
+    """Responses per prompt (group size)."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by it too."""
+
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling: share of the probability that is kept; 1: off."""
+
+    top_k: int = -1
+    """Number of the most probable tokens that are kept; -1: off."""
+
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one replica generates at the same time (its slots)."""
+
+    max_model_len: PositiveInt | None = None
+    """Context length of the engine, in tokens; none: max_prompt_length + max_response_length."""
+
+    dtype: FloatDtype = "bfloat16"
+    """Dtype of the engine's weights, and of weights in transfer."""
+
+    seed: NonNegativeInt = 0
+    """Base of all sampling seeds."""
+
+    gpu_memory_utilization: PositiveShare = 0.5
+    """Share of the device memory that the engine may use."""
+
+    free_cache_engine: bool = True
+    """Let an engine that shares the trainer's device in synchronous mode sleep while it trains."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Devices that share one copy of the weights."""
+
+    data_parallel_size: PositiveInt = 1
+    """Copies of the weights within one replica, for mixture-of-experts models."""
+
+    expert_parallel_size: PositiveInt = 1
+    """Devices that share the experts: 1, or tensor times data parallel size."""
+
+    max_num_batched_tokens: PositiveInt = 8192
+    """Most tokens that the scheduler puts into one engine step."""
+
+    enable_chunked_prefill: bool = True
+    """Process long prompts in chunks between decode steps."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV cache of prompts and turns for the samples and turns that begin with them."""
+
+    enforce_eager: bool = False
+    """Capture no CUDA graphs: less memory, slower decoding."""
+
+    cudagraph_capture_sizes: list[PositiveInt] | None = None
+    """Batch sizes for which CUDA graphs are captured; none: the engine's choice."""
+
+    ignore_eos: bool = False
+    """Generate past the end-of-text token, up to the length limit; for measurements only."""
+
+    quantization: str | None = None
+    """fp8: quantize the engine's weights when they arrive; none: no quantization."""
+
+    engine_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
+    """Arguments that are passed to the engine, below its name (vllm, sglang)."""
+
+    val_kwargs: ValKwargs = ValKwargs()
+
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
 
 
 class ModelConfig(Section, frozen=True):

@@ -1,4 +1,4 @@
-"""`sluice.*`: what verl has no key for: services, sampling, weights, dashboard, traces."""
+"""`sluice.*`: what verl has no key for: services, limits, sources, guards, weights, traces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from sluice.config.schema.environment import EnvironmentConfig
-from sluice.config.schema.guards import GuardsConfig
-from sluice.config.schema.limits import LimitsConfig
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.actor import AggregationMode, PolicyLossName
+from sluice.config.schema.algorithm import EstimatorName
+from sluice.config.schema.data import FileList
 from sluice.config.schema.section import (
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -19,11 +19,247 @@ from sluice.config.schema.section import (
     Section,
     Share,
 )
-from sluice.config.schema.security import SecurityConfig
-from sluice.config.schema.sources import SourceConfig
+from sluice.vision.image_limits import DEFAULT_LIMITS, MOST_PIXELS
 
 MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
 Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class EnvironmentConfig(Section, frozen=True):
+    """The environment of multi-turn episodes; without `path` and `addresses` a sample is one
+    answer.
+    """
+
+    path: str | None = None
+    """Python file that defines the environment; none: there is none, or `addresses` have it."""
+
+    name: str | None = None
+    """Class or async function in that file; none: its only one that is public."""
+
+    addresses: list[str] = msgspec.field(default_factory=list)
+    """host:port of servers of EnvironmentService, in place of `path`; after https:// with TLS."""
+
+    agents: bool = False
+    """Lease samples to programs that speak OpenAI's protocol, in place of `path`."""
+
+    workers: PositiveInt = 2
+    """Processes that run the environment of `path`."""
+
+    memory_limit_mb: PositiveInt = 4096
+    """Largest address space of a worker, MiB."""
+
+    call_timeout_s: PositiveFloat = 60.0
+    """Most seconds of one call of the environment; a worker that needs longer is killed."""
+
+    episode_timeout_s: PositiveFloat = 1800.0
+    """Most seconds of an episode, its answers included; then its sample has failed."""
+
+    max_invalid_calls: PositiveInt = 3
+    """Answers in a row with calls that cannot be read after which an episode ends."""
+
+
+BackendKey = Literal["bubblewrap", "command", "sandbox_fusion"]
+
+
+class SandboxConfig(Section, frozen=True):
+    """The sandbox of programs that the policy writes; without one nothing runs them."""
+
+    backend: BackendKey | None = None
+    """bubblewrap: namespaces of this machine, without privileges; command: your own sandbox;
+    sandbox_fusion: a server of SandboxFusion. None: sandbox_fusion if reward.sandbox_fusion.url is
+    set, else programs are refused.
+    """
+
+    command: list[str] = msgspec.field(default_factory=list)
+    """Your own sandbox, such as gVisor or nsjail: a program and its arguments. {folder} is a folder
+    with the program's files; the program's own command line follows. Exit code 125 means that the
+    sandbox has failed.
+    """
+
+    python: str | None = None
+    """Python interpreter inside the sandbox; none: this process's, or python3 of the system if the
+    sandbox's user cannot reach it.
+    """
+
+    memory_mb: PositiveInt = 1024
+    """Memory of all processes of a program together, and address space of each, MiB."""
+
+    tmp_mb: PositiveInt = 64
+    """Size of a program's /tmp, MiB, which holds its files; no file can be larger."""
+
+    processes: PositiveInt = 64
+    """Most processes and threads of a program at once."""
+
+
+FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
+# An empty text is a variable that was left unset; it must not switch protection off.
+_Given = Annotated[str, Meta(min_length=1)]
+
+
+class SecurityConfig(Section, frozen=True):
+    """TLS and bearer tokens of all servers and calls."""
+
+    tls: Literal["off", "server", "mtls"] = "off"
+    """off: no encryption; server: callers check the server's certificate; mtls: the server checks
+    the caller's certificate too.
+    """
+
+    ca_file: _Given | None = None
+    """PEM file of the peers' certificate authorities; none, if tls is server: the system's."""
+
+    cert_file: _Given | None = None
+    """PEM file of this process's certificate chain."""
+
+    key_file: _Given | None = None
+    """PEM file of the private key of cert_file, unencrypted."""
+
+    server_name: _Given | None = None
+    """Name that callers expect in every server's certificate, instead of its address; none: the
+    address to which they connect.
+    """
+
+    token_file: _Given | None = None
+    """File of bearer tokens, one per line: servers accept all, callers present the first; none: the
+    token in SLUICE_TOKEN, and without that no token is required.
+    """
+
+
+class KeepConfig(Section, frozen=True):
+    """The best checkpoints, which no retention deletes."""
+
+    metric: str | None = None
+    """Metric of validations by which checkpoints are compared; none: held-out accuracy."""
+
+    better: Literal["max", "min"] = "max"
+    """Whether larger or smaller values are better."""
+
+    top: NonNegativeInt = 1
+    """Best checkpoints that stay beside the newest ones; 0: none."""
+
+
+class GuardRuleConfig(Section, frozen=True):
+    """One element of sluice.guards.rules."""
+
+    action: Literal["hold", "stop", "rollback"]
+    metric: str | None = None
+    better: Literal["max", "min"] = "max"
+    target: float | None = None
+    limit: float | None = None
+    deviations: NonNegativeFloat | None = None
+    times: PositiveInt = 1
+    window: PositiveInt = 1
+    learning_rate_factor: PositiveShare = 0.5
+    most_rollbacks: PositiveInt = 2
+
+
+class GuardsConfig(Section, frozen=True):
+    """What a run does about its own metrics."""
+
+    keep: KeepConfig = KeepConfig()
+    rules: list[GuardRuleConfig] = msgspec.field(default_factory=list)
+    """Rules that hold, stop or roll back the run when a metric reaches a target, passes a limit, or
+    falls behind its best value; the first that is broken acts. docs/guards.md has their keys.
+    """
+
+
+class LimitsConfig(Section, frozen=True):
+    """Limits of what one client may send or have unfinished; the services refuse calls beyond them.
+
+    Those of images apply to rows of data sets too. Other limits are beside what they bound:
+    `sluice.max_message_mb`, `data.max_prompt_length`, `sluice.rollout.max_n`,
+    `sluice.rollout.max_queued`, `sluice.reward.max_client_pending`.
+    """
+
+    max_submit_streams: PositiveInt = 256
+    """SubmitPrompts calls that may be open at the same time."""
+
+    max_prompts_per_stream: PositiveInt = 16384
+    """Unfinished prompts of one SubmitPrompts call."""
+
+    max_client_prompts: PositiveInt = 32768
+    """Unfinished prompts of one client over all its open SubmitPrompts calls."""
+
+    max_client_samples: PositiveInt = 1024
+    """Unfinished samples of one client at one replica."""
+
+    max_client_priority: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Highest priority that a client may request for its samples; training has priority 0."""
+
+    max_client_score_items: PositiveInt = 16384
+    """Unscored responses of one client over all its Score calls; one call has at most 4096."""
+
+    max_watchers: PositiveInt = 256
+    """WatchSteps calls that may be open at the same time."""
+
+    max_prompt_turns: Annotated[int, Meta(ge=1, le=1024)] = 1024
+    """Turns of a prompt that a client submits; replicas accept at most 1024."""
+
+    max_extra_info_kb: PositiveInt = 1024
+    """Size of the extra_info that a client sends with a prompt or response, KiB."""
+
+    max_prompt_images: Annotated[int, Meta(ge=1, le=256)] = DEFAULT_LIMITS.max_images
+    """Images of one prompt, from a client or a data set."""
+
+    max_image_mb: PositiveInt = DEFAULT_LIMITS.max_bytes >> 20
+    """Size of one encoded image, MiB."""
+
+    max_prompt_images_mb: PositiveInt | None = None
+    """All encoded images of one prompt, MiB; none: 16, or a quarter of a message if less."""
+
+    max_image_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = DEFAULT_LIMITS.max_pixels
+    """Width times height of an image, read from its header before it is decoded."""
+
+    max_client_images_mb: PositiveInt = 512
+    """Size of the images of all unfinished prompts that clients submitted, and of the images of one
+    client's unfinished samples at one replica, MiB.
+    """
+
+
+class SourceConfig(Section, frozen=True):
+    """Files with a share of every batch. What is null is as in the run."""
+
+    files: FileList
+    """Training files, as data.train_files; a source that ends begins again."""
+
+    share: PositiveShare
+    """Share of the groups of every train batch; the shares of all sources add up to 1."""
+
+    curriculum: Literal["fixed", "yield"] = "fixed"
+    """fixed: the share stays; yield: the sources with this word divide the sum of their shares in
+    proportion to share times yield, so that groups go where the filter keeps most.
+    """
+
+    environment: str | None = None
+    """What plays rows without agent_name: a class of sluice.environment.path, tool_agent, or
+    single_turn_agent for none; null: as in the run.
+    """
+
+    n: PositiveInt | None = None
+    """Responses to each prompt, as actor_rollout_ref.rollout.n."""
+
+    adv_estimator: EstimatorName | None = None
+    """Estimator, as algorithm.adv_estimator; it sees the source's rows alone."""
+
+    loss_mode: PolicyLossName | None = None
+    """Loss, as actor_rollout_ref.actor.policy_loss.loss_mode."""
+
+    loss_agg_mode: AggregationMode | None = None
+    """As actor_rollout_ref.actor.loss_agg_mode; denominators count all sources."""
+
+    clip_ratio_low: PositiveFloat | None = None
+    """As actor_rollout_ref.actor.clip_ratio_low."""
+
+    clip_ratio_high: PositiveFloat | None = None
+    """As actor_rollout_ref.actor.clip_ratio_high."""
+
+    clip_ratio_c: Annotated[float, Meta(gt=1)] | None = None
+    """As actor_rollout_ref.actor.clip_ratio_c."""
+
+    use_kl_loss: bool | None = None
+    """As actor_rollout_ref.actor.use_kl_loss."""
+
+    kl_loss_coef: NonNegativeFloat | None = None
+    """As actor_rollout_ref.actor.kl_loss_coef."""
 
 
 class DashboardConfig(Section, frozen=True):

@@ -27,8 +27,7 @@ from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import FILE_FIELDS
-from sluice.config.schema.service import EndpointConfig
+from sluice.config.schema.service import FILE_FIELDS, EndpointConfig
 from sluice.config.sources import prompt_files
 from sluice.device.host import launch_environment
 from sluice.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
-from sluice.algorithm.advantages.rewards import last_token_rewards
+from sluice.algorithm.kl import last_token_rewards
 from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator
 from sluice.errors import ConfigError
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ALGORITHM = Path(__file__).resolve().parents[3] / "sluice" / "algorithm"
-ON_TORCH = {"kl_estimator", "token_statistics"}
+ON_TORCH = {"kl", "token_statistics"}
 # All other files of these packages are on torch.
 PLAIN_IN_TORCH_PACKAGES = {
     "advantages",

@@ -7,8 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.advantages.rewards import KlController, penalize_rewards
-from sluice.algorithm.kl_estimator import KL_ESTIMATORS, kl_estimate
+from sluice.algorithm.kl import (
+    KL_ESTIMATORS,
+    KlController,
+    kl_estimate,
+    penalize_rewards,
+)
 
 LOGPROBS = torch.tensor([-0.5, -1.0, -2.0, -0.1])
 REFERENCE = torch.tensor([-0.7, -0.4, -2.0, -3.0])

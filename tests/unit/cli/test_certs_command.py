@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.security import client_problems, exposed_secrets, server_problems
-from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import client_credentials
 from sluice.security.token_file import Role

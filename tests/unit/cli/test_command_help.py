@@ -16,7 +16,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from sluice.cli import entry, main
+from sluice import __main__ as entry
+from sluice.cli import main
 from sluice.cli.main import app, commands
 
 
@@ -230,7 +231,8 @@ def test_ctrl_c_before_a_command_has_begun_is_exit_code_130_without_a_traceback(
 
 
 def test_an_output_whose_encoding_lacks_a_character_escapes_it() -> None:
-    code = "import sys; from sluice.cli import main, entry; main.app = lambda: print('a \\xf7 b')"
+    imports = "import sys; from sluice import __main__ as entry; from sluice.cli import main"
+    code = f"{imports}; main.app = lambda: print('a \\xf7 b')"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; entry.app()"],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

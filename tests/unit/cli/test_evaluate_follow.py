@@ -13,8 +13,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
-from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, KeptCheckpoints, follow_run
 from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
 from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display

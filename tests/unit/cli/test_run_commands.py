@@ -17,7 +17,7 @@ from sluice.cli.main import commands
 from sluice.cli.run.checked import checked_run
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
-from sluice.cli.watch import runs as runs_module
+from sluice.cli.watch import status as status_module
 from sluice.concurrency.process import host_of_pids, marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -114,7 +114,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatc
             raise PermissionError(13, "Permission denied", "metrics.jsonl")
         return await past_run(folder)
 
-    monkeypatch.setattr(runs_module, "past_run", read)
+    monkeypatch.setattr(status_module, "past_run", read)
     assert [one["state"] for one in listed()] == ["unreadable", "unreadable", "finished"]
 
 

@@ -16,7 +16,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.cli.main import commands
-from sluice.cli.run.scale import scale_rollout
+from sluice.cli.run.control import scale_rollout
 from sluice.client.launcher import LaunchedProcess, Launcher, Scaling
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
@@ -29,9 +29,14 @@ from sluice.errors import (
     PeerError,
 )
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name, with_ports
-from sluice.launch.servicer import LAUNCHER_NAME, LauncherAddress, launch_service, write_launcher
+from sluice.launch.servicer import (
+    LAUNCHER_NAME,
+    LauncherAddress,
+    ReplicaScale,
+    launch_service,
+    write_launcher,
+)
 
 
 @pytest.fixture

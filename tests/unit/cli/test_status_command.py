@@ -16,9 +16,8 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec
-from sluice.launch.servicer import launch_service
+from sluice.launch.servicer import ReplicaScale, launch_service
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 
 # Ports on which nothing of ours can listen.

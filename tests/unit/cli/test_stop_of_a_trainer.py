@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.cli.run import stop as command
+from sluice.cli.run import control as command
 from sluice.cli.run import up
 from sluice.client.run_address import locate_run
 from sluice.errors import NotReadyError

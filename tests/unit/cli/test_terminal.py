@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.cli import entry
+from sluice import __main__ as entry
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
 from sluice.cli.terminal import counted, output_console, print_json, print_table

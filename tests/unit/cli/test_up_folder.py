@@ -21,9 +21,8 @@ from sluice.launch.cluster.ray_run import RayOptions
 from sluice.launch.plan import LaunchPlan
 from sluice.launch.processes.child import ThisMachine
 from sluice.launch.processes.supervisor import RunEnd, ServiceState
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.servicer import launch_service
+from sluice.launch.servicer import ReplicaScale, launch_service
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME
 from sluice.report.summary import ended_summary, write_summary
 from sluice.service_contract import CONFIG_NAME

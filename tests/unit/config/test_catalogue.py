@@ -13,7 +13,7 @@ from sluice.config.explain import explain_key
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
-from sluice.config.schema.rollout import ENGINES
+from sluice.config.schema.actor_rollout_ref import ENGINES
 from sluice.errors import ConfigError
 from tools import generate_config_docs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.config.loading.loader import load_config
-from sluice.config.rules.environment import environment_problems
+from sluice.config.rules.checks import environment_problems
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"

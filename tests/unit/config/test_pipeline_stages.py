@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sluice.config.pipeline_stages import check_image_layers, stage_layers
+from sluice.config.parallel_layout import check_image_layers, stage_layers
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
 

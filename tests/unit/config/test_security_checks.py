@@ -17,8 +17,7 @@ from sluice.config.rules.security import (
     server_problems,
 )
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
-from sluice.config.schema.service import ServiceConfig
+from sluice.config.schema.service import FILE_FIELDS, SecurityConfig, ServiceConfig
 from tests.support.certified import (
     CLIENT_TOKEN,
     SERVICE_TOKEN,

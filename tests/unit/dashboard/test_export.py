@@ -17,10 +17,9 @@ import pytest
 
 import sluice.dashboard
 from sluice.config.schema.trainer import TrainerConfig
-from sluice.dashboard.export import bundle, export_page
-from sluice.dashboard.serving import write_report
+from sluice.dashboard.serving import bundle, export_page, write_report
 from sluice.errors import ConfigError
-from sluice.report.versions import software_versions
+from sluice.report.summary import software_versions
 from tests.support.dashboard_run import a_group, add_groups, make_run
 from tests.support.run_folder import (
     ACCOUNTING,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sluice.dashboard.run_data import compare_folders
-from sluice.dashboard.run_settings import settings_object
+from sluice.dashboard.side_by_side import settings_object
 from tests.support.dashboard_run import add_lines, make_run, step_row
 
 ACCURACY = "val-core/sums/acc/mean@2"

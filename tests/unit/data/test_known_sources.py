@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.reward.grading.scorers import registry
-from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.data.scoring import DEFAULT_ROUTES, scorer_name
 
 
 def test_every_route_leads_to_a_scorer_of_the_reward_service() -> None:

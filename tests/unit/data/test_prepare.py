@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.data.known_sources import scorer_name
 from sluice.data.prepare import (
     PUBLISHED_SETS,
     ROWS_PER_GROUP,
@@ -23,6 +22,7 @@ from sluice.data.prepare import (
 )
 from sluice.data.prompt_files import SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.scoring import scorer_name
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows
 

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from sluice.config.schema.rollout import VENDOR_ENGINES
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from tests.support.source_tree import ROOT, name_of
 
 FILES = sorted(ROOT.glob("constraints*.txt"))

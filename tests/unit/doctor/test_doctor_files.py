@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.data.known_sources import DEFAULT_ROUTES
+from sluice.data.scoring import DEFAULT_ROUTES
 from sluice.doctor.configuration import (
     check_configuration,
     check_security,

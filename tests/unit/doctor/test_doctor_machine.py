@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.memory.image_encoder import image_encoder
 from sluice.config.memory.rollout import rollout_layout, rollout_memory
-from sluice.config.memory.shape import published_encoder
+from sluice.config.memory.shape import image_encoder, published_encoder
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor import machine
 from sluice.doctor.files import check_disk, checkpoint_bytes, checkpoints_kept, disk_finding

@@ -18,9 +18,9 @@ from services.reward.episodes.client import ServedEpisode, given_servers
 from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
+from sluice.concurrency.threads import MethodThreads
 from sluice.environment.episodes import AuthorCalls
 from sluice.environment.servicer import EnvironmentServicer, serving
-from sluice.environment.threads import MethodThreads
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row
 from tests.support.scripted_environment import eventually

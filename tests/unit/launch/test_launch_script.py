@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError, DeadlineError
-from sluice.launch.script.launch import (
+from sluice.launch.script import (
     ScriptLaunch,
     is_script,
     launch_of,

@@ -12,9 +12,14 @@ import pytest
 from sluice.client.launcher import Launcher, Scaling
 from sluice.errors import AccessDeniedError, InvalidRequestError, NotReadyError
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.servicer import LAUNCHER_NAME, all_left, launch_service, launcher_of
+from sluice.launch.servicer import (
+    LAUNCHER_NAME,
+    ReplicaScale,
+    all_left,
+    launch_service,
+    launcher_of,
+)
 from sluice.report.summary import forget_end
 from sluice.rpc.credentials import OPEN, Credentials
 from tests.support.certified import SERVICE_TOKEN, bearing

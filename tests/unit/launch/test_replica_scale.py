@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.replica_scale import ReplicaScale, ScaleChange, scale_change
 from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.servicer import ReplicaScale, ScaleChange, scale_change
 
 NUMBERS = st.sets(st.integers(0, 40), max_size=12)
 

@@ -9,8 +9,12 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
-from sluice.config.memory.shape import published_encoder, published_shape
+from sluice.config.memory.shape import (
+    ImageEncoder,
+    image_encoder,
+    published_encoder,
+    published_shape,
+)
 from sluice.config.memory.training import group_flops
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.pools import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.report.notices import groups_since, low_yield
+from sluice.report.progress import groups_since, low_yield
 
 
 def step(kept: float, right: float, wrong: float) -> dict[str, float]:

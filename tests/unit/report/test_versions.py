@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.report import versions
+from sluice.report import summary
 
 
 def test_git_is_asked_once_by_a_process_however_often_a_page_asks_for_versions(
@@ -21,12 +21,12 @@ def test_git_is_asked_once_by_a_process_however_often_a_page_asks_for_versions(
 
     package = tmp_path / "sluice" / "report"
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(versions, "__file__", str(package / "versions.py"))
-    monkeypatch.setattr(versions.subprocess, "run", run)
-    versions._commit.cache_clear()
+    monkeypatch.setattr(summary, "__file__", str(package / "summary.py"))
+    monkeypatch.setattr(summary.subprocess, "run", run)
+    summary._commit.cache_clear()
     try:
-        answers = [versions.versions_of_run(tmp_path) for _ in range(3)]
+        answers = [summary.versions_of_run(tmp_path) for _ in range(3)]
     finally:
-        versions._commit.cache_clear()
+        summary._commit.cache_clear()
     assert [one["commit"] for one in answers] == ["0123456789ab"] * 3
     assert asked.count("git") == 1

@@ -15,7 +15,7 @@ from services.reward.generation.request import GroupRequest
 from services.reward.prompts.submissions import SubmissionSession
 from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import EngineError, PeerDefectError, PeerError, SluiceError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout
 from tests.support.client_prompt import client_prompt

@@ -13,7 +13,7 @@ from services.reward.grading.grader import Grader, overlong_shaping
 from sluice.algorithm.groups.filter import GroupNeeds, filter_group
 from sluice.algorithm.overlong import OverlongShaping
 from sluice.config.schema.reward import RewardConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError
 from sluice.types import (
     ChatMessage,

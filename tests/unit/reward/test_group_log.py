@@ -17,7 +17,7 @@ from services.reward.servicer import RewardServicer
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended

@@ -14,7 +14,7 @@ from services.reward.generation.request import GroupRequest
 from services.reward.group_table import CancelReason, EventKind, GroupEvent, GroupState
 from services.reward.groups.loop import TAKE_OVER_TIMEOUT_S
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd

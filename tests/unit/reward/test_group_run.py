@@ -15,7 +15,7 @@ from services.reward.group_table import GroupState
 from services.reward.groups.run import joined
 from sluice.algorithm.groups.filter import GroupNeeds, filter_probes
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
     Failed,

@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.episodes.worker_main import loaded
 from sluice.config.schema.reward import SandboxFusionConfig
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 from sluice.sandbox.choice import VARIABLE, as_variable

@@ -16,7 +16,7 @@ from services.reward.prompts.quarantine import Quarantine, read_quarantine
 from services.reward.prompts.source import prompt_key
 from services.reward.prompts.submissions import SubmissionSession
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_app import (

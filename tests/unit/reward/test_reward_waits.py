@@ -13,7 +13,7 @@ from services.reward.groups.loop import LoopFacts, awaited_now
 from services.reward.groups.settings import training_sampling, validation_sampling
 from services.reward.records.failures import YieldGuard
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.errors import BatchUnfillableError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
 from tests.support.reward_app import (

@@ -17,7 +17,7 @@ from services.reward.app import PromptSets, RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
 from tests.support.reward_app import InlineScorer, ScriptedClient, publish, replica, submit

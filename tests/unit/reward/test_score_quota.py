@@ -15,8 +15,8 @@ from services.reward.grading.grader import (
     MAX_ITEMS,
     ScoreRequests,
 )
-from sluice.config.schema.limits import LimitsConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import LimitsConfig
+from sluice.data.scoring import ScorerInput
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import Scored
 

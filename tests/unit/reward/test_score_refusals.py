@@ -10,8 +10,8 @@ import pytest
 from services.reward.grading.grader import ScoreRequests
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2 as reward
-from sluice.config.schema.rollout import RolloutConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
+from sluice.data.scoring import ScorerInput
 from sluice.errors import InvalidRequestError
 from tests.support.reward_app import InlineScorer
 

@@ -22,7 +22,7 @@ from services.reward.grading.messages import (
     read_progress,
 )
 from services.reward.grading.scorer_worker import ScorerWorker
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 
 SENT_AT, NOW, NUM_ITEMS = 100.0, 160.0, 3
 

@@ -20,7 +20,7 @@ from services.reward.grading.scorers.registry import (
     scored_characters,
     scorer_for,
 )
-from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS
 from sluice.errors import ConfigError, DataError
 
 RIGHT = {

@@ -25,8 +25,8 @@ from services.reward.prompts.submissions import (
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2
 from sluice.codec.reward import extra_info_of
-from sluice.config.schema.limits import LimitsConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
+from sluice.config.schema.service import LimitsConfig
 from sluice.rpc.client import reward_stub
 from sluice.types import ChatMessage, Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt

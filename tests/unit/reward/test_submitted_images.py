@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submissions, SubmissionSession
-from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.service import LimitsConfig
 from sluice.types import Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended

@@ -12,7 +12,7 @@ import pytest
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import PromptEnd
 from tests.support.reward_app import (
     InlineScorer,

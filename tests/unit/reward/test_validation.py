@@ -33,7 +33,7 @@ from services.reward.groups.validation import (
 )
 from services.reward.records.group_log import SampleDumps
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.errors import (
     DataError,
     DeadlineError,

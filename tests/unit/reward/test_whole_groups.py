@@ -9,7 +9,7 @@ import pytest
 
 from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_app import InlineScorer, ScriptedClient, replica, running_app, submit
 

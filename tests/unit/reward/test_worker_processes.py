@@ -16,9 +16,9 @@ from services.reward.episodes.drivers import EpisodeFailedError
 from services.reward.grading import pool, scorer_worker
 from services.reward.grading.messages import ScorerAnswer, ScorerNumber
 from services.reward.grading.scorer_worker import PEER, LoadingEndedError, ScorerFault, loaded
-from sluice.config.schema.environment import EnvironmentConfig
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.data.scorer_input import ScorerInput
+from sluice.config.schema.service import EnvironmentConfig
+from sluice.data.scoring import ScorerInput
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored

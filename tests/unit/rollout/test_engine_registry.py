@@ -10,7 +10,7 @@ from services.rollout.engines.embedded.engine import EmbeddedEngine, create
 from services.rollout.engines.registry import ENGINES, create_engine
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import ENGINES as ENGINES_THAT_RUN
+from sluice.config.schema.actor_rollout_ref import ENGINES as ENGINES_THAT_RUN
 from sluice.errors import ConfigError
 
 

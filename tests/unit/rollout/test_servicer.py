@@ -25,7 +25,7 @@ from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import token_ids_to_bytes
-from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.service import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY

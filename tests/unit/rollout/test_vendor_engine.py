@@ -12,11 +12,10 @@ import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings, VendorSettings
 from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor_engines.engine import VendorCore
 from services.rollout.engines.vendor_engines.request import RequestRun
-from services.rollout.engines.vendor_engines.settings import VendorSettings
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request

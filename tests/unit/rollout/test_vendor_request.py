@@ -12,6 +12,7 @@ import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.settings import VendorSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.vendor_engines.request import (
     Delta,
@@ -20,7 +21,6 @@ from services.rollout.engines.vendor_engines.request import (
     VendorSample,
     VersionSpans,
 )
-from services.rollout.engines.vendor_engines.settings import VendorSettings
 from sluice.errors import EngineError
 from sluice.types import FinishReason, PromptLogprobs
 from tests.support.causal_lms import EOS, partial_sample, request

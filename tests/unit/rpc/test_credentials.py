@@ -11,8 +11,7 @@ import pytest
 
 from sluice.config.addresses import is_loopback
 from sluice.config.loading.loader import load_config
-from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
-from sluice.config.schema.service import EndpointConfig
+from sluice.config.schema.service import FILE_FIELDS, EndpointConfig, SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import (
     FILE_VARIABLES,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from sluice.config.loading.loader import load_config
-from sluice.config.schema.security import SecurityConfig
-from sluice.config.schema.service import EndpointConfig, ServiceConfig
+from sluice.config.schema.service import EndpointConfig, SecurityConfig, ServiceConfig
 from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError
 from sluice.rpc import metrics as module
 from sluice.rpc.auth import ClientQuota

@@ -13,8 +13,8 @@ import pytest
 from services.reward.grading.scorers import program_runner
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.errors import SandboxUnavailableError
+from sluice.sandbox.choice import CommandSandbox
 from sluice.sandbox.interpreter import Interpreter
-from sluice.sandbox.own_command import CommandSandbox
 from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
 _TESTS = '{"inputs": ["1"], "outputs": ["1"]}'

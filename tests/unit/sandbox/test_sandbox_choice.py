@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sluice.config.schema.reward import SandboxFusionConfig
-from sluice.config.schema.sandbox import SandboxConfig
+from sluice.config.schema.service import SandboxConfig
 from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.bubblewrap import with_remedy
 from sluice.sandbox.choice import (

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from sluice.errors import SandboxUnavailableError
-from sluice.sandbox.system_calls import filter_program
+from sluice.sandbox.bubblewrap import filter_program
 
 X86, ARM = 0xC000003E, 0xC00000B7
 ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050001, 0x80000000

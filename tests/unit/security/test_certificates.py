@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.schema.security import SecurityConfig
-from sluice.config.schema.service import EndpointConfig
+from sluice.config.schema.service import EndpointConfig, SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import client_credentials, service_credentials
 from sluice.security import certificates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.simulate.strategies import compare
+from sluice.simulate.result import compare
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sluice.simulate.result import simulate
+from sluice.simulate.result import compare, simulate, simulate_fill_times
 from sluice.simulate.settings import TrainerSettings
-from sluice.simulate.strategies import compare, simulate_fill_times
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 

@@ -15,8 +15,7 @@ from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import ConfigError
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import SimulationRecorder, TokenCause
-from sluice.simulate.result import simulate
-from sluice.simulate.strategies import compare
+from sluice.simulate.result import compare, simulate
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd, Scored
 from tests.unit.simulate.simulations import SmallWorkload, recorded_group, small

@@ -13,7 +13,7 @@ from services.trainer.loop.guards import RunGuards, read_record
 from services.trainer.loop.run_state import RunState
 from services.trainer.metrics.sinks import ValidationReport
 from sluice.algorithm.guards import GuardRecord, Rollback
-from sluice.config.schema.guards import GuardRuleConfig, GuardsConfig
+from sluice.config.schema.service import GuardRuleConfig, GuardsConfig
 from sluice.errors import BatchUnfillableError, PeerError
 from sluice.types import DataProgress
 from tests.support.loop_world import ACCURACY, World, batch_of, run, until

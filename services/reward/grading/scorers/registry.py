@@ -7,16 +7,15 @@ from functools import partial
 from typing import Protocol
 
 from services.reward.grading.scorers import (
+    boxed,
     exact_match,
     geo3k,
     gsm8k,
-    math_boxed,
     math_dapo,
-    multiple_choice,
     program_tests,
     symbolic_math,
 )
-from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX
 
@@ -46,9 +45,9 @@ RULES: Mapping[str, Rule] = {
     "math_dapo_strict_box": partial(math_dapo.compute_score, strict_box_verify=True),
     "gsm8k": gsm8k.compute_score,
     "gsm8k_flexible": partial(gsm8k.compute_score, method="flexible"),
-    "math_boxed": math_boxed.compute_score,
+    "math_boxed": boxed.math_score,
     "geo3k": geo3k.compute_score,
-    "multiple_choice": multiple_choice.compute_score,
+    "multiple_choice": boxed.choice_score,
     EXACT_MATCH: exact_match.compute_score,
     MATH_VERIFY: symbolic_math.compute_score,
     PROGRAM_TESTS: program_tests.refused,

@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.rollout.engines.settings import installed, refuse_unknown
 from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokenizer, run_scheduler
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
-from services.rollout.engines.vendor_engines.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, MissingPackageError, leaves
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePrompt

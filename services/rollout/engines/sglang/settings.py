@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.settings import FILES_VERSION
-from services.rollout.engines.vendor_engines.settings import VendorSettings, with_engine_kwargs
+from services.rollout.engines.settings import FILES_VERSION, VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 
 _RESERVED_TOKENS = 8
 """SGLang refuses prompts that come within 6 tokens of the end of its context."""

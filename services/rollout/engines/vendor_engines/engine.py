@@ -26,7 +26,7 @@ import torch
 
 from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build_causal_lm
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
-from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
+from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, VendorSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
 from services.rollout.engines.vendor_engines.request import (
@@ -35,7 +35,6 @@ from services.rollout.engines.vendor_engines.request import (
     VendorSample,
     VersionSpans,
 )
-from services.rollout.engines.vendor_engines.settings import VendorSettings
 from services.rollout.engines.vendor_engines.share_recorder import checkpoint_names
 from services.rollout.engines.vendor_engines.worker_group import (
     WorkerBegin,

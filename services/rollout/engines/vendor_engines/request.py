@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from services.rollout.engines.causal_lm import CheckpointLayout
-    from services.rollout.engines.vendor_engines.settings import VendorSettings
+    from services.rollout.engines.settings import VendorSettings
 
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.settings import installed, refuse_unknown
 from services.rollout.engines.vendor_engines.request import Delta, PromptImages, SamplingChoice
-from services.rollout.engines.vendor_engines.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, InvalidRequestError, MissingPackageError
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePromptReader

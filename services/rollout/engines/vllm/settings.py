@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.vendor_engines.settings import VendorSettings, with_engine_kwargs
+from services.rollout.engines.settings import VendorSettings, with_engine_kwargs
 from sluice.config.derived import replays_engine_routing, sleeps_while_training
 from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.errors import ConfigError
 from sluice.vision.image_limits import DEFAULT_LIMITS
 

@@ -17,8 +17,7 @@ from services.trainer.learner.model.decoder import VALUE_HEADS, DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.loading import LoadedModel, Stage
 from services.trainer.learner.ranks import DataParallel
-from sluice.config.parallel_layout import PIPELINE_KEY
-from sluice.config.pipeline_stages import check_image_layers, stage_layers
+from sluice.config.parallel_layout import PIPELINE_KEY, check_image_layers, stage_layers
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import vision_tower

@@ -13,7 +13,7 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
-from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
+from sluice.algorithm.kl import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
 from sluice.algorithm.sources import source_metric
 from sluice.types import TrainBatch

@@ -16,7 +16,7 @@ from services.trainer.learner.batch.train_batch import MiniBatch
 from services.trainer.learner.model.experts import Routing
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
-from sluice.algorithm.kl_estimator import kl_estimate
+from sluice.algorithm.kl import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective

@@ -58,7 +58,6 @@ from services.trainer.learner.update.loss import (
 )
 from services.trainer.learner.update.reference import Reference, ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
-from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
     batch_metrics,
     batch_rows,
@@ -66,6 +65,7 @@ from sluice.algorithm.batch_metrics import (
     sequence_balance_metrics,
     throughput_metrics,
 )
+from sluice.algorithm.kl import KlController
 from sluice.algorithm.rollout_correction.correction import normalized_weights
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,

@@ -1,20 +1,71 @@
-"""Token-level rewards: the score at the last token, less the KL penalty
-(`algorithm.use_kl_in_reward`).
+"""KL divergence from the reference policy: its estimates, and token-level rewards less a penalty
+by it (`algorithm.use_kl_in_reward`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sluice.algorithm.advantages.inputs import masked_mean
-from sluice.algorithm.kl_estimator import kl_estimate
 
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
 MAX_PROPORTIONAL_ERROR = 0.2
+
+
+def _difference(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _half_square(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x.square()
+
+
+def _low_variance(x: torch.Tensor) -> torch.Tensor:
+    bounded = (-x).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (bounded.exp() - bounded - 1.0).clamp(-MAX_K3, MAX_K3)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kl": _difference,
+    "k1": _difference,
+    "abs": torch.abs,
+    "mse": _half_square,
+    "k2": _half_square,
+    "low_var_kl": _low_variance,
+    "k3": _low_variance,
+}
+"""By verl's names, of the difference of the logprobs. ``full`` is none of them: it needs the
+probabilities of the whole vocabulary, which are not kept.
+"""
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, kind: str) -> torch.Tensor:
+    """Estimate KL(policy || reference) at each token sampled from the policy (Schulman 2020,
+    "Approximating KL divergence").
+
+    With ``x = logprobs - ref_logprobs``: ``kl``, ``k1``: x; ``abs``: |x|; ``mse``, ``k2``:
+    x^2 / 2; ``low_var_kl``, ``k3``: ``exp(-x) + x - 1`` with x within +-20 and the result within
+    +-10. A ``+`` behind the name keeps the value and takes the gradient of k2, whose expectation
+    is the gradient of the divergence (straight-through).
+
+    Args:
+        logprobs: float, any shape; carries the gradient.
+        ref_logprobs: float of the same shape.
+        kind: one of `KL_ESTIMATORS`, with or without ``+``.
+    """
+    name = kind.removesuffix("+")
+    difference = logprobs - ref_logprobs
+    value = KL_ESTIMATORS[name](difference)
+    if name == kind:
+        return value
+    k2 = _half_square(difference)
+    return k2 - k2.detach() + value.detach()
 
 
 def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

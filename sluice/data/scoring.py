@@ -1,8 +1,10 @@
-"""Data sources with a scorer of their own: verl's routing, as a table."""
+"""What scorers get, and which scorer a data source has: verl's routing, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import msgspec
 
 ANY_ENDING = "*"
 PROGRAM_TESTS = "program_tests"
@@ -45,3 +47,19 @@ def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) ->
         if key.endswith(ANY_ENDING) and data_source.startswith(key.removesuffix(ANY_ENDING))
     ]
     return routes[max(beginnings, key=len)] if beginnings else None
+
+
+class ScorerInput(msgspec.Struct, frozen=True, array_like=True):
+    """One response to grade. Only reward models look at `question`, the prompt's last turn.
+
+    `num_turns` counts answers and the turns that they answer, as verl does. `truth_is_json` is
+    that of a prompt.
+    """
+
+    data_source: str
+    response: str
+    ground_truth: str
+    extra_info: Mapping[str, object] = {}
+    question: str = ""
+    truth_is_json: bool = False
+    num_turns: int = 2

@@ -51,7 +51,7 @@ RECORDED = (
     *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "srun", "nohup", "env"),
     *("pip", "conda"),
 )
-_RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as recorder.sh says
+_RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as script_recorder.sh says
 _RECORDER = """#!/bin/sh
 printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_CALLS"
 """
@@ -351,7 +351,7 @@ def record(
         calls.touch()
         environment = {
             **os.environ,
-            "BASH_ENV": str(_HERE / "recorder.sh"),
+            "BASH_ENV": str(_HERE / "script_recorder.sh"),
             "__SLUICE_BIN": str(_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
             "__SLUICE_NAMES": " ".join(referenced_names(script_text(script))),
@@ -426,7 +426,7 @@ def _isolation(folder: Path, bash: str) -> list[str]:
     memory = folder / "memory"
     memory.mkdir()
     user = () if os.geteuid() == 0 else _OF_A_USER
-    first = (bash, "-p", str(_HERE / "isolation.sh"), str(memory), str(folder / "calls"))
+    first = (bash, "-p", str(_HERE / "script_isolation.sh"), str(memory), str(folder / "calls"))
     return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
 
 
