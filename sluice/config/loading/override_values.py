@@ -66,7 +66,7 @@ def parse_override_value(text: str, source: str) -> object:
     if not start:
         return ""
     if start[0] in "[{'\"":
-        reader = _Reader(text, source)
+        reader = _ValueReader(text, source)
         value = reader.element()
         reader.end()
         return value
@@ -103,7 +103,7 @@ def _call(name: str, source: str) -> ConfigError:
     return ConfigError(f"{source} calls Hydra's {name}(); write the value itself")
 
 
-class _Reader:
+class _ValueReader:
     """Reads elements from the left."""
 
     def __init__(self, text: str, source: str) -> None:
