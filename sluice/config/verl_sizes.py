@@ -92,6 +92,11 @@ class BatchPlan:
         return quotient(self.mini_rows, self.split.data_parallel)
 
     @property
+    def fitting_micro(self) -> int:
+        """Rows that divide the normalised mini-batch; few, as the memory is unknown."""
+        return largest_divisor(self.mini_rows_per_data_rank or 1, 4)
+
+    @property
     def accumulation_steps(self) -> int | None:
         """Micro-batches of a mini-batch: (M·n / D) / b; `None` with a token budget too."""
         return quotient(self.mini_rows_per_data_rank, self.micro_rows)

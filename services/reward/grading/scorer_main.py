@@ -19,6 +19,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from mmap import mmap
@@ -149,7 +150,8 @@ def _shown(value: object) -> str:
 def _number(value: object) -> float | None:
     """Return `value` as a float; ``None`` if it is no number. Text is never a number."""
     if getattr(value, "shape", None) == (1,):  # an array of one number, which NumPy's float refuses
-        value = value[0]  # type: ignore[index]
+        with suppress(LookupError, TypeError):  # whose elements have other keys: its float decides
+            value = value[0]  # type: ignore[index]
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return None
     try:

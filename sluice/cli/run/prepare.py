@@ -14,7 +14,7 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
 from sluice.cli.run.checked import examined_to_start
-from sluice.cli.run.quickstart import made_settings
+from sluice.cli.run.quickstart import folder_setting, made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -112,7 +112,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     settings += observed_settings() if observed else ()
     settings += dashboard_settings() if dashboard else ()
     settings += device_settings(device) if device is not None else ()
-    settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
+    settings += [*network_settings(), folder_setting(run_dir.absolute())]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
         given = read_run(base, [*settings, *overrides])

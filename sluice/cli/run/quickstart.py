@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
+from sluice.config.loading.override_values import override_value
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import local_devices
 from sluice.quickstart.settings import PrepareProgress
@@ -137,9 +137,9 @@ def preparer() -> Callable[..., QuickstartAssets]:
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
     """Return overrides for the paths, the seeds and the lengths of the quickstart's files."""
     return [
-        f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
-        f"data.train_files={assets.train_file.absolute()}",
-        f"data.val_files={assets.val_file.absolute()}",
+        f"actor_rollout_ref.model.path={override_value(str(assets.model_dir.absolute()))}",
+        f"data.train_files={override_value(str(assets.train_file.absolute()))}",
+        f"data.val_files={override_value(str(assets.val_file.absolute()))}",
         folder_setting(run_dir),
         f"data.max_prompt_length={assets.task.max_prompt_tokens}",
         f"data.max_response_length={assets.task.max_response_tokens}",
@@ -152,8 +152,8 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
 
 
 def folder_setting(run_dir: Path) -> str:
-    """Return the override for the run's folder; in quotes, since 2026 is a name there."""
-    return f"sluice.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
+    """Return the override for the run's folder; 2026 is a name there."""
+    return f"sluice.run_dir={override_value(str(run_dir))}"
 
 
 def with_fitting(base: Path, settings: list[str]) -> list[str]:

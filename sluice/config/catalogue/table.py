@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from sluice.config.run import annotation_at, defaults, expectation, leaf_keys, text_at, value_at
+from sluice.config.schema.section import PositiveInt
 
 SECTIONS: dict[str, str] = {
     "data": "data",
@@ -43,6 +44,7 @@ _TYPES: dict[str, object] = {
     "bool": bool,
     "float": float,
     "int": int,
+    "int >= 1": PositiveInt,
     "list[str]": list[str],
     "null": None,
     "str": str,

@@ -30,7 +30,9 @@ _QUOTED = {
 _NAME = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
 _BEFORE_QUOTE = re.compile(r"(\\*)('|\Z)")
 _QUOTE = ("'", "\\'")
+_PAIRS = ("''", '""')
 _BLANKS = re.compile(r"\s*")
+_DEEPEST = 50
 
 
 def parse_word(text: str) -> object:
@@ -111,15 +113,17 @@ class _ValueReader:
         self._at = 0
         self._skip()
 
-    def element(self) -> object:
-        """Return the list, mapping, text or word that starts here."""
+    def element(self, depth: int = 0) -> object:
+        """Return the list, mapping, text or word that starts here, within so many brackets."""
+        if depth > _DEEPEST:
+            raise self._wrong(f"at most {_DEEPEST} brackets within each other")
         first = self._text[self._at : self._at + 1]
         if first in _QUOTED:
             return self._quoted(first)
         if first == "[":
-            return self._list()
+            return self._list(depth)
         if first == "{":
-            return self._mapping()
+            return self._mapping(depth)
         if found := _FUNCTION.match(self._text, self._at):
             raise _call(found[1], self._source)
         return self._matched(_INNER, "a value")
@@ -129,15 +133,15 @@ class _ValueReader:
         if self._at < len(self._text):
             raise self._wrong("nothing more")
 
-    def _list(self) -> list[object]:
+    def _list(self, depth: int) -> list[object]:
         found: list[object] = []
         self._take("[")
         while not self._took("]"):
-            found.append(self.element())
+            found.append(self.element(depth + 1))
             self._separate("]")
         return found
 
-    def _mapping(self) -> dict[Hashable, object]:
+    def _mapping(self, depth: int) -> dict[Hashable, object]:
         found: dict[Hashable, object] = {}
         self._take("{")
         while not self._took("}"):
@@ -146,7 +150,7 @@ class _ValueReader:
             if key in found:
                 raise ConfigError(f"{self._source}: key {key!r} appears twice in one mapping")
             self._take(":")
-            found[key] = self.element()
+            found[key] = self.element(depth + 1)
             self._separate("}")
         return found
 
@@ -191,6 +195,7 @@ class _ValueReader:
         self._at = found.end() if found else self._at
 
     def _wrong(self, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{self._source}: expected {expected} at character {self._at + 1} of its value"
-        )
+        pair = self._text[max(self._at - 1, 0) : self._at + 1]
+        hint = rf"; within the quotes, {pair[0]} is written \{pair[0]}" if pair in _PAIRS else ""
+        place = f"at character {self._at + 1} of its value"
+        return ConfigError(f"{self._source}: expected {expected} {place}{hint}")

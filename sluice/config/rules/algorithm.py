@@ -13,7 +13,7 @@ from sluice.config.loading.loader import KeySettings
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
-from sluice.config.verl_sizes import ACTOR
+from sluice.config.verl_sizes import ACTOR, own_batch
 from sluice.errors import ConfigError
 
 SKIPPING_KEY = "sluice.trainer.skip_zero_advantage"
@@ -163,11 +163,14 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     rows = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
     if not by_tokens and rows is None:
+        key = "critic.ppo_micro_batch_size_per_gpu"
+        override = f"{key}={own_batch(config).fitting_micro}"
         yield Problem(
-            "critic.ppo_micro_batch_size_per_gpu",
+            key,
             None,
             "while critic.use_dynamic_bsz is false",
-            "set it to the rows of a micro-batch, or critic.use_dynamic_bsz=true",
+            f"set {override}, or critic.use_dynamic_bsz=true",
+            (override,),
         )
     prompts, mini = config.data.train_batch_size, critic.ppo_mini_batch_size
     if mini is not None and prompts % mini:

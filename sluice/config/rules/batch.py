@@ -93,7 +93,7 @@ def _log_prob_micro(sizes: VerlSizes) -> Iterator[Problem]:
                 f"{key}_per_gpu",
                 None,
                 f"while {one.section}.log_prob_use_dynamic_bsz is false",
-                f"{key}_per_gpu={_fitting_micro(sizes.batch)}",
+                f"{key}_per_gpu={sizes.batch.fitting_micro}",
             )
         elif one.micro_rows is not None and one.global_micro_rows is not None:
             yield verl_problem(
@@ -133,7 +133,7 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
     rows = rows_per_device(sizes.keys, GLOBAL_MICRO)
     if sizes.actor.use_dynamic_bsz:
         return
-    per_gpu = f"{MICRO}={_fitting_micro(batch)}"
+    per_gpu = f"{MICRO}={batch.fitting_micro}"
     if old is None and rows is None:
         while_false = f"while {ACTOR}.use_dynamic_bsz is false"
         yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, here=True)
@@ -162,14 +162,15 @@ def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
     batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
     old, rows = sizes.keys.whole_or_none(CRITIC_MICRO), sizes.keys.whole_or_none(key)
     mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
-    per_gpu, message = f"{key}={rows or _fitting_micro(batch)}", ""
+    per_gpu, message = f"{key}={rows or batch.fitting_micro}", ""
     if old is None:
-        if not sizes.keys.is_set(key):
+        # Without the actor's rows either, sluice refuses it, too: `algorithm` says it.
+        if not sizes.keys.is_set(key) and sizes.actor.ppo_micro_batch_size_per_gpu is not None:
             message = f"while {CRITIC}.use_dynamic_bsz is false"
             yield verl_problem("critic-micro-batch", key, None, message, per_gpu)
         return
     if not sizes.keys.is_null(key):
-        message = f"is deprecated, and {key} takes its value or has another: both are set"
+        message = "is deprecated, and verl then sees both keys set"
     elif mini % old or old * sizes.critic.sp < batch.split.world:
         message = (
             f"(deprecated) must divide {CRITIC}.ppo_mini_batch_size = {mini} and give each of "
@@ -343,11 +344,6 @@ def _mini_prompts(batch: BatchPlan) -> tuple[str, ...]:
         return (f"{MINI}={max(smaller) if smaller else min(possible)}",)
     mini = next_multiple(batch.mini_prompts, data_ranks // math.gcd(data_ranks, batch.responses))
     return (f"{MINI}={mini}", f"{TRAIN}={next_multiple(batch.train_prompts, mini)}")
-
-
-def _fitting_micro(batch: BatchPlan) -> int:
-    """Return rows that divide the normalised mini-batch; few, as the memory is unknown."""
-    return largest_divisor(batch.mini_rows_per_data_rank or 1, 4)
 
 
 _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (

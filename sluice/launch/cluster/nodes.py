@@ -26,6 +26,7 @@ import msgspec
 from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
+from sluice.config.loading.override_values import override_value
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import FILE_FIELDS, EndpointConfig
 from sluice.config.sources import prompt_files
@@ -145,9 +146,9 @@ def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) 
     if kind == "rollout":
         endpoint = msgspec.structs.replace(config.sluice.rollout.endpoint, advertise=None)
         own = endpoint_on(endpoint, facts.address)
-        advertise = "null" if own.advertise is None else own.advertise
         key = "sluice.rollout.endpoint"
-        command += (f"{key}.host={own.host}", f"{key}.advertise={advertise}")
+        placed = {"host": own.host, "advertise": own.advertise}
+        command += tuple(f"{key}.{name}={override_value(one)}" for name, one in placed.items())
     return replace(spec, command=command, environment={**facts.environment, **spec.environment})
 
 

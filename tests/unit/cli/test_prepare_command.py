@@ -164,8 +164,9 @@ def test_with_secure_everything_asks_for_certificates_and_tokens_made_once(tmp_p
     assert Path(security.token_file).read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["run", r"a\,b"])
 def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     task = TASKS["quickstart"]
 
@@ -175,10 +176,12 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
         return QuickstartAssets(task, directory / "model", data, data)
 
     monkeypatch.setattr("sluice.cli.run.quickstart.preparer", lambda: make)
-    run_dir = tmp_path / "run"
-    prepare("--quickstart", "trainer.save_freq=3", "--run-dir", run_dir)
+    run_dir = tmp_path / name
+    prepare("--quickstart", "trainer.save_freq=3", "--secure", "--run-dir", run_dir)
     config = locate_run(run_dir).config
+    assert config.sluice.run_dir == str(run_dir)
     assert config.actor_rollout_ref.model.path == str(run_dir / "assets" / "model")
+    assert config.sluice.security.ca_file == str(run_dir / "certs" / "ca.pem")
     assert config.data.max_response_length == task.max_response_tokens
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (20, 3)
     assert all(getattr(config.sluice, kind).endpoint.port for kind in KINDS)

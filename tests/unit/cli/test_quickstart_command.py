@@ -30,7 +30,9 @@ def test_a_quickstart_refuses_a_folder_that_sluice_did_not_make(
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["2026", "1e3", "true", "null", "two words", "[1]", "it's"])
+@pytest.mark.parametrize(
+    "name", ["2026", "1e3", "true", "null", "two words", "[1]", "it's", "/tmp/a\\b", r"a\,b"]
+)
 def test_any_name_is_a_folder_of_a_run(name: str) -> None:
     assert load_config(None, [folder_setting(Path(name))]).sluice.run_dir == name
 

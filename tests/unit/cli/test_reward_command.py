@@ -136,6 +136,14 @@ def test_json_has_an_object_for_each_response(scorer: ScriptedScorer, data: Path
     assert bad["frames"] == ["mine.py:3 in grade: x[0]"]
 
 
+def test_function_and_data_may_have_any_name(scorer: ScriptedScorer, tmp_path: Path) -> None:
+    rows, function = tmp_path / r"a\,b [1]", r"it\,s/mine.py"
+    rows.mkdir()
+    data = write_prompts(rows / "train.parquet", prompt_rows(["1 + 1"]))
+    assert sluice_try(function, "--data", data).exit_code == 0
+    assert scorer.reward.custom_reward_function.path == function
+
+
 def test_a_runs_file_names_function_data_and_limits(
     scorer: ScriptedScorer, data: Path, tmp_path: Path
 ) -> None:

@@ -432,7 +432,15 @@ def test_what_hydra_refuses_in_an_override_may_be_read(text: str, value: object)
         ("{a}", "expected : at character 3"),
         ("[a,,b]", "expected a value at character 4"),
         ("{:b}", "expected a key at character 2"),
-        ("'a''b'", "expected nothing more at character 4"),
+        (
+            "'a''b'",
+            r"expected nothing more at character 4 .*; within the quotes, ' is written \\'$",
+        ),
+        ("['a''b']", r"expected , or ] at character 5 .*; within the quotes, ' is written \\'$"),
+        ('"a""b"', r'within the quotes, " is written \\"$'),
+        ("'a' 'b'", "expected nothing more at character 5 of its value$"),
+        ("[" * 100_000, "expected at most 50 brackets within each other at character 52"),
+        ("[{a:" * 26, "expected at most 50 brackets within each other"),
         ("'a", "expected a second quote at character 1"),
         ("{a:1,a:2}", "key 'a' appears twice in one mapping"),
         ("str(1)", r"calls Hydra's str\(\); write the value itself"),
@@ -443,6 +451,13 @@ def test_what_hydra_refuses_in_an_override_may_be_read(text: str, value: object)
 def test_a_value_that_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}"):
         parse_override(f"+k={text}")
+
+
+def test_fifty_brackets_may_stand_within_each_other() -> None:
+    value: object = "a"
+    for _ in range(50):
+        value = [value]
+    assert parse_override(f"+k={override_value(value)}").value == value
 
 
 @pytest.mark.parametrize(

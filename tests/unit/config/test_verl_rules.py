@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.loading.loader import KeySettings, load_config, read_settings
+from sluice.config.catalogue.table import catalogue
+from sluice.config.check import check_report
+from sluice.config.loading.loader import KeySettings, load_config, read_run, read_settings
 from sluice.config.memory.shape import ModelShape, published_shape
 from sluice.config.problems import Problem, Severity, errors
 from sluice.config.rules.batch import verl_problems
@@ -227,7 +230,7 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
         (
             "critic-micro-batch",
             [PPO[0], "critic.ppo_micro_batch_size=32"],
-            "takes its value or has another: both are set",
+            "verl then sees both keys set; set critic.ppo_micro_batch_size=null",
         ),
         (
             "critic-micro-batch",
@@ -403,6 +406,25 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         "generation-batch",
         "heartbeats",
     }
+
+
+def test_a_critic_without_rows_is_one_problem_with_an_override_that_mends_it() -> None:
+    unset = (PPO[0], f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=true")
+    rows = (*unset, "critic.use_dynamic_bsz=false", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
+    (found,) = broken(*rows)
+    assert (found.rule, found.severity) == ("algorithm", Severity.ERROR)
+    assert found.overrides == ("critic.ppo_micro_batch_size_per_gpu=4",)
+    assert found.overrides[0] in found.text
+    assert broken(*rows, *found.overrides) == []
+
+
+@pytest.mark.parametrize("more", [(), CUT, (*DYNAMIC, *PPO), PPO])
+def test_no_size_below_1_ends_a_check_in_an_exception(more: tuple[str, ...]) -> None:
+    nulls = [f"{key}=null" for key in catalogue() if key.endswith("micro_batch_size_per_gpu")]
+    keys = [key for key in catalogue() if re.search(r"size|nnodes|gpus|\.n$|epochs|num_|max_", key)]
+    for texts, key, size in product(((), nulls), keys, (0, -1)):
+        run = read_run(None, [*SOUND, *more, *texts, f"{key}={size}"])
+        check_report(run.config, run.settings, shape=MIXED, dataset_rows=100, files=False)
 
 
 def test_rules_of_the_critic_hold_only_where_there_is_one() -> None:

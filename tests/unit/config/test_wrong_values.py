@@ -29,6 +29,13 @@ SOUND = (
 
 TYPES = (
     (f"{MEGATRON}.tensor_model_parallel_size=two", "= two: expected an integer"),
+    (f"{A}.ppo_micro_batch_size=0", "ppo_micro_batch_size = 0: expected an integer >= 1 or null"),
+    (
+        f"{GAE} critic.ppo_micro_batch_size=0 critic.ppo_micro_batch_size_per_gpu=null",
+        "critic.ppo_micro_batch_size = 0: expected an integer >= 1 or null",
+    ),
+    (f"{R}.log_prob_micro_batch_size_per_gpu=-1", "= -1: expected an integer >= 1 or null"),
+    (f"{MEGATRON}.context_parallel_size=0", "context_parallel_size = 0: expected an integer >= 1"),
     ("data.train_batch_size='64'", "= '64': expected an integer >= 1; write it without quotes"),
     ("data.train_batch_size=8.0", "expected an integer >= 1; write it without a decimal point"),
     ("data.seed=None", "= None: expected an integer or null; the word for nothing is null"),
@@ -168,7 +175,7 @@ ALGORITHMS = (
     (
         f"{GAE} {A}.use_dynamic_bsz=true {A}.ppo_micro_batch_size_per_gpu=null "
         "critic.use_dynamic_bsz=false",
-        "critic.ppo_micro_batch_size_per_gpu = null while critic.use_dynamic_bsz is false; set it",
+        "critic.ppo_micro_batch_size_per_gpu = null while critic.use_dynamic_bsz is false; set",
     ),
     ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys = null with algorithm.adv_estimator = gdpo"),
     (

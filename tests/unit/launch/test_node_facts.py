@@ -137,7 +137,14 @@ def test_a_service_listens_at_its_nodes_address_unless_it_was_to_listen_everywhe
 
 
 @pytest.mark.parametrize(
-    "given", [(), ("host=0.0.0.0", "advertise=all"), ("advertise=all",), ("host=127.0.0.9",)]
+    "given",
+    [
+        (),
+        ("host=0.0.0.0", "advertise=all"),
+        ("advertise=all",),
+        ("host=127.0.0.9",),
+        ("host='[::]'",),
+    ],
 )
 def test_each_replica_is_reached_at_its_own_node_whatever_all_would_advertise(
     given: tuple[str, ...],

@@ -242,18 +242,18 @@ def make(folder, seed):
 """
 
 
-def test_a_recipes_program_makes_files_once_for_a_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["assets", r"a\,b, c's [1]"])
+def test_a_recipes_program_makes_files_once_for_a_seed(tmp_path: Path, name: str) -> None:
     recipe = recipe_at(tmp_path / "mine")
     (recipe.folder / "made.py").write_text(PROGRAM, encoding="utf-8")
-    folder = tmp_path / "assets"
+    folder = tmp_path / name
     for seed in (1, 1, 2):
         made = make_files(recipe, Made("made.py"), folder, seed, lambda _: None)
     assert (folder / "calls").read_text() == "++"
-    assert made == [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'data' / 'train.parquet'}",
-        f"data.val_files=[{folder / 'data' / 'test.parquet'}]",
-    ]
+    config = load_config(None, made)
+    assert config.actor_rollout_ref.model.path == str(folder / "model")
+    assert config.data.train_files == str(folder / "data" / "train.parquet")
+    assert config.data.val_files == [str(folder / "data" / "test.parquet")]
 
 
 def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:

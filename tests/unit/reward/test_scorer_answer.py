@@ -31,6 +31,27 @@ def test_a_number_is_score_and_accuracy(returned: object, score: float) -> None:
     assert answer_of(returned) == ScorerNumber(score, {"acc": score})
 
 
+class _OneNamedRow:
+    """As pandas' Series of one row with a name: its element has no key 0."""
+
+    shape = (1,)
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def __getitem__(self, key: object) -> float:
+        raise self._error(key)
+
+    def __float__(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("error", [KeyError, IndexError, TypeError])
+def test_one_element_without_a_key_of_0_counts_by_its_float(error: type[Exception]) -> None:
+    assert answer_of(_OneNamedRow(error)) == ScorerNumber(1.0, {"acc": 1.0})
+    assert answer_of({"score": _OneNamedRow(error)}) == ScorerNumber(1.0, {})
+
+
 @pytest.mark.parametrize("score", [LARGEST_NUMBER, -LARGEST_NUMBER])
 def test_a_score_may_be_as_large_as_float32_holds(score: float) -> None:
     assert answer_of(score) == ScorerNumber(score, {"acc": score})
