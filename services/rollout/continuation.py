@@ -163,9 +163,14 @@ class Bridge:
                     f"prompt.continuation: the template rewrites history before turns of {role} "
                     f"({reason}); begin a new root: send the whole conversation as a chat"
                 )
-        calls = self._last_calls(earlier, messages, tools) if self._repeats_calls else ()
+        calls: Sequence[ToolCall] = ()
+        if messages[0].role == TOOL and self._repeats_calls:
+            calls = self._last_calls(earlier, messages, tools)
         added = self._access.encode(self._after_answer(messages, tools, calls))
-        has_ended = int(earlier[-1]) in self._access.end_tokens | {added[0]}
+        ends = {added[0]}
+        if self._calls.close in ("", self._close):  # else it may be the role of the next turn
+            ends |= self._access.end_tokens
+        has_ended = int(earlier[-1]) in ends
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
     def _reason(self, role: str, earlier: TokenIds) -> str:
@@ -235,7 +240,7 @@ class Bridge:
 
     @cached_property
     def _repeats_calls(self) -> bool:
-        """Whether the template repeats of a call beside its result, such as the name."""
+        """Whether the template repeats something of a call beside its result, such as its name."""
         if not self._calls.most:
             return False
         try:
@@ -249,18 +254,26 @@ class Bridge:
         question = ChatMessage(USER, self._mark)
         return self._access.render([question], ()).rpartition(self._mark)[2]
 
+    @cached_property
+    def _after_result(self) -> str:
+        """What the template writes after a result."""
+        called = self._calling("", ["7"], self._calls.ids)
+        result = replace(_results(called)[0], content=self._mark)
+        return self._access.render([_QUESTION, called, result], [_PROBE]).rpartition(self._mark)[2]
+
     def _last_calls(
         self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> Sequence[ToolCall]:
         """Return the calls whose results the new turns begin with."""
         results = list(itertools.takewhile(lambda message: message.role == TOOL, messages))
-        said = self._access.decode(earlier).rpartition(self._prompt)[2]
-        said = said.removesuffix(self._calls.close)
-        calls = read_answer(said, self.tool_format, tools).tool_calls[-len(results) :]
+        said = self._access.decode(earlier).removesuffix(self._calls.close)
+        for before in (self._prompt, self._after_result):  # some write no prompt after results
+            said = said.rpartition(before)[2] if before else said
+        calls = read_answer(said, self.tool_format, tools).tool_calls[: len(results)]
         if len(calls) < len(results):
             raise HistoryRewrittenError(
-                f"prompt.continuation: {len(results)} results, and {len(calls)} calls that the "
-                "template repeats beside them; begin a new root: send the conversation as a chat"
+                "prompt.continuation: a result follows no call that is read, and the template "
+                "repeats calls beside results; begin a new root: send the conversation as a chat"
             )
         pairs = zip(calls, results, strict=False)
         return [replace(call, call_id=result.tool_call_id) for call, result in pairs]
@@ -276,7 +289,7 @@ class Bridge:
         Args:
             messages: what follows the answer.
             tools: the offered tools.
-            calls: the answer's, where the template repeats them; none: any other one.
+            calls: the answer's, where the template repeats them; none: a made-up call.
         """
         past, close = ChatMessage(_ASSISTANT, self._mark), self._close
         if messages[0].role == TOOL and self._calls.most:

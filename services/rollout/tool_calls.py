@@ -18,6 +18,7 @@ from sluice.json_objects import (
     MAX_ARGUMENTS_BYTES,
     MAX_CALLS,
     MAX_TOOL_NAME_BYTES,
+    TOOL_NAME,
     problem_of_object,
     shown,
 )
@@ -64,6 +65,11 @@ class _XmlMarks(NamedTuple):
     value: str = ""
     undeclared: Collection[str] | None = ()
     typed: bool = False
+
+    @property
+    def tokens(self) -> list[str]:
+        """Texts that a tokenizer may have as special tokens."""
+        return [mark for mark in self if isinstance(mark, str) and mark]
 
 
 _QWEN3_CODER = _XmlMarks(
@@ -180,13 +186,13 @@ def _split_thoughts(text: str, think: str, end_think: str) -> tuple[str, str]:
 def _split_channels(text: str) -> tuple[str, str]:
     """Return the analysis of an answer in channels, and its other messages."""
     thoughts, others = list[str](), list[str]()
-    for message in text.split(_START):
+    for number, message in enumerate(text.split(_START)):
         header, _, body = message.partition(_MESSAGE)
         if f"{header}{_MESSAGE}".removeprefix(_ASSISTANT) == _ANALYSIS:
             thoughts.append(body.partition(_END)[0])
         else:
-            others.append(message)
-    return "\n".join(thoughts), _START.join(others)
+            others.append(f"{_START if number else ''}{message}")
+    return "\n".join(thoughts), "".join(others)
 
 
 def _plain(text: str, _tools: Sequence[Tool]) -> _Read:
@@ -263,6 +269,11 @@ def _named(body: str, marks: _XmlMarks, number: int) -> Iterator[tuple[str, str]
     """Yield a block's calls: the name, and the text of its parameters."""
     if not marks.call:
         name, key, rest = body.partition(marks.key)
+        if not TOOL_NAME.fullmatch(name.strip()):
+            raise _UnreadableError(
+                f"tool call {number}: {shown(name)} is not read; write NAME{marks.key}KEY"
+                f"{marks.keyed}{marks.value}, the value, and {marks.end_value}"
+            )
         yield name.strip(), key + rest
         return
     *calls, after = body.split(marks.end_call)
@@ -450,15 +461,19 @@ _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 
 def _messages(text: str) -> Iterator[tuple[str | None, str]]:
     """Yield the recipient, if any, and the text of each message of an answer in channels."""
-    for message in text.split(_START) if _MESSAGE in text else ():
+    for message in text.split(_START) if _has_channels(text) else ():
         header, _, body = message.partition(_MESSAGE)
         _, to, rest = header.partition(" to=")
         recipient = re.split(r"[\s<]", rest, maxsplit=1)[0] if to else None
         yield recipient, _ENDS.split(body, maxsplit=1)[0]
 
 
+def _has_channels(text: str) -> bool:
+    return any(mark in text for mark in (_START, _CHANNEL, _MESSAGE))
+
+
 def _channel_text(text: str) -> str:
-    if _MESSAGE not in text:
+    if not _has_channels(text):
         return text
     return "\n".join(body for recipient, body in _messages(text) if body and recipient is None)
 
@@ -477,11 +492,11 @@ _FORMATS: Mapping[str, _Format] = {
     "hermes": _Format(_hermes, _MARKS),
     "qwen3_coder": _Format(_xml(_QWEN3_CODER), _MARKS),
     "llama3_json": _Format(_llama3_json, _MARKS),
-    "glm": _Format(_xml(_GLM), (*_GLM[:2], *_GLM[5:9])),
+    "glm": _Format(_xml(_GLM), _GLM.tokens),
     "kimi": _Format(_kimi, (_SECTION, _END_SECTION, _KIMI_CALL, _KIMI_ARGUMENTS, _END_KIMI_CALL)),
-    "minimax": _Format(_xml(_MINIMAX), _MINIMAX[:2]),
-    "seed": _Format(_xml(_SEED), _SEED[:2], ("<seed:think>", "</seed:think>")),
-    "deepseek_v4": _Format(_xml(_DEEPSEEK_V4), (_DSML, *_DEEPSEEK_V4[:2])),
+    "minimax": _Format(_xml(_MINIMAX), _MINIMAX.tokens),
+    "seed": _Format(_xml(_SEED), _SEED.tokens, ("<seed:think>", "</seed:think>")),
+    "deepseek_v4": _Format(_xml(_DEEPSEEK_V4), (_DSML, *_DEEPSEEK_V4.tokens)),
     "gemma4": _Format(
         _gemma4,
         (_GEMMA_CALL, _END_GEMMA_CALL, _GEMMA_QUOTE, "<|channel>"),

@@ -8,8 +8,10 @@ agents replace or leave them out.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -190,11 +192,25 @@ def truncated(text: str, rules: EpisodeRules) -> str:
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 
-def made_calls(answer: Answer, rules: EpisodeRules, turn: int) -> Answer:
-    """Return the answer with the calls that are made; their ids are unique in the episode."""
-    made = enumerate(answer.tool_calls[: rules.max_parallel_calls])
-    calls = (replace(call, call_id=f"call_{turn}_{number}") for number, call in made)
-    return replace(answer, tool_calls=tuple(calls))
+def with_new_ids(answer: Answer, prefix: str, taken: Collection[str]) -> Answer:
+    """Return an answer whose calls have ids that no other call has.
+
+    An id that the policy wrote stays, since a template may write it beside the result; if another
+    call has it, the number at its end becomes the number of earlier calls, as Kimi K2 counts them.
+
+    Args:
+        prefix: of the ids of other calls; it begins with ``call_``, as those of replicas do.
+        taken: ids of earlier calls.
+    """
+    calls: dict[str, ToolCall] = {}
+    for number, call in enumerate(answer.tool_calls):
+        is_written = call.call_id and not call.call_id.startswith("call_")
+        call_id = call.call_id if is_written else f"{prefix}_{number}"
+        counts = itertools.count(len(taken) + number)
+        while call_id in taken or call_id in calls:
+            call_id = f"{call_id.rstrip(string.digits)}{next(counts)}"
+        calls[call_id] = replace(call, call_id=call_id)
+    return replace(answer, tool_calls=tuple(calls.values()))
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -10,8 +10,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from sluice.algorithm.episode_rules import with_new_ids
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
+    ChatWithImages,
     GenerateOptions,
     GenerationEvent,
     GenerationStarted,
@@ -168,7 +170,13 @@ class AnswerBuilder:
         answer = self._choices[index].answer
         if answer is None:
             return {"content": self._choices[index].text}
-        return said_of(answer, f"call_{self._id.rpartition('-')[2][:16]}_{index}")
+        # Clients look up calls by their ids.
+        prefix = f"call_{self._id.rpartition('-')[2][:16]}_{index}"
+        given = self._asked.prompts[index // self._asked.options.n]
+        turns = given.messages if isinstance(given, ChatWithImages) else given
+        earlier = turns if isinstance(turns, tuple) else ()
+        taken = {call.call_id for turn in earlier for call in turn.tool_calls}
+        return said_of(with_new_ids(answer, prefix, taken))
 
     def first_chunk(self, index: int) -> JsonObject | None:
         """Return the first chunk of a choice: in a chat its role, otherwise ``None``."""
@@ -281,13 +289,8 @@ def _chat_logprob(token: _AnswerToken) -> JsonObject:
     }
 
 
-def said_of(answer: Answer, call_prefix: str) -> JsonObject:
-    """Return what an assistant's message says: text, thoughts and calls apart.
-
-    Args:
-        call_prefix: begins the ids of its calls; unique beyond it, since clients look up calls by
-            their ids.
-    """
+def said_of(answer: Answer) -> JsonObject:
+    """Return what an assistant's message says: text, thoughts and calls apart."""
     said: JsonObject = {}
     if answer.content or not answer.tool_calls:
         said["content"] = answer.content
@@ -296,11 +299,11 @@ def said_of(answer: Answer, call_prefix: str) -> JsonObject:
     if answer.tool_calls:
         said["tool_calls"] = [
             {
-                "id": f"{call_prefix}_{number}",
+                "id": call.call_id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for number, call in enumerate(answer.tool_calls)
+            for call in answer.tool_calls
         ]
     return said
 

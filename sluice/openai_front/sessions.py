@@ -114,8 +114,7 @@ class Sessions:
 
 
 def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:
-    said = said_of(found.answer, f"call_{digest[:8]}_{found.turn}")
-    message = {"role": "assistant", "content": None, "refusal": None, **said}
+    message = {"role": "assistant", "content": None, "refusal": None, **said_of(found.answer)}
     ended = "tool_calls" if found.answer.tool_calls else "stop"
     reason = "length" if found.is_cut else ended
     return {

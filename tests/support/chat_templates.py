@@ -167,8 +167,8 @@ GLM = (
 KIMI = (
     "{%- if tools %}{{- '<|im_system|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}"
     "{%- for message in messages %}{{- '<|im_' + message.role + '|>' }}"
-    "{%- if message.role == 'tool' %}{{- '## Return of ' + message.tool_call_id + '\\n' }}"
-    "{%- endif %}{{- message.content }}"
+    "{%- if message.role == 'tool' %}{{- '## Return of ' }}"
+    "{{- message.tool_call_id }}{{- '\\n' }}{%- endif %}{{- message.content }}"
     "{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}"
     "{%- for call in message.tool_calls %}{{- '<|tool_call_begin|>' + call.id }}"
     "{{- '<|tool_call_argument_begin|>' }}{{- call.function.arguments | tojson }}"
@@ -222,18 +222,21 @@ SEED = (
     )
 )
 
-# Results follow their calls in one turn, and have their names; lone ones are left out.
+# Results follow their calls in one turn, and have the names of those with their ids; lone ones are
+# left out.
 GEMMA4 = (
     "{%- for tool in tools or [] %}{{- '<|tool>' }}{{- tool | tojson }}{{- '<tool|>' }}"
-    "{%- endfor %}{%- set last = namespace(call='') %}"
-    "{%- for message in messages %}{%- if message.role == 'tool' %}{%- if last.call %}"
-    "{{- '<|tool_response>response:' + last.call + '{value:<|\"|>' + message.content }}"
+    "{%- endfor %}{%- set last = namespace(calls=[]) %}"
+    "{%- for message in messages %}{%- if message.role == 'tool' %}{%- if last.calls %}"
+    "{%- set last.name = none %}{%- for call in last.calls %}"
+    "{%- if call.id == message.tool_call_id %}{%- set last.name = call.function.name %}"
+    "{%- endif %}{%- endfor %}"
+    "{{- '<|tool_response>response:' + last.name + '{value:<|\"|>' + message.content }}"
     "{{- '<|\"|>}<tool_response|>' }}{%- endif %}"
-    "{%- else %}{%- set last.call = '' %}"
+    "{%- else %}{%- set last.calls = message.tool_calls %}"
     "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
     "{{- '<|turn>' + message.role + '\\n' }}{%- endif %}{{- message.content }}"
-    "{%- for call in message.tool_calls %}{%- set last.call = call.function.name %}"
-    "{{- '<|tool_call>call:' + last.call + '{' }}"
+    "{%- for call in message.tool_calls %}{{- '<|tool_call>call:' + call.function.name + '{' }}"
     "{%- for key, value in call.function.arguments.items() %}"
     "{{- key + ':<|\"|>' + value + '<|\"|>' }}{%- endfor %}{{- '}<tool_call|>' }}{%- endfor %}"
     "{%- if not message.tool_calls %}{{- '<turn|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}"
@@ -300,7 +303,7 @@ FAMILIES = {
     ),
     "glm": Family(
         GLM,
-        ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"),
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|endoftext|>"),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         call_end="<|observation|>",
     ),

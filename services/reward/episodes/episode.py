@@ -38,9 +38,9 @@ from sluice.algorithm.episode_rules import (
     Observation,
     answer_message,
     continued,
-    made_calls,
     num_before_new,
     turn_seed,
+    with_new_ids,
     within_limits,
 )
 from sluice.algorithm.growing_sample import GrowingSample
@@ -161,6 +161,7 @@ class Episode:
         self._counts = EpisodeCounts(rules)
         self._turns: list[Turn] = []
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
+        self._ids: set[str] = set()  # of calls
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._texts: list[str] = []  # of all turns, with what was read between them
         self._tools: tuple[Tool, ...] = ()
@@ -267,19 +268,22 @@ class Episode:
     async def _observed(self) -> Observation:
         """Give the last answer to the environment; return what it leads to."""
         turn, number = self._turns[-1], len(self._turns) - 1
-        answer = _answer_of(turn)
+        answer = self._made(turn)
         self._counts.answered(answer)
         since = time.monotonic()
-        if self._leased is None:
-            # An agent gets the whole answer, since it sends it back as part of the history.
-            answer = made_calls(answer, self._rules, number)
-        elif number >= self._num_recalled:
+        if self._leased is not None and number >= self._num_recalled:
             self._leased.commit(self._committed(turn))
         call = self._driver.step(number, answer, turn.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
         seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
         self._turns[-1] = replace(turn, reward=seen.reward, seconds=seconds)
         return seen
+
+    def _made(self, turn: Turn) -> Answer:
+        """Return a turn's answer with the calls that are made: of an agent, all."""
+        answer = _answer_of(turn)
+        most = None if self._leased is not None else self._rules.max_parallel_calls
+        return replace(answer, tool_calls=answer.tool_calls[:most])
 
     def _committed(self, turn: Turn) -> CommittedTurn:
         prompt_token_ids = self._request.progress.prompt_token_ids
@@ -395,9 +399,12 @@ class Episode:
 
     def _append(self, turn: Turn, begun: Continued, num_read: int) -> None:
         observed = begun.messages if turn.context.size else self._beyond_row(begun)
-        self._turns.append(replace(turn, observed=observed))
+        answer = turn.answer and with_new_ids(turn.answer, f"call_{len(self._turns)}", self._ids)
+        self._ids |= {call.call_id for call in answer.tool_calls} if answer else set()
+        turn = replace(turn, observed=observed, answer=answer)
+        self._turns.append(turn)
         self._lengths.append(num_read + turn.token_ids.size)
-        self._added.append((*begun.messages, answer_message(_answer_of(turn))))
+        self._added.append((*begun.messages, answer_message(self._made(turn))))
         earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
         self._offered.append((earlier + len(self._added[-1]), self._tools))
 

@@ -16,6 +16,7 @@ from sluice.algorithm.episode_rules import (
     same_prompt_key,
     truncated,
     turn_seed,
+    with_new_ids,
 )
 from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, ToolCall
 
@@ -102,6 +103,24 @@ def test_a_long_text_of_a_tool_is_cut_as_verl_does(side: Any, kept: str) -> None
     rules = EpisodeRules(100, max_tool_response_length=5, truncate_side=side)
     assert truncated("0123456789", rules) == kept
     assert truncated("01234", rules) == "01234"
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "ids"),
+    [
+        (("call_0", "call_1", ""), (), ("call_7_0", "call_7_1", "call_7_2")),
+        (("look:0", "open:1"), (), ("look:0", "open:1")),
+        (("look:0", "open:1"), ("look:0", "open:1"), ("look:2", "open:3")),
+        (("look", "look", "look:007"), (), ("look", "look1", "look:007")),
+        (("look:0",), ("look:0", "look:2"), ("look:3",)),
+    ],
+)
+def test_calls_have_the_ids_that_the_policy_wrote_and_no_id_twice(
+    given: tuple[str, ...], taken: tuple[str, ...], ids: tuple[str, ...]
+) -> None:
+    answer = Answer("", tool_calls=tuple(ToolCall("f", "{}", call_id) for call_id in given))
+    named = with_new_ids(answer, "call_7", taken).tool_calls
+    assert tuple(call.call_id for call in named) == ids
 
 
 def test_the_first_turn_has_the_seed_of_a_sample_without_an_environment() -> None:

@@ -78,6 +78,24 @@ async def test_openais_own_client_has_a_dialogue_with_a_tool(tmp_path: Path) -> 
         assert again.id != call.id
 
 
+async def test_calls_have_the_ids_that_the_policy_wrote(tmp_path: Path) -> None:
+    written = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    messages: list[Any] = [QUESTION]
+    async with (
+        scripted_policy("kimi", tmp_path, lambda _: written) as (address, _),
+        http_front(address) as front,
+    ):
+        for number in range(2):
+            _, body = await front.post(CHAT, model="policy", messages=messages, tools=TOOLS)
+            message = body["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert call["id"] == f"functions.look:{number}"
+            messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "6"}]
+
+
 async def test_a_streamed_answer_with_tools_comes_whole_at_its_end(tmp_path: Path) -> None:
     async with front_on_policy(tmp_path) as front:
         events = await front.events(

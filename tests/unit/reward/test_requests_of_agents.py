@@ -117,6 +117,20 @@ async def test_a_request_without_tools_drops_those_of_the_request_before(
         assert (len(rollout.turns), rollout.num_roots) == (2, 2)
 
 
+async def test_calls_and_results_have_the_same_ids_where_history_is_rewritten(
+    tmp_path: Path,
+) -> None:
+    called = '<|channel>thought\nhm<channel|><|tool_call>call:look{jar:<|"|>C<|"|>}<tool_call|>'
+    async with session(tmp_path, lambda _: called, family="gemma4") as one:
+        messages = await one.said(ASKED, tools=TOOLS)
+        call = messages[-1]["tool_calls"][0]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
+        last = await one.said([*messages, result], tools=TOOLS)
+    assert last[-1]["tool_calls"][0]["id"] != call["id"]
+    assert one.group is not None
+    assert one.group.rollouts[0].num_roots == 2
+
+
 @pytest.mark.parametrize(
     ("family", "second", "words"),
     [

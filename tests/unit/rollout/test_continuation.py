@@ -12,6 +12,7 @@ import pytest
 
 from services.rollout.continuation import Bridge, History
 from services.rollout.prompt_encoder import PromptEncoder
+from sluice.algorithm.episode_rules import with_new_ids
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
 from sluice.types import Answer, ChatMessage, TokenIds, Tool, ToolCall
 from tests.support.chat_templates import FAMILIES, save_family
@@ -146,13 +147,53 @@ def test_results_of_tools_continue_as_a_full_rendering_has_them(
         assert ids == joined(encoder.encode_chat(history, tools=[LOOK]))
 
 
+def test_results_follow_the_first_calls_of_an_answer(encoders: dict[str, PromptEncoder]) -> None:
+    # Episodes make the first `max_parallel_calls`.
+    encoder, peek = encoders["gemma4"], replace(LOOK, name="peek")
+    tools, history = [LOOK, peek], [QUESTION]
+    ids = joined(encoder.encode_chat(history, tools=tools))
+    for names in (("look", "peek"), ("peek", "look")):
+        calls = "".join(CALLS["gemma4"].replace("look", name) for name in names)
+        response = encoder.encode_text(f"{calls}<|tool_response>", add_special_tokens=False)
+        answer = encoder.read_answer(response, tools=tools)
+        assert [call.name for call in answer.tool_calls] == list(names)
+        ids = continued(encoder, joined(ids, response), RESULT, tools=tools)
+        history += [ChatMessage("assistant", "", answer.tool_calls), RESULT]
+        assert ids == joined(encoder.encode_chat(history, tools=tools))
+
+
+def test_a_result_has_the_id_that_the_policy_wrote_for_its_call(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, history, taken = encoders["kimi"], [QUESTION], list[str]()
+    ids = joined(encoder.encode_chat(history, tools=[LOOK]))
+    for turn in range(2):
+        response = sampled(encoder, "kimi", CALLS["kimi"].replace(":0", f":{turn}"))
+        answer = with_new_ids(encoder.read_answer(response, tools=[LOOK]), f"call_{turn}", taken)
+        (call,) = answer.tool_calls
+        taken.append(call.call_id)
+        result = replace(RESULT, tool_call_id=call.call_id)
+        ids = continued(encoder, joined(ids, response), result, tools=[LOOK])
+        history += [ChatMessage("assistant", "", answer.tool_calls), result]
+        assert ids == joined(encoder.encode_chat(history, tools=[LOOK]))
+    assert taken == ["functions.look:0", "functions.look:1"]
+
+
+def test_kimis_answers_are_not_read_again_for_the_ids_beside_results(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    assert not encoders["kimi"]._bridge({})._repeats_calls
+    response = sampled(encoders["kimi"], "kimi", "<|tool_calls_section_begin|>look")
+    assert continued(encoders["kimi"], response.tolist(), ChatMessage("tool", "Error: no"))
+
+
 @pytest.mark.parametrize("said", ["look(", CALLS["gpt-oss"][:-1]])
 def test_a_result_without_a_call_is_not_continued_where_the_template_repeats_calls(
     encoders: dict[str, PromptEncoder], said: str
 ) -> None:
     encoder = encoders["gpt-oss"]
     begun = encoder.encode_chat([QUESTION], tools=[LOOK])
-    with pytest.raises(HistoryRewrittenError, match="1 results, and 0 calls that the template"):
+    with pytest.raises(HistoryRewrittenError, match="a result follows no call that is read"):
         continued(encoder, joined(begun, sampled(encoder, "gpt-oss", said)), RESULT, tools=[LOOK])
 
 
@@ -278,6 +319,29 @@ def test_another_end_token_of_the_model_ends_a_response_as_well(tmp_path: Path) 
     ids = continued(encoder, joined(begun, called), RESULT, tools=[LOOK])
     end = encoder.encode_text("<|eot_id|>", add_special_tokens=False)[0]
     assert ids[len(begun) + len(called)] != end
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "said", "new"),
+    [
+        ("glm", "<|endoftext|>", CALLS["glm"], RESULT),
+        ("glm", "<|endoftext|>", "It holds 6.", ChatMessage("user", "And D?")),
+        ("glm", "<|observation|>", "It holds 6.", ChatMessage("user", "And D?")),
+        ("gemma4", "<turn|>", CALLS["gemma4"], RESULT),
+    ],
+)
+def test_another_end_token_is_not_taken_for_the_role_of_the_next_turn(
+    family: str, other: str, said: str, new: ChatMessage, tmp_path: Path
+) -> None:
+    folder = save_family(family, tmp_path)
+    (end,) = PromptEncoder(folder).encode_text(other, add_special_tokens=False).tolist()
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}', encoding="utf-8")
+    encoder = PromptEncoder(folder)
+    begun = encoder.encode_chat([QUESTION], tools=[LOOK])
+    cut = joined(begun, encoder.encode_text(said, add_special_tokens=False))
+    ended = [*cut, end]
+    added = continued(encoder, cut, new, tools=[LOOK])[len(cut) :]
+    assert continued(encoder, ended, new, tools=[LOOK]) == ended + added
 
 
 def test_a_tokenizer_without_a_template_continues_nothing_and_reads_plain_answers(

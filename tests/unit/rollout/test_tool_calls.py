@@ -314,6 +314,14 @@ def test_thoughts_have_their_formats_marks(tool_format: str, text: str, said: An
     assert read_answer(text, tool_format) == said
 
 
+@pytest.mark.parametrize("header", ["", "<|channel|>", "<|channel|>final", "<|channel|>commentary"])
+@pytest.mark.parametrize("tool_format", ["gpt-oss", "plain"])
+def test_a_header_that_is_cut_is_no_text(header: str, tool_format: str) -> None:
+    answer = harmony("<|channel|>analysis<|message|>hm", header)
+    assert read_answer(answer, tool_format, family="gpt-oss") == Answer("", "hm")
+    assert read_answer(header, tool_format, family="gpt-oss") == Answer("")
+
+
 def test_a_name_alone_is_a_call_without_arguments_and_one_with_other_keys_is_none() -> None:
     text = "<tool_call>{}</tool_call>"
     assert calls_of(read_answer(text.format('{"name": "look"}'), "hermes")) == [("look", "{}")]
@@ -364,7 +372,9 @@ def test_arguments_written_as_a_text_are_the_object_in_it() -> None:
             "qwen3_coder",
             "tool call 3: '<function=b' is not read",
         ),
-        ("<tool_call></tool_call>", "glm", "tool call 1: '' is no name of a tool"),
+        ("<tool_call></tool_call>", "glm", "tool call 1: '' is not read; write NAME<arg_key>KEY</"),
+        (hermes(SPACED), "glm", "tool call 1: .* is not read; write NAME<arg_key>KEY</arg_key>"),
+        ("<tool_call>f<arg_value>5</arg_value></tool_call>", "glm", "write NAME<arg_key>KEY"),
         ("<tool_call>look<arg_key>jar</arg_key>C</tool_call>", "glm", "write <arg_key>KEY</arg_k"),
         (glm(("jar", "C"))[:-12], "glm", "</tool_call> is missing"),
         (kimi("{"), "kimi", "tool call 1: arguments: '{' is not JSON"),
@@ -384,6 +394,7 @@ def test_arguments_written_as_a_text_are_the_object_in_it() -> None:
         ("<|tool_call>call:look{}", "gemma4", "<tool_call.> is missing"),
         (GPT_OSS[:-1], "gpt-oss", "tool call 1: arguments: .* is not JSON"),
         (GPT_OSS.replace("functions.look", ""), "gpt-oss", "'' is no name of a tool"),
+        (GPT_OSS.partition(" <")[0], "gpt-oss", "tool call 1: arguments: '' is not JSON"),
         (
             coder(("jar", "C")).replace("<parameter", "I look.\n<parameter"),
             "qwen3_coder",
