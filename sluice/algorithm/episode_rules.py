@@ -8,7 +8,6 @@ agents replace or leave them out.
 
 from __future__ import annotations
 
-import itertools
 import json
 import string
 from collections.abc import Collection, Mapping, Sequence
@@ -200,15 +199,16 @@ def with_new_ids(answer: Answer, prefix: str, taken: Collection[str]) -> Answer:
 
     Args:
         prefix: of the ids of other calls; it begins with ``call_``, as those of replicas do.
-        taken: ids of earlier calls.
+        taken: ids of earlier calls in the conversation.
     """
     calls: dict[str, ToolCall] = {}
+    following = 0  # shared by all calls, so that the search takes time in proportion to `taken`
     for number, call in enumerate(answer.tool_calls):
         is_written = call.call_id and not call.call_id.startswith("call_")
         call_id = call.call_id if is_written else f"{prefix}_{number}"
-        counts = itertools.count(len(taken) + number)
+        stem, following = call_id.rstrip(string.digits), max(following, len(taken) + number)
         while call_id in taken or call_id in calls:
-            call_id = f"{call_id.rstrip(string.digits)}{next(counts)}"
+            call_id, following = f"{stem}{following}", following + 1
         calls[call_id] = replace(call, call_id=call_id)
     return replace(answer, tool_calls=tuple(calls.values()))
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
@@ -161,7 +162,6 @@ class Episode:
         self._counts = EpisodeCounts(rules)
         self._turns: list[Turn] = []
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
-        self._ids: set[str] = set()  # of calls
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._texts: list[str] = []  # of all turns, with what was read between them
         self._tools: tuple[Tool, ...] = ()
@@ -172,6 +172,11 @@ class Episode:
         self._phase = "opening"
         self._leased = driver if isinstance(driver, LeasedEpisode) else None
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
+        self._call_prefix = "call"
+        if self._leased is not None:
+            # An agent may work on several samples, and looks up calls by their ids.
+            lease = blake2b(self._leased.lease_id.encode(), digest_size=4)
+            self._call_prefix = f"call_{lease.hexdigest()}"
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
         """Return the sample.
@@ -399,14 +404,16 @@ class Episode:
 
     def _append(self, turn: Turn, begun: Continued, num_read: int) -> None:
         observed = begun.messages if turn.context.size else self._beyond_row(begun)
-        answer = turn.answer and with_new_ids(turn.answer, f"call_{len(self._turns)}", self._ids)
-        self._ids |= {call.call_id for call in answer.tool_calls} if answer else set()
+        earlier = () if begun.parent is None else self._history(begun.parent)
+        taken = {call.call_id for one in (*earlier, *begun.messages) for call in one.tool_calls}
+        prefix = f"{self._call_prefix}_{len(self._turns)}"
+        answer = turn.answer and with_new_ids(turn.answer, prefix, taken)
         turn = replace(turn, observed=observed, answer=answer)
         self._turns.append(turn)
         self._lengths.append(num_read + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(self._made(turn))))
-        earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
-        self._offered.append((earlier + len(self._added[-1]), self._tools))
+        size = 0 if begun.parent is None else self._offered[begun.parent][0]
+        self._offered.append((size + len(self._added[-1]), self._tools))
 
     def _read_text(self, begun: Continued, answered: AnsweredTurn) -> str:
         """Return what a turn read after the answer before it."""

@@ -123,6 +123,20 @@ def test_calls_have_the_ids_that_the_policy_wrote_and_no_id_twice(
     assert tuple(call.call_id for call in named) == ids
 
 
+def test_ids_that_repeat_cost_one_search_of_the_earlier_calls() -> None:
+    class Counted(set[str]):
+        num_lookups = 0
+
+        def __contains__(self, call_id: object) -> bool:
+            self.num_lookups += 1
+            return super().__contains__(call_id)
+
+    taken = Counted({"f:0", *(f"f:{number}" for number in range(1000, 2000))})
+    answer = Answer("", tool_calls=(ToolCall("f", "{}", "f:0"),) * 100)
+    assert len({call.call_id for call in with_new_ids(answer, "call_7", taken).tool_calls}) == 100
+    assert taken.num_lookups <= len(taken) + 2 * len(answer.tool_calls)
+
+
 def test_the_first_turn_has_the_seed_of_a_sample_without_an_environment() -> None:
     assert turn_seed(11, 0) == 11
     assert len({turn_seed(11, 0), turn_seed(11, 1), turn_seed(11, 2), turn_seed(12, 1)}) == 4

@@ -37,6 +37,27 @@ async def test_results_have_the_ids_that_the_policy_wrote(tmp_path: Path) -> Non
     assert [turn.parent for turn in rollout.turns] == [None, 0, 1]
 
 
+async def test_the_calls_of_another_conversation_of_an_episode_do_not_count(tmp_path: Path) -> None:
+    written = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    ids: list[str] = []
+
+    def respond(_episode: str, turn: int, answer: common.Answer) -> environment.Observation:
+        ids.append(answer.tool_calls[0].id)
+        if turn == 1:
+            return environment.Observation(done=True)
+        other = common.ChatMessage(role="user", content="Another agent's question.")
+        return environment.Observation(messages=[other], is_whole=True)
+
+    world = ScriptedEnvironment(respond=respond)
+    async with playing(tmp_path, lambda _: written, world, family="kimi") as played:
+        (rollout,) = (await played.generator.generate(group_request(1))).rollouts
+    assert [turn.parent for turn in rollout.turns] == [None, None]
+    assert ids == ["functions.look:0"] * 2
+
+
 async def test_calls_and_results_have_the_same_ids_in_a_new_root(tmp_path: Path) -> None:
     written = (
         '<|channel>thought\nhm<channel|><|tool_call>call:look{jar:<|"|>C<|"|>}<tool_call|>'

@@ -133,6 +133,9 @@ async def test_interleaved_groups_never_mix(tmp_path: Path) -> None:
         for number, one in enumerate(plays):
             assert await one == f"Answer: mark {number}."
         found = [await group for group in groups]
+    turns = [turn for group in found for rollout in group.rollouts for turn in rollout.turns]
+    ids = [call.call_id for turn in turns if turn.answer for call in turn.answer.tool_calls]
+    assert len(set(ids)) == len(ids) == 64  # an agent may look up calls by them
     rewards = set()
     for group in found:
         assert [rollout.sample_index for rollout in group.rollouts] == list(range(8))
