@@ -44,6 +44,9 @@ this page's row about one key.
 | text that looks like something else | `trainer.experiment_name='1e-6'` |
 | quotes, commas, brackets in a text, as in Hydra | `'it\\'s'`, `a\\,b`, `[a\\[0\\],'b, c']` |
 | not YAML's quoting, which only files have | `'it''s'` is refused, `"x\\ny"` keeps its backslash |
+| read as YAML by older releases, as by Hydra now | `"x\\ny"` holds a backslash and n \
+(`$'x\\ny'` of the shell writes a newline), `{<<: ...}` does not merge, bare `inf` and `nan` are \
+numbers, `a\\,b` loses its backslash; `{a: }`, `{a}`, `int(3)` are errors |
 | nothing, truth values | `null`, `True`, `false` |
 | reference to another key, also within a text | `data.gen_batch_size=${data.train_batch_size}` |
 | reference beside the key itself, with a fallback | `${.save_contents}`, `${oc.select:a.b,0}` |

@@ -46,7 +46,18 @@ _LAST_ANSWERS_S = 1.0
 
 
 class Evaluator:
-    """One evaluation. `fleet` and `state` are shared with the service's calls."""
+    """One evaluation: a replica serves, the reward service validates, the results are written.
+
+    `fleet` and `state` are shared with the service's calls.
+
+    Consumes: registrations and heartbeats of replicas, which serve the model's files as version 0.
+    Waits for: the first replica, then the reward service's `Evaluate`, which stores each finished
+        prompt and skips stored ones; so it may be asked again after a kill of any process.
+    Unblocked by: a heartbeat; the answer, or the end of all progress.
+    Produces: announcements of the replicas in use, and `results.json` from the stored responses.
+    On failure: the error ends the evaluation with exit code 1; stored prompts stand.
+    On shutdown: `Stop` or a signal cancels the validation; no results are written.
+    """
 
     def __init__(
         self, config: RunConfig, reward: RewardClient, fleet: Fleet, state: RunState

@@ -1,9 +1,9 @@
 """Rank 0 of the trainer: connect its parts, serve, run the loop, and shut down in order.
 
 Shutdown, in reverse order of the start: the loop ends or is cancelled; streams of steps and waits
-for checkpoints get an answer; the server stops; the publisher leaves its transfer group; the metric
-sinks close; the other ranks stop (after the learner's current work); their process group is
-destroyed, except after an error.
+for checkpoints get an answer; the process of the run's page ends; the server stops; the publisher
+leaves its transfer group; the metric sinks close; the other ranks stop (after the learner's current
+work); their process group is destroyed, except after an error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,10 +58,15 @@ from services.trainer.metrics.sinks import (
     open_sinks,
 )
 from services.trainer.servicer import TrainerServicer, trainer_server
-from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, live_page, watching
+from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
-from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
+from sluice.concurrency.process import (
+    SUPERVISOR_VARIABLE,
+    exempt_start_up,
+    process_age_s,
+    until_signal,
+)
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import commit_timeout_s
 from sluice.config.derived import (
@@ -69,14 +76,14 @@ from sluice.config.derived import (
     total_training_steps,
     uses_critic,
 )
-from sluice.config.loading.yaml_text import flat_settings
+from sluice.config.loading.yaml_text import flat_settings, write_config
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
 from sluice.rpc.status import expect_no_tls
-from sluice.service_contract import restarts
+from sluice.service_contract import CONFIG_NAME, restarts
 from sluice.types import ReplicaInfo, layout_digest
 from sluice.weights.adapters import is_adapter
 from sluice.weights.rank_sender import OtherRank
@@ -88,6 +95,7 @@ _WATCH_INTERVAL_S = 0.5
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _ACCOUNTING_INTERVAL_S = 10.0
+_PAGE_ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,3 +323,67 @@ def _publisher(
         counts=observed.sync,
         swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
     )
+
+
+@asynccontextmanager
+async def live_page(config: RunConfig) -> AsyncIterator[None]:
+    """Serve the run's page during the block, if `sluice.dashboard.port` is set.
+
+    The page has its own process and ends with the trainer. Training never waits for it: a page
+    that cannot start or ends early leaves a log line.
+    """
+    process = await _start_page(config)
+    if process is None:
+        yield
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            follower = tasks.create_task(_log_end_of_page(process), name="dashboard")
+            try:
+                yield
+            finally:
+                follower.cancel()
+    finally:
+        await _end_page(process)
+
+
+async def _start_page(config: RunConfig) -> asyncio.subprocess.Process | None:
+    page = config.sluice.dashboard
+    if page.port is None:
+        return None
+    command = ["-m", "sluice.cli.main", "dashboard", config.sluice.run_dir]
+    command += ["--host", page.host, "--port", str(page.port)]
+    environment = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
+    try:
+        # `sluice up` has written the configuration, which the page reads; torchrun has not.
+        file = Path(config.sluice.run_dir) / CONFIG_NAME
+        if not file.exists():
+            write_config(config, file)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, *command, env=environment, stdin=asyncio.subprocess.DEVNULL
+        )
+    except OSError as error:
+        logger.warning("the dashboard cannot be started: %s", error)
+        return None
+
+
+async def _log_end_of_page(process: asyncio.subprocess.Process) -> None:
+    code = await process.wait()
+    logger.warning(
+        "the dashboard has ended with exit code %d and training continues; `sluice dashboard` with "
+        "the run's folder shows the page again",
+        code,
+    )
+
+
+async def _end_page(process: asyncio.subprocess.Process) -> None:
+    """Send SIGTERM, then SIGKILL if the process does not end in time."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(_PAGE_ENDS_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,17 +1,11 @@
-"""Observation of the trainer: Prometheus readings, memory metrics, the watchdog's view, and the
-process of the dashboard next to a run.
-"""
+"""Observation of the trainer: Prometheus readings, and the watchdog's view."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,28 +16,24 @@ from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
 from services.trainer.metrics.sinks import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.algorithm.guards import RuleState
-from sluice.concurrency.process import SUPERVISOR_VARIABLE, process_age_s
+from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.derived import checkpoint_folder
-from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
-from sluice.service_contract import CONFIG_NAME, restarts
+from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
-
-logger = logging.getLogger(__name__)
 
 _SKIPPED = "actor/skipped_updates"
 _TOKENS = "tokens/"
 _OPEN = ("pending", "under_way")
 _ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
 _AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
-_END_S = 5.0
 
 
 class RunHistory:
@@ -234,67 +224,3 @@ def unfinished_checkpoint(root: Path) -> tuple[int, int]:
     """
     files = [file.stat() for file in root.glob(".*/**/*")]
     return sum(s.st_size for s in files), sum(s.st_blocks for s in files) * 512
-
-
-@asynccontextmanager
-async def live_page(config: RunConfig) -> AsyncIterator[None]:
-    """Serve the run's page during the block, if `sluice.dashboard.port` is set.
-
-    The page has its own process and ends with the trainer. Training never waits for it: a page
-    that cannot start or ends early leaves a log line.
-    """
-    process = await _start_page(config)
-    if process is None:
-        yield
-        return
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_log_end(process), name="dashboard")
-            try:
-                yield
-            finally:
-                watching.cancel()
-    finally:
-        await _end(process)
-
-
-async def _start_page(config: RunConfig) -> asyncio.subprocess.Process | None:
-    page = config.sluice.dashboard
-    if page.port is None:
-        return None
-    command = ["-m", "sluice.cli.main", "dashboard", config.sluice.run_dir]
-    command += ["--host", page.host, "--port", str(page.port)]
-    environment = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
-    try:
-        # `sluice up` has written the configuration, which the page reads; torchrun has not.
-        file = Path(config.sluice.run_dir) / CONFIG_NAME
-        if not file.exists():
-            write_config(config, file)
-        return await asyncio.create_subprocess_exec(
-            sys.executable, *command, env=environment, stdin=asyncio.subprocess.DEVNULL
-        )
-    except OSError as error:
-        logger.warning("the dashboard cannot be started: %s", error)
-        return None
-
-
-async def _log_end(process: asyncio.subprocess.Process) -> None:
-    code = await process.wait()
-    logger.warning(
-        "the dashboard has ended with exit code %d and training continues; `sluice dashboard` with "
-        "the run's folder shows the page again",
-        code,
-    )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Send SIGTERM, then SIGKILL if the process does not end in time."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(_END_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

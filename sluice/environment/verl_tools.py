@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
-from sluice.config.loading.settings_tree import read_document
+from sluice.config.loading.settings_tree import resolved_document
 from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
     AuthorCalls,
@@ -102,7 +102,7 @@ def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class 
 
 def _classes(path: str) -> list[VerlTool]:
     try:
-        listed: Any = read_document(Path(path).read_text(encoding="utf-8"), path)
+        listed: Any = resolved_document(Path(path).read_text(encoding="utf-8"), path)
         entries = listed["tools"]
         return [_class(entry, path) for entry in entries]
     except (OSError, KeyError, TypeError) as error:

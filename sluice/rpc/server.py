@@ -1,5 +1,7 @@
-"""A gRPC server with health, reflection, limits, a probe port, and a clear error for a port in
-use.
+"""A gRPC server with health, reflection, limits, a probe port, and a clear error for a port in use.
+
+Its interceptor turns exceptions into statuses, malformed requests into errors of the caller, and
+ends open streams whose token is not valid any more.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.telemetry import live_page
+from services.trainer.leader import live_page
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.dashboard.serving import URL_NAME
@@ -105,7 +105,7 @@ async def test_a_page_that_dies_is_told_and_training_goes_on(
 async def test_a_page_that_hangs_is_killed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.telemetry._END_S", 0.2)
+    monkeypatch.setattr("services.trainer.leader._PAGE_ENDS_S", 0.2)
     async with live_page(configured(tmp_path, "sluice.dashboard.port=0")):
         await address(tmp_path)
         pid = page_process(tmp_path)

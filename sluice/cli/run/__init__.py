@@ -1,1 +1,3 @@
-"""Commands that make, start and scale a run: `up`, `quickstart`, `prepare`, `certs`, `scale`."""
+"""Commands that make, start, scale and stop a run: `init`, `up`, `quickstart`, `recipe`, `prepare`,
+`certs`, `scale`, `stop`, `resume`.
+"""

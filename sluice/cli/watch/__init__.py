@@ -1,1 +1,3 @@
-"""Commands that show a run: `status`, `dashboard`, and the table that `up` refreshes."""
+"""Commands that show runs: `status`, `runs`, `logs`, `dashboard`, `open`, `report`, `compare`, and
+the table that `up` refreshes.
+"""

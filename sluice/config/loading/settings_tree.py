@@ -160,7 +160,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     return resolved
 
 
-def read_document(text: str, source: str) -> object:
+def resolved_document(text: str, source: str) -> object:
     """Return what the YAML text of a file of verl's holds, with its references resolved.
 
     Raises:

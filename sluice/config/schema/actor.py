@@ -1,4 +1,6 @@
-"""`actor_rollout_ref.actor` and `critic`: updates, losses, optimizers, sharding, profiles."""
+"""`actor_rollout_ref.actor`, `critic` and `global_profiler`: updates, losses, optimizers, sharding,
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -420,7 +422,7 @@ class CriticModelConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """The value model and its update."""
+    """The value model of PPO and its update. A null key has the actor's value, except `enable`."""
 
     enable: bool | None = None
     """Train a critic; none: only if algorithm.adv_estimator is gae."""

@@ -1,4 +1,6 @@
-"""`sluice.*`: what verl has no key for: services, limits, sources, guards, weights, traces."""
+"""`sluice.*`: what verl has no key for: services, limits, sources, guards, weights, traces,
+environment, sandbox, security.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ _Given = Annotated[str, Meta(min_length=1)]
 
 
 class SecurityConfig(Section, frozen=True):
-    """TLS and bearer tokens of all servers and calls."""
+    """TLS and bearer tokens of all servers and calls. Holds names of files, never a secret."""
 
     tls: Literal["off", "server", "mtls"] = "off"
     """off: no encryption; server: callers check the server's certificate; mtls: the server checks

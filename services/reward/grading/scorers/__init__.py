@@ -1,3 +1,1 @@
-"""Scorers, one rule a file. In: a response and the ground truth. Out: a score. They run in
-scorer processes only.
-"""
+"""Scorers. In: a response and the ground truth. Out: a score. They run in scorer processes only."""
