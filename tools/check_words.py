@@ -1,7 +1,7 @@
 """Report words that the glossary replaced: path, line, word, and what to write instead.
 
-Covers the product, the protos, the documentation, README and CONTRIBUTING, or the places that it is
-given. Exits with 1 if there are any. The words are in `tools/old_words.toml`.
+Covers the product, the tests, the tools, the benchmarks, the protos and the documentation, or the
+places that it is given. Exits with 1 if there are any. The words are in `tools/old_words.toml`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORD_FILE = ROOT / "tools" / "old_words.toml"
 PRODUCT = ("sluice", "services")
 DOCUMENTATION = ("proto", "docs", "README.md", "CONTRIBUTING.md")
+COVERED = (*PRODUCT, *DOCUMENTATION, "tests", "tools", "benchmarks")
 SUFFIXES = {".py", ".proto", ".md", ".toml", ".yaml", ".jinja", ".js", ".mjs", ".css", ".html"}
 # Generated from proto/, other people's code, and the list itself.
 LEFT_OUT = ("sluice/api/*", "*/node_modules/*", "*.min.*", "tools/old_words.toml")
@@ -127,7 +128,7 @@ def main() -> int:
     """Print the findings; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("places", nargs="*", help="files and folders; default: all it covers")
-    findings = find_old_words(*(parser.parse_args().places or (*PRODUCT, *DOCUMENTATION)))
+    findings = find_old_words(*(parser.parse_args().places or COVERED))
     for one in findings:
         sys.stdout.write(f"{one.path}:{one.line}: {one.found} -> {one.word.new}\n")
     return 1 if findings else 0

@@ -212,11 +212,11 @@ class Peer:
         assert isinstance(self._side, _EngineSide)
         side = self._side
         async with asyncio.TaskGroup() as tasks:
-            drawn = [
+            sampled = [
                 tasks.create_task(side.sample(prompt, samples, new_tokens, seed + number))
                 for number, prompt in enumerate(prompts)
             ]
-        return {"groups": [task.result() for task in drawn]}
+        return {"groups": [task.result() for task in sampled]}
 
     async def busy(self, sequences: int, new_tokens: int) -> None:
         """Generate until `quiet`; answered when all sequences run."""

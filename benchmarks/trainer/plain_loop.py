@@ -157,8 +157,8 @@ def _batch() -> TrainBatch:
     random = np.random.default_rng(0)
     groups = []
     for seed in range(_GROUPS):
-        drawn = random.lognormal(np.log(96), 0.7, _SAMPLES).clip(8, _LONGEST).astype(int)
-        group = make_group(seed, tuple(drawn.tolist()))
+        lengths = random.lognormal(np.log(96), 0.7, _SAMPLES).clip(8, _LONGEST).astype(int)
+        group = make_group(seed, tuple(lengths.tolist()))
         prompt = random.integers(_MODEL["vocab_size"], size=random.integers(16, _PROMPT + 1))
         groups.append(replace(group, prompt_token_ids=prompt.astype(np.uint32)))
     return TrainBatch("batch", 1, tuple(groups), DataProgress(_GROUPS), {})

@@ -16,9 +16,9 @@ from benchmarks.trainer.stage_peer import StageAsked, TimedPass
 from tests.support.tiny_policy import save_model
 from tests.support.trainer_ranks import ranks_of
 
-STAGES, DRAWN = 4, 8
-COUNTS = (4, DRAWN, 16)
-"""Micro-batches of a mini-batch; the picture is of `DRAWN`."""
+STAGES, PICTURED = 4, 8
+COUNTS = (4, PICTURED, 16)
+"""Micro-batches of a mini-batch; the picture is of `PICTURED`."""
 _FORWARD_S, _BACKWARD_S = 0.1, 0.2
 _PICTURE = IMAGES / "pipeline-time-line.svg"
 _LEFT, _TOP, _WIDTH, _ROW, _BOX = 64, 34, 720, 34, 28
@@ -87,8 +87,8 @@ def write_time_lines(lines: Sequence[TimeLine]) -> None:
         f"| {line.micro_batches} | {line.bubble:.1%} | {line.formula:.1%} |" for line in lines
     ]
     replace_block("bubble", table)
-    drawn = next(line for line in lines if line.micro_batches == DRAWN)
-    _PICTURE.write_text(picture(drawn), encoding="utf-8")
+    pictured = next(line for line in lines if line.micro_batches == PICTURED)
+    _PICTURE.write_text(picture(pictured), encoding="utf-8")
 
 
 def picture(line: TimeLine) -> str:

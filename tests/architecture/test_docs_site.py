@@ -52,11 +52,11 @@ def test_no_font_script_or_style_comes_from_elsewhere() -> None:
     assert re.search(r"^MERMAID_SHA256 := [0-9a-f]{64}$", makefile, re.MULTILINE)
 
 
-def test_diagrams_are_drawn_by_the_file_that_the_site_brings() -> None:
-    sampled = [block for page in DOCS.rglob("*.md") for block in blocks(page, "mermaid")]
-    assert sampled
+def test_diagrams_are_rendered_by_the_file_that_the_site_brings() -> None:
+    diagrams = [block for page in DOCS.rglob("*.md") for block in blocks(page, "mermaid")]
+    assert diagrams
     # Mermaid reads a semicolon as the end of a line, also within a text.
-    assert not [block for block in sampled if ";" in block]
+    assert not [block for block in diagrams if ";" in block]
     superfences = next(
         one["pymdownx.superfences"]
         for one in SETTINGS["markdown_extensions"]

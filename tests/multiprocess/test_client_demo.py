@@ -1,4 +1,4 @@
-"""A small `make demo-clients`: many clients on a run in training, some of which vanish."""
+"""A small `make demo-clients`: many clients on a run in training, and some of them vanish."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def test_generation_outlives_replicas_and_what_is_left_frees_its_slots(
         await _a_deadline_frees_the_slots(client)
         unbroken = (await client.generate("text", OPTIONS)).rollouts
         assert [rollout.num_tokens for rollout in unbroken] == [40, 40, 40]
-        await _a_killed_replicas_samples_go_on_at_the_other(client, replicas, unbroken)
+        await _a_killed_replicas_samples_continue_at_the_other(client, replicas, unbroken)
 
 
 async def _a_stream_that_is_left_frees_its_slots(client: AsyncClient) -> None:
@@ -67,7 +67,7 @@ async def _a_deadline_frees_the_slots(client: AsyncClient) -> None:
         raise AssertionError("40 tokens take longer than the deadline")
 
 
-async def _a_killed_replicas_samples_go_on_at_the_other(
+async def _a_killed_replicas_samples_continue_at_the_other(
     client: AsyncClient, replicas: dict[str, ReplicaProcess], unbroken: tuple[Rollout, ...]
 ) -> None:
     events: list[GenerationEvent] = []
@@ -95,7 +95,7 @@ async def _a_killed_replicas_samples_go_on_at_the_other(
 
 
 async def _busy(client: AsyncClient) -> list[int]:
-    # The replicas' own word, asked anew.
+    # The replicas' own word, asked again.
     return [replica.slots_busy for replica in await client.replicas()]
 
 

@@ -34,7 +34,7 @@ RUNS_ON = (
 
 
 class Seen:
-    """What clients of the run were told."""
+    """What clients of the run received."""
 
     def __init__(self) -> None:
         self.events: list[PromptEvent] = []

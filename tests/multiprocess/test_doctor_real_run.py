@@ -25,7 +25,7 @@ from tests.support.source_tree import ROOT
 
 OF_THE_RUN = ("configuration", "extras", "model", "data", "reward", "ports", "security")
 VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-# The command's own program, with those checks of which the names come first.
+# The command's own program, with the checks that its first argument names.
 PATIENT = """
 import sys
 from dataclasses import replace

@@ -66,7 +66,7 @@ def test_a_call_that_keeps_the_lock_ends_the_process_with_its_stacks(tmp_path: P
     assert "in backtrack" in (tmp_path / "logs" / "reward.stacks.txt").read_text(encoding="utf-8")
 
 
-def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_was_stopped_for_longer_than_the_limit_continues(tmp_path: Path) -> None:
     process = start(tmp_path, "work_in_short_calls", 0.5)
     assert process.stdout is not None
     try:

@@ -88,7 +88,7 @@ async def test_no_process_is_started_without_a_port(tmp_path: Path) -> None:
         assert processes_naming(tmp_path) == []
 
 
-async def test_a_page_that_dies_is_told_and_training_goes_on(
+async def test_a_page_that_dies_is_reported_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configured(tmp_path, "sluice.dashboard.port=0")

@@ -41,7 +41,7 @@ SERVICES = {
 
 @dataclass
 class Observed:
-    """What was seen while the run went on."""
+    """What was seen while the run trained."""
 
     health: dict[str, str] = field(default_factory=dict)
     reflected: dict[str, set[str]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def eventful(
 ) -> tuple[Record, Observed]:
     """One asynchronous run, in which a replica is killed and another one joins.
 
-    It goes on until everything has been seen, so that nothing depends on how fast it is.
+    It continues until everything has been seen, so that nothing depends on how fast it is.
     """
     seen = Observed()
     record = run_to_end(
@@ -248,7 +248,7 @@ def test_a_replica_started_in_the_middle_of_the_run_joins_and_generates(
     assert max(row["rollout/replicas"] for row in record.steps) == 3
 
 
-def test_a_paused_run_saves_when_asked_and_goes_on_when_told(
+def test_a_paused_run_saves_when_asked_and_continues_when_resumed(
     eventful: tuple[Record, Observed],
 ) -> None:
     record, seen = eventful

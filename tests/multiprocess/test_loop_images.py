@@ -42,7 +42,7 @@ IDS = tuple(f"mine-{number}" for number in range(4))
 
 @dataclass(slots=True)
 class Seen:
-    """What clients of the run were told."""
+    """What clients of the run received."""
 
     generations: list[Generation] = field(default_factory=list)
     events: list[PromptEvent] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A whole run whose reward service is killed: it is started again, and the books are right."""
+"""A whole run whose reward service is killed: it is started again, and the accounts are right."""
 
 from __future__ import annotations
 

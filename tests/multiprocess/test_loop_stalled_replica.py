@@ -69,12 +69,12 @@ async def steps_without(run: LiveRun, states: set[str]) -> int:
     """Steps that the run makes while the replica is out of use."""
     _, began = await look(run)
 
-    async def went_on() -> bool:
+    async def has_advanced() -> bool:
         replica, step = await look(run)
         states.add(replica.state if replica else "gone")
         return step >= began + STEPS_WITHOUT
 
-    await run.until(went_on, f"steps without {NAME}")
+    await run.until(has_advanced, f"steps without {NAME}")
     return STEPS_WITHOUT
 
 
@@ -134,7 +134,7 @@ def stalled(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
     return record, seen
 
 
-def test_a_replica_that_lives_but_whose_engine_hangs_is_out_of_use_and_the_run_goes_on(
+def test_a_replica_that_lives_but_whose_engine_hangs_is_out_of_use_and_the_run_continues(
     stalled: tuple[Record, Seen],
 ) -> None:
     record, seen = stalled
@@ -144,7 +144,7 @@ def test_a_replica_that_lives_but_whose_engine_hangs_is_out_of_use_and_the_run_g
     assert f"replica {NAME} out of use: work, but no token for" in record.log("trainer")
 
 
-def test_a_replica_that_stands_still_is_dropped_and_the_run_goes_on(
+def test_a_replica_that_stands_still_is_dropped_and_the_run_continues(
     stalled: tuple[Record, Seen],
 ) -> None:
     record, seen = stalled

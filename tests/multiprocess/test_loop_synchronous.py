@@ -122,7 +122,7 @@ def test_two_ranks_give_the_same_losses_as_one(
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+def test_a_resumed_run_continues_as_if_it_had_never_stopped(
     unbroken: Record, small_assets: Assets, tmp_path: Path
 ) -> None:
     checkpoint = unbroken.checkpoint(RESUMED_FROM)
@@ -139,7 +139,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     assert record.end.exit_code == 0, record.end.failures
     assert "resumed from step 2" in record.log("trainer")
     assert [row["training/global_step"] for row in record.steps] == [3, 4]
-    # The cursor went on: what was trained before is not drawn again.
+    # The cursor moved: what was trained before is not sampled again.
     before, after = unbroken.data(RESUMED_FROM)["progress"], record.data(STEPS)["progress"]
     ended = [at["low_water"] + len(at["ended_above"]) for at in (before, after)]
     assert ended[1] - ended[0] >= (STEPS - RESUMED_FROM) * GROUPS
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     assert_same_bits(record, unbroken, STEPS)
 
 
-def test_a_trainer_that_is_told_to_end_leaves_whole_checkpoints_and_says_so(
+def test_a_trainer_that_is_asked_to_end_leaves_whole_checkpoints_and_says_so(
     small_assets: Assets, tmp_path: Path
 ) -> None:
     async def end_it(run: LiveRun) -> None:

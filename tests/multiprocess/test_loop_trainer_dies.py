@@ -1,4 +1,4 @@
-"""Whole runs whose trainer is killed: it goes on from its checkpoint, and replicas stay warm."""
+"""Whole runs whose trainer is killed: it resumes from its checkpoint, and replicas stay warm."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def end_after_restart(run: LiveRun, pids: Pids, instance_id: str) -> None:
     recorded = [int(row["step"] or 0) for row in read_progress(run.run_dir).steps]
     reached = max([KILL_AT, *recorded])
 
-    async def goes_on() -> bool:
+    async def has_advanced() -> bool:
         return (await run.status()).step > reached
 
-    await run.until(goes_on, "steps of another instance of the trainer")
+    await run.until(has_advanced, "steps of another instance of the trainer")
     pids.after = {name: run.pid_of(name) for name in pids.before}
     await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
@@ -75,7 +75,7 @@ def recorded_steps(record: Record) -> list[int]:
 
 
 def resumed_at(record: Record) -> int:
-    """The step of the checkpoint from which the trainer went on."""
+    """The step of the checkpoint from which the trainer resumed."""
     reported = re.search(r"restarted \(1 times so far\): .* from step (\d+)", record.log("trainer"))
     assert reported is not None
     return int(reported[1])
@@ -130,7 +130,7 @@ def killed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tu
     return run_to_end(small_assets, run_dir, overrides(*OVERLAPPED), kill), pids
 
 
-def test_a_killed_trainer_goes_on_from_its_runs_last_checkpoint_to_the_end(
+def test_a_killed_trainer_continues_from_its_runs_last_checkpoint_to_the_end(
     killed: tuple[Record, Pids],
 ) -> None:
     record, _ = killed

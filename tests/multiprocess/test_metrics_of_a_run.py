@@ -71,7 +71,7 @@ async def all_is_known(run: LiveRun, seen: Seen) -> bool:
     if "sluice_rollout_demand_replicas" not in names(seen.late["reward"]):
         return False
     if trained(seen.late["trainer"]) <= trained(seen.early["trainer"]):
-        return False  # the books are taken now and then
+        return False  # the accounts are taken now and then
     if not all(generated(seen.late.get(name, {})) for name in ("rollout-0", "rollout-1")):
         return False  # a replica that was late to start has had no request yet
     serving = value(seen.late["trainer"], "sluice_fleet_replicas", state="serving")
@@ -146,7 +146,7 @@ def test_phases_add_up_to_the_wall_clock(observed: tuple[Record, Seen]) -> None:
     assert phases == pytest.approx(wall_s, rel=0.05, abs=0.5)
 
 
-def test_what_a_validation_found_is_told(observed: tuple[Record, Seen]) -> None:
+def test_what_a_validation_found_is_in_the_metrics(observed: tuple[Record, Seen]) -> None:
     page = observed[1].late["trainer"]
     scores = [dict(labels) for name, labels in page if name == "sluice_trainer_validation_score"]
     assert {(one["variable"], one["statistic"]) for one in scores} >= {("acc", "mean@1")}

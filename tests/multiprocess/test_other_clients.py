@@ -126,7 +126,7 @@ async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> No
 
 @asynccontextmanager
 async def node_environment() -> AsyncIterator[str]:
-    """The environment server in JavaScript; its address. It ends by itself after the block."""
+    """The environment server in JavaScript; its address. It ends on its own after the block."""
     script = str(NODE_CLIENT / "environment.mjs")
     process = await asyncio.create_subprocess_exec(
         *("node", script, str(ROOT / "proto")),

@@ -239,7 +239,7 @@ def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
         assert [rank.finish() for rank in ranks] == [0] * world_size
 
 
-def test_adapters_of_stages_go_on_in_one_rank(tmp_path: Path) -> None:
+def test_adapters_of_stages_continue_in_one_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3", **FOUR)
     keys: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
     layout = {"fsdp_config": {"dtype": "float32", **stages(2)}}

@@ -154,7 +154,7 @@ def test_nothing_else_is_in_a_prompts_trace(run: Traced) -> None:
         assert len(in_trace) == len(run.of_prompt(prompt.attributes["sluice.prompt.id"]))
 
 
-def test_a_clients_own_trace_goes_on_to_the_gradient(run: Traced) -> None:
+def test_a_clients_own_trace_continues_to_the_gradient(run: Traced) -> None:
     for prompt_id, step in run.trained.items():
         spans = run.of_prompt(prompt_id)
         parents = {"prompt": {f"{CLIENT.span_id:016x}"}, "submit": {"prompt"}, **BELOW_PROMPT}
@@ -216,13 +216,13 @@ def test_a_validation_leaves_no_spans_of_its_samples(run: Traced) -> None:
 
 
 def lost(run: Traced, destination: str) -> int:
-    """Spans that processes had no time left for at their ends, as they told."""
+    """Spans that processes had no time left for at their ends, as they logged."""
     reported = re.compile(rf"(\d+) spans never reached \S*{re.escape(destination)},")
     found = (reported.search(line) for _, line in run.record.lines)
     return sum(int(match[1]) for match in found if match)
 
 
-def test_a_collector_gets_the_same_spans_as_the_file_but_for_those_told_to_be_lost(
+def test_a_collector_gets_the_same_spans_as_the_file_but_for_those_logged_as_lost(
     run: Traced,
 ) -> None:
     if run.collected is None:
@@ -234,7 +234,7 @@ def test_a_collector_gets_the_same_spans_as_the_file_but_for_those_told_to_be_lo
     assert len(arrived & written) > len(written) // 2
 
 
-def test_no_span_is_lost_while_the_run_goes_on(run: Traced) -> None:
+def test_no_span_is_lost_while_the_run_trains(run: Traced) -> None:
     assert not [line for _, line in run.record.lines if "spans do not reach" in line]
 
 
@@ -261,5 +261,5 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
     assert record.accounts["prompts_lost"] == 0
     for process in processes:
         log = record.log(process)
-        assert log.count("spans do not reach http://127.0.0.1:1") == 1  # told once
+        assert log.count("spans do not reach http://127.0.0.1:1") == 1  # logged once
         assert log.count("spans never reached http://127.0.0.1:1") == 1

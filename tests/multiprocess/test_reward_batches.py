@@ -87,7 +87,7 @@ async def test_surplus_kept_groups_are_carried_over_and_none_is_lost(
     assert dict(status.prompts_by_end)["dropped_stale"] == 0
 
 
-async def test_generation_goes_on_while_the_trainer_works(configure: Callable[..., Path]) -> None:
+async def test_generation_continues_while_the_trainer_works(configure: Callable[..., Path]) -> None:
     replica = ScriptedReplica()
     config = configure(mixed(100), sluice__asynchrony__max_staleness=1)
     async with scripted_replicas(replica), reward_process(config) as service:
@@ -98,7 +98,7 @@ async def test_generation_goes_on_while_the_trainer_works(configure: Callable[..
             return bool((await service.status()).groups_kept == 8)
 
         await until(next_batch_is_ready)
-        # Two batches are all that staleness 1 has room for before version 1 is announced.
+        # Two batches are all that staleness 1 allows before version 1 is announced.
         assert len(replica.calls) == 16
 
 

@@ -57,7 +57,7 @@ async def test_streams_of_a_replica_that_left_the_fleet_end_and_their_samples_co
     assert len(sound.calls) == 8
 
 
-async def test_a_dead_fleet_loses_no_prompt_and_the_run_goes_on_with_a_new_one(
+async def test_a_dead_fleet_loses_no_prompt_and_the_run_continues_with_a_new_one(
     configure: Callable[..., Path],
 ) -> None:
     first, second = ScriptedReplica(name="one"), ScriptedReplica(name="two")
@@ -117,7 +117,7 @@ async def test_taking_a_batch_without_a_replica_ends_by_its_deadline_and_says_so
         assert [wait.peer for wait in status.awaited] == ["rollout fleet"]
 
 
-async def test_an_exhausted_data_set_is_told_with_numbers_and_remedy(
+async def test_an_exhausted_data_set_is_reported_with_numbers_and_remedy(
     configure: Callable[..., Path],
 ) -> None:
     replica = ScriptedReplica()
@@ -152,7 +152,7 @@ async def test_a_row_of_an_unknown_data_source_stops_the_run_and_names_it(
             await service.take(1, 0)
 
 
-async def test_a_metric_that_the_scorer_does_not_return_is_told_to_the_trainer(
+async def test_a_metric_that_the_scorer_does_not_return_is_reported_to_the_trainer(
     configure: Callable[..., Path],
 ) -> None:
     replica = ScriptedReplica()

@@ -172,7 +172,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
     assert status.prompts_submitted == 3
 
 
-async def test_a_batch_acknowledged_after_a_restart_is_trained_and_not_drawn_again(
+async def test_a_batch_acknowledged_after_a_restart_is_trained_and_not_sampled_again(
     configure: Callable[..., Path],
 ) -> None:
     replica = ScriptedReplica()
@@ -230,7 +230,7 @@ async def test_a_trainer_that_resumes_gets_the_prompts_of_later_steps_again(
 async def resume(
     service: RewardProcess, replica: ScriptedReplica, batches: list[TrainBatch]
 ) -> None:
-    """Another trainer goes on from the checkpoint of step 1."""
+    """Another trainer resumes from the checkpoint of step 1."""
     checkpoint = batches[0].progress
     await service.announce(1, [replica], instance_id="trainer-2", resume_from=checkpoint)
     again: list[str] = []

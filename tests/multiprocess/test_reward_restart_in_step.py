@@ -33,7 +33,7 @@ async def trained(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_the_batch_in_hand_is_not_drawn_again_when_it_is_told_as_trained(
+async def test_the_batch_in_hand_is_not_sampled_again_when_it_is_reported_as_trained(
     configure: Callable[..., Path], max_staleness: int
 ) -> None:
     replica = ScriptedReplica()
@@ -72,7 +72,7 @@ async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its
             await service.wait()
         async with reward_process(config) as service:
             await service.announce(2, [replica], resume_from=in_hand.progress)
-            # The step is never finished: another trainer goes on from the checkpoint of step 2.
+            # The step is never finished: another trainer resumes from the checkpoint of step 2.
             checkpoint: DataProgress = before[-1].progress
             await service.announce(2, [replica], instance_id="trainer-2", resume_from=checkpoint)
             again = await service.take(3, 2)

@@ -1,4 +1,4 @@
-"""A reward service that starts anew during a step generates for the next one at once."""
+"""A reward service that restarts during a step generates for the next one at once."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_a_restarted_service_goes_on_where_the_trainer_says_the_data_set_stands(
+async def test_a_restarted_service_continues_where_the_trainer_says_the_data_set_stands(
     configure: Callable[..., Path], max_staleness: int
 ) -> None:
     replica = ScriptedReplica()

@@ -281,7 +281,7 @@ async def test_a_port_in_use_is_named(configure: Callable[..., Path]) -> None:
     assert f"port {port}" in error
 
 
-async def test_a_broken_custom_function_is_told_with_its_last_line(
+async def test_a_broken_custom_function_is_reported_with_its_last_line(
     tmp_path: Path, configure: Callable[..., Path]
 ) -> None:
     scorer = tmp_path / "broken.py"

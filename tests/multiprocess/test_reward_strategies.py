@@ -1,4 +1,4 @@
-"""Sampling strategies of the reward service: what is drawn, trained, thrown away, remembered."""
+"""Sampling strategies of the reward service: what is sampled, trained, thrown away, remembered."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def verls_batches(kept: Sequence[bool], *, wave: int, size: int) -> list[list[in
 
 
 def check_tokens(statistics: Any) -> dict[str, float]:
-    """The books of tokens balance; returns them."""
+    """The accounts of tokens balance; returns them."""
     tokens = {
         name.removeprefix("reward/tokens/"): count
         for name, count in statistics.items()
@@ -247,7 +247,7 @@ REPEATED = (
 async def run_of(
     service: RewardProcess, replicas: list[ScriptedReplica], steps: int
 ) -> list[tuple[Any, ...]]:
-    """What must repeat of each batch: its groups with all tokens, and what was drawn for it."""
+    """What must repeat of each batch: its groups with all tokens, and what was sampled for it."""
     return [
         (identity(batch), *(batch.statistics[name] for name in REPEATED))
         for batch in await train(service, replicas, steps)

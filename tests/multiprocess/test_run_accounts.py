@@ -1,4 +1,4 @@
-"""The books of whole runs: every token and every second is somewhere, also when a replica dies."""
+"""The accounts of whole runs: every token and second is somewhere, also when a replica dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sums(accounts: dict[str, float]) -> dict[str, tuple[float, float]]:
 
 
 def residual_shares(accounts: dict[str, float]) -> dict[str, float]:
-    """By account, computed anew."""
+    """By account, computed again."""
     return {prefix: abs(total - parts) / total for prefix, (total, parts) in sums(accounts).items()}
 
 
@@ -96,7 +96,7 @@ def test_the_replicas_seconds_hold_all_their_states(quiet: Quiet) -> None:
         assert accounts[f"rollout_s/{state}"] > 0
 
 
-def test_every_step_has_the_books_of_its_moment(quiet: Quiet) -> None:
+def test_every_step_has_the_accounts_of_its_moment(quiet: Quiet) -> None:
     steps = quiet[0].steps
     assert all(f"accounts/{name}" in step for step in steps for name in SHARES)
     generated = [step["accounts/generated_tokens"] for step in steps]
@@ -111,7 +111,7 @@ def test_every_step_has_the_books_of_its_moment(quiet: Quiet) -> None:
         assert max(step[f"accounts/{name}"] for step in steps) < MOST
 
 
-def test_a_status_call_tells_the_books_while_the_run_goes_on(quiet: Quiet) -> None:
+def test_a_status_call_shows_the_accounts_while_the_run_trains(quiet: Quiet) -> None:
     accounts = dict(quiet[1].accounts)
     assert set(SHARES) <= accounts.keys()
     assert max(accounts[name] for name in SHARES) < MOST
@@ -122,7 +122,7 @@ def test_a_status_call_tells_the_books_while_the_run_goes_on(quiet: Quiet) -> No
 def test_tokens_of_direct_clients_have_a_part_of_their_own(
     small_assets: Assets, tmp_path: Path
 ) -> None:
-    """Those that a client gave up on while they were drawn too."""
+    """Those that a client gave up on while they were generated too."""
     others: list[Any] = []
     sampled: list[float] = []
 
@@ -157,7 +157,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
                 return (await run.status()).accounts["tokens/direct_clients"] == sampled[0]
 
             await run.until(is_given_up_in_time, "a call that was given up with tokens unsent")
-            await run.until(is_shown, "tokens of direct clients in the live books")
+            await run.until(is_shown, "tokens of direct clients in the live accounts")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
     record = run_to_end(small_assets, tmp_path / "run", ENDLESS, generate)
@@ -168,10 +168,10 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
     assert record.accounts["tokens_residual"] == 0
 
 
-def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_books(
+def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_accounts(
     small_assets: Assets, tmp_path: Path
 ) -> None:
-    """It has told its counters when a step began; what it sent after that only one side knows."""
+    """It reported its counters when a step began; what it sent after that only one side knows."""
 
     async def kill(run: LiveRun) -> None:
         await run.until_step(3)

@@ -81,7 +81,7 @@ def test_a_program_has_no_capability_and_gets_none(sandbox: BubblewrapSandbox) -
         ),
     ],
 )
-def test_ends_are_told_apart(sandbox: BubblewrapSandbox, text: str, end: SandboxEnd) -> None:
+def test_ends_are_distinguished(sandbox: BubblewrapSandbox, text: str, end: SandboxEnd) -> None:
     assert run(sandbox, text, replace(LIMITS, wall_s=4.0)).end is end
 
 

@@ -68,7 +68,7 @@ def orphans():
     spin()
 
 def orphans_of_a_scorer_that_ends():
-    told, tell = os.pipe()
+    heard, tell = os.pipe()
     def leave():
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -79,7 +79,7 @@ def orphans_of_a_scorer_that_ends():
     for _ in range(4):
         child(leave)
     for _ in range(4):
-        os.read(told, 1)
+        os.read(heard, 1)
     os._exit(3)
 
 def programs():

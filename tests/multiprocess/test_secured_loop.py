@@ -35,7 +35,7 @@ from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, LiveRun, Re
 
 @dataclass
 class Seen:
-    """What callers met while the run went on."""
+    """What callers met while the run trained."""
 
     refused: dict[str, str] = field(default_factory=dict)
     health: dict[str, int] = field(default_factory=dict)

@@ -99,7 +99,7 @@ def test_they_train_like_one(ranks: list[Rank], single: Learner, tmp_path: Path)
     assert not torch.equal(found[TIED], before[TIED])
 
 
-def test_what_shards_wrote_goes_on_whole_and_the_other_way_round(
+def test_what_shards_wrote_continues_whole_and_the_other_way_round(
     ranks: list[Rank], single: Learner, tmp_path: Path
 ) -> None:
     sharded, whole = tmp_path / "a" / "actor", tmp_path / "b" / "actor"
@@ -112,12 +112,12 @@ def test_what_shards_wrote_goes_on_whole_and_the_other_way_round(
             ours, theirs = read(tmp_path / "a" / folder), read(tmp_path / "b" / folder)
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    goes_on = ranks[0].command("train 4")
-    assert_like(step(single, 4), goes_on)
+    continued = ranks[0].command("train 4")
+    assert_like(step(single, 4), continued)
     ranks[0].command(f"load {whole}")
     again = ranks[0].command("train 4")
-    assert again["actor/grad_norm"] == goes_on["actor/grad_norm"]
-    assert again["critic/vf_loss"] == goes_on["critic/vf_loss"]
+    assert again["actor/grad_norm"] == continued["actor/grad_norm"]
+    assert again["critic/vf_loss"] == continued["critic/vf_loss"]
 
 
 def test_replicas_get_the_bytes_that_a_whole_model_gives_them(

@@ -1,6 +1,6 @@
 """Updates sent as their changes, between real processes: what arrives, and every fault on the way.
 
-Whatever happens, the peer goes on holding the version it served, and all of the next epoch is sent
+Whatever happens, the peer keeps holding the version it served, and all of the next epoch is sent
 whole.
 """
 

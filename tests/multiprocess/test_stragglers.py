@@ -1,4 +1,4 @@
-"""Samples of replicas that die, hang, lag behind or leave go on elsewhere, from what came of them.
+"""Samples of replicas that die, hang, lag behind or leave continue elsewhere, with their tokens.
 
 Real replicas, each with its engine and the same weights in float32, and the real reward service.
 """
@@ -124,7 +124,7 @@ async def drained(run: Run) -> None:
     ],
     ids=["killed", "hung", "drained"],
 )
-async def test_samples_go_on_elsewhere_token_for_token(
+async def test_samples_continue_elsewhere_token_for_token(
     misfortune: Callable[[Run], Awaitable[None]],
     words: tuple[str, ...],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Trainer ranks meet whoever starts them: torchrun with and without its own store, or sluice."""
+"""Trainer ranks meet under any launcher: torchrun with and without its own store, or sluice."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_every_step_of_a_run_equals_the_formula(
 
 
 @pytest.mark.parametrize("cycles", [0.25, 0.5, 1.0, 2.5])
-def test_cosine_rides_as_many_waves_as_it_is_told(cycles: float) -> None:
+def test_cosine_rides_as_many_waves_as_are_asked_for(cycles: float) -> None:
     found = [
         learning_rate_multiplier(
             step, schedule="cosine", warmup_steps=4, total_steps=TOTAL, num_cycles=cycles

@@ -27,7 +27,7 @@ def blocks(document: Path, language: str) -> list[str]:
 def commands(document: Path) -> list[list[str]]:
     """Every line that starts with ``sluice``, as words: of fenced blocks, and inline code.
 
-    A prompt ``$`` is passed over, a line that ends in a backslash goes on in the next. Words that
+    A prompt ``$`` is passed over, a line that ends in a backslash continues in the next. Words that
     stand for others (``…``, capitals) are left in.
     """
     return [words[1:] for line in _lines(document) if (words := _words(line))[:1] == ["sluice"]]

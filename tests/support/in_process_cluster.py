@@ -20,7 +20,7 @@ POLL_S = 0.01
 
 
 class InProcessHost:
-    """A host that can be lost, started anew elsewhere, and be away meanwhile.
+    """A host that can be lost, restarted elsewhere, and be away meanwhile.
 
     Attributes:
         log: methods that were called.
@@ -38,11 +38,11 @@ class InProcessHost:
         return self._host is not None or self.is_dead
 
     async def call(self, method: str, /, *arguments: object) -> Any:
-        """As an actor would: it waits while there is no room, and fails when the host is lost."""
+        """As an actor would: it waits without capacity, and fails when the host is lost."""
         self.log.append(method)
         while self._host is None and not self.is_dead:
             if self._lost.is_set():
-                raise PeerError(self.name, method, "it is being started anew")
+                raise PeerError(self.name, method, "it is being restarted")
             await asyncio.sleep(POLL_S)
         if self.is_dead:
             raise HostLostError(self.name, method, "it is dead")
@@ -81,10 +81,10 @@ class InProcessHost:
 
 
 class InProcessCluster:
-    """Nodes with as much room as they are given.
+    """Nodes with as much capacity as they are given.
 
     Args:
-        rooms: of each node; a group takes a whole one per bundle.
+        node_capacities: of each node; a group takes a whole one per bundle.
     """
 
     def __init__(self, node_capacities: Sequence[NodeCapacity]) -> None:
@@ -107,7 +107,7 @@ class InProcessCluster:
         return self.node_capacities
 
     def reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
-        """On the next node; without room the hosts wait for `come_back`."""
+        """On the next node; without capacity the hosts wait for `come_back`."""
         address = (
             self.node_capacities[self._taken].address
             if self._taken < len(self.node_capacities)

@@ -114,7 +114,7 @@ class World:
         finalize(self, rmtree, self.folder)
         # Of the version; a value with its standard error.
         self.accuracy_of: Callable[[int], tuple[float, float]] = lambda _version: (0.5, 0.01)
-        # What a reward service that starts anew would be told.
+        # What a restarted reward service would receive.
         self.reported_progress: Callable[[], DataProgress | None] = lambda: None
 
     def loop(

@@ -84,7 +84,7 @@ def _numbers(step: int) -> dict[str, float]:
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     """Accepts every prompt but those named ``bad``, and trains the accepted ones in step 1.
 
-    A validation ends at the `looks_to_evaluate`-th status call, each of which finds another group
+    A validation ends at the `looks_to_evaluate`-th status call; each of them finds another group
     validated as long as the service `moves`. Without `outside`, samples wait for nobody; else each
     call finds them longer with this peer.
     """

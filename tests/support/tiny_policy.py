@@ -191,7 +191,7 @@ def freezing(name: str) -> Callable[..., LoadedModel]:
 
 
 def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
-    """One prompt with samples of mixed rewards; response lengths as given, or drawn."""
+    """One prompt with samples of mixed rewards; response lengths as given, or sampled."""
     random = np.random.default_rng(seed)
     sampled = random.integers(1, MAX_RESPONSE_TOKENS + 1, NUM_SAMPLES).tolist()
     chosen = sampled if lengths is None else list(lengths)

@@ -3,7 +3,7 @@
 //
 //   node client.mjs ADDRESS PROTO_FOLDER
 //
-// Prints a JSON object a line: the prompt as the model reads it, tokens as they are drawn, whole
+// Prints a JSON object a line: the prompt as the model reads it, tokens as they are sampled, whole
 // samples, then receipts and outcomes of prompts, and last how the services refuse a request.
 
 import grpc from "@grpc/grpc-js";
@@ -21,7 +21,7 @@ const definition = protoLoader.loadSync(
  * @typedef {import("./node_modules/sluice-types/sluice/api/rollout/v1/RolloutService.js").RolloutServiceClient} Replica
  * @typedef {import("./node_modules/sluice-types/sluice/api/reward/v1/RewardService.js").RewardServiceClient} Service
  * @typedef {import("./node_modules/sluice-types/sluice/api/rollout/v1/GenerateResponse.js").GenerateResponse__Output} Generated
- * @typedef {import("./node_modules/sluice-types/sluice/api/reward/v1/SubmitPromptsResponse.js").SubmitPromptsResponse__Output} Told
+ * @typedef {import("./node_modules/sluice-types/sluice/api/reward/v1/SubmitPromptsResponse.js").SubmitPromptsResponse__Output} Reported
  */
 const loaded = /** @type {Rollout & Reward} */ (
   /** @type {unknown} */ (grpc.loadPackageDefinition(definition))
@@ -83,7 +83,7 @@ async function submit(service) {
   }
   call.end();
   for await (const each of call) {
-    const { receipt, outcome } = /** @type {Told} */ (each);
+    const { receipt, outcome } = /** @type {Reported} */ (each);
     if (receipt) tell({ prompt_id: receipt.prompt_id, refused: receipt.refused_because });
     if (outcome) tell({ prompt_id: outcome.prompt_id, end: outcome.end, step: outcome.step });
   }

@@ -1,4 +1,4 @@
-"""The books of a run add up, whatever happens in what order."""
+"""The accounts of a run add up, whatever happens in what order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ events = st.lists(
 def test_every_generated_token_is_in_exactly_one_category(
     happenings: list[tuple[str, int, int, str, str]],
 ) -> None:
-    """Tokens are drawn, sent or not, and end in any way; nothing is counted twice or not at all."""
+    """Tokens are sampled, sent or not, and end in any way; each is counted exactly once."""
     replicas = [Replica() for _ in range(4)]
     received = Counter[str]()
     for what, number, size, end, state in happenings:

@@ -73,7 +73,7 @@ class PlainAges:
 
 @dataclass
 class Both:
-    """The same events told to both."""
+    """The same events for both."""
 
     counted: GroupAges
     plain: PlainAges

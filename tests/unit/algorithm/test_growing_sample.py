@@ -13,7 +13,7 @@ from sluice.types import FinishReason, Rollout, VersionSpan
 
 
 def whole(versions: list[int]) -> Rollout:
-    """A sample whose token i was drawn by ``versions[i]``."""
+    """A sample whose token i was sampled by ``versions[i]``."""
     size = len(versions)
     starts = [i for i in range(size) if i == 0 or versions[i] != versions[i - 1]]
     ends = [*starts[1:], size] if starts else []

@@ -18,7 +18,7 @@ from sluice.algorithm.groups.filter import (
 from sluice.types import Failed, FailureKind, Outcome, Scored
 
 RIGHT = Scored(1.0, 1.0, {"acc": 1.0})
-AGAIN, ANEW = OutcomeAction.SCORE_AGAIN, OutcomeAction.GENERATE_AGAIN
+SCORE_AGAIN, GENERATE_AGAIN = OutcomeAction.SCORE_AGAIN, OutcomeAction.GENERATE_AGAIN
 LEAVE, DROP = OutcomeAction.LEAVE_OUT, OutcomeAction.DROP_GROUP
 
 rules = st.builds(
@@ -51,8 +51,8 @@ def test_every_rule_ends_after_its_attempts(rule: OutcomeRule) -> None:
 def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
     policy: OutcomePolicy, outcomes: list[Outcome], attempts: int
 ) -> None:
-    scored_again = set(policy.to_repeat(outcomes, attempts, AGAIN))
-    regenerated = set(policy.to_repeat(outcomes, attempts, ANEW))
+    scored_again = set(policy.to_repeat(outcomes, attempts, SCORE_AGAIN))
+    regenerated = set(policy.to_repeat(outcomes, attempts, GENERATE_AGAIN))
     assert not scored_again & regenerated
     for place in scored_again | regenerated:
         outcome = outcomes[place]
@@ -61,20 +61,20 @@ def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
 
 
 def test_a_sample_is_tried_as_often_as_its_rule_says() -> None:
-    policy = OutcomePolicy({FailureKind.SCORER_CRASH: OutcomeRule(AGAIN, 3)})
+    policy = OutcomePolicy({FailureKind.SCORER_CRASH: OutcomeRule(SCORE_AGAIN, 3)})
     outcomes = (RIGHT, failed(FailureKind.SCORER_CRASH), failed(FailureKind.UNSCORABLE))
-    tried = [policy.to_repeat(outcomes, attempts, AGAIN) for attempts in (1, 2, 3, 4)]
+    tried = [policy.to_repeat(outcomes, attempts, SCORE_AGAIN) for attempts in (1, 2, 3, 4)]
     assert tried == [(1,), (1,), (), ()]
 
 
 def test_kinds_without_a_rule_are_left_out() -> None:
     outcomes = tuple(failed(kind) for kind in FailureKind)
-    assert OutcomePolicy().to_repeat(outcomes, 1, AGAIN) == ()
-    assert OutcomePolicy().to_repeat(outcomes, 1, ANEW) == ()
+    assert OutcomePolicy().to_repeat(outcomes, 1, SCORE_AGAIN) == ()
+    assert OutcomePolicy().to_repeat(outcomes, 1, GENERATE_AGAIN) == ()
     assert OutcomePolicy().decisive(outcomes) is None
 
 
-@pytest.mark.parametrize("rule", [OutcomeRule(DROP), OutcomeRule(ANEW, 2, DROP)])
+@pytest.mark.parametrize("rule", [OutcomeRule(DROP), OutcomeRule(GENERATE_AGAIN, 2, DROP)])
 def test_a_group_is_dropped_for_a_kind_that_costs_it(rule: OutcomeRule) -> None:
     policy = OutcomePolicy({FailureKind.UNSCORABLE: rule})
     decisive = failed(FailureKind.UNSCORABLE)

@@ -207,7 +207,7 @@ def test_settings_are_checked_when_they_are_made() -> None:
         RolloutCorrectionSettings(rollout_rs="token_k1")
 
 
-def test_the_loss_corrects_by_itself_in_bypass_mode() -> None:
+def test_the_loss_alone_corrects_in_bypass_mode() -> None:
     settings = RolloutCorrectionSettings(
         rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.2
     )

@@ -103,7 +103,7 @@ ACTIONS = st.lists(
 
 
 @given(fleet_of=FLEETS, then=FLEETS, actions=ACTIONS)
-def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
+def test_the_least_loaded_replica_with_capacity_is_chosen_whatever_happened_before(
     fleet_of: list[tuple[int, int, ReplicaUse]],
     then: list[tuple[int, int, ReplicaUse]],
     actions: list[tuple],

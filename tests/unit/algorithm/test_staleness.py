@@ -96,7 +96,9 @@ def test_drop_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_groups_beyond_the_bound_are_dropped_and_running_ones_doomed(on_stale: OnStale) -> None:
+def test_groups_beyond_the_bound_are_dropped_and_running_ones_lose_their_slot(
+    on_stale: OnStale,
+) -> None:
     found = decide(
         [(1, 0), (3, 1), (3, 2)], [("a", 1)], version=3, max_staleness=1, on_stale=on_stale
     )
@@ -127,19 +129,19 @@ def test_an_expected_yield_shortens_the_wait_for_places() -> None:
     assert found.chosen == (0, 1)
 
 
-def test_running_groups_are_doomed_once_kept_ones_fill_their_places() -> None:
+def test_running_groups_have_no_slot_once_kept_ones_fill_their_places() -> None:
     # The last batch that may hold version 2 is the next one, and it is full.
     found = decide([(2, 1), (2, 2)], [("old", 2), ("new", 3)], version=3, max_staleness=1)
     assert (found.chosen, found.without_slot, found.waiting_for) == ((0, 1), ("old",), ())
 
 
-def test_running_groups_are_doomed_where_they_would_push_out_a_younger_kept_one() -> None:
+def test_running_groups_have_no_slot_where_they_would_push_out_a_younger_kept_one() -> None:
     kept = [(2, 1), (3, 2), (3, 3), (3, 4)]
     found = decide(kept, [("old", 2), ("new", 3), ("newest", 4)], version=3, max_staleness=1)
     assert found.without_slot == ("old", "new")
 
 
-def test_on_policy_running_groups_beside_a_full_batch_are_doomed() -> None:
+def test_on_policy_running_groups_beside_a_full_batch_have_no_slot() -> None:
     found = decide([(3, 1), (3, 2)], [("surplus", 3)], version=3, max_staleness=0)
     assert (found.chosen, found.without_slot) == ((0, 1), ("surplus",))
 

@@ -1,4 +1,4 @@
-"""Books that were read one by one while tokens went on flowing."""
+"""Accounts that are read one by one while tokens keep flowing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ counts = st.integers(0, 1000)
 
 
 class Flow:
-    """One replica and one reward service, with tokens drawn, sent, and lost on the way."""
+    """One replica and one reward service, with tokens sampled, sent, and lost on the way."""
 
     def __init__(self) -> None:
         self.sampled = self.sent = self.lost = 0
 
-    def go_on(self, sampled: int, sent: int, lost: int = 0) -> None:
+    def advance(self, sampled: int, sent: int, lost: int = 0) -> None:
         self.sampled += sampled
         sent = min(sent, self.sampled - self.sent)
         self.sent += sent
@@ -39,11 +39,11 @@ def test_tokens_that_flow_while_all_are_asked_leave_no_residual(
     steps: list[tuple[int, int]],
 ) -> None:
     flow = Flow()
-    flow.go_on(*steps[0])
+    flow.advance(*steps[0])
     before = flow.received()
-    flow.go_on(*steps[1])
+    flow.advance(*steps[1])
     fleet = flow.fleet()
-    flow.go_on(*steps[2])
+    flow.advance(*steps[2])
     account = TokenReading(before, fleet, flow.received()).account()
     assert account.residual == 0
     assert account.parts["pending"] == flow.sent
@@ -56,11 +56,11 @@ def test_lost_tokens_are_in_the_residual_but_for_those_that_moved(
     steps: list[tuple[int, int]], lost: int
 ) -> None:
     flow = Flow()
-    flow.go_on(*steps[0], lost)
+    flow.advance(*steps[0], lost)
     before = flow.received()
-    flow.go_on(*steps[1])
+    flow.advance(*steps[1])
     fleet = flow.fleet()
-    flow.go_on(*steps[2])
+    flow.advance(*steps[2])
     reading = TokenReading(before, fleet, flow.received())
     assert flow.lost - reading.moved_tokens <= reading.account().residual <= flow.lost
 

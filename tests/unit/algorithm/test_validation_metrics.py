@@ -99,7 +99,7 @@ def test_draws_are_of_powers_of_two_and_all(num: int, sizes: tuple[int, ...]) ->
     assert bootstrap_sizes(num) == sizes
 
 
-def test_ties_go_to_the_prediction_drawn_first_and_its_first_member() -> None:
+def test_ties_go_to_the_prediction_sampled_first_and_its_first_member() -> None:
     draws = np.array([[2, 1, 0, 3], [0, 1, 2, 3], [3, 1, 1, 0]])
     assert majority_responses(["a", "b", "b", "a"], draws).tolist() == [2, 0, 3]
 

@@ -59,7 +59,7 @@ def test_kept_as_saved_nothing_differs(checkpoint: Path, tmp_path: Path) -> None
     assert compare_weights(tmp_path / "out", source.huggingface, nothing) == []
 
 
-def test_every_kind_of_difference_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_kind_of_difference_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     source = find_source(checkpoint)
     merge_checkpoint(source, tmp_path / "out", MergeOptions(), nothing)
     found = compare_weights(tmp_path / "out", source.huggingface, nothing)

@@ -64,7 +64,7 @@ ENDS = {
 }
 
 
-async def goes_on() -> bool:
+async def never_ends() -> bool:
     return False
 
 
@@ -78,7 +78,7 @@ def runner_of(
     source = folder / "agent.py"
     source.write_text(AGENT + ENDS[end])
     command = shlex.join([sys.executable, str(source)])
-    leases, has_ended = given.get("leases", run.client.leases()), given.get("has_ended", goes_on)
+    leases, has_ended = given.get("leases", run.client.leases()), given.get("has_ended", never_ends)
     return AgentRunner(leases, command, 2, run.base_url, say, has_ended)
 
 
@@ -163,7 +163,7 @@ class Scripted:
 def scripted(leases: Scripted, output: str) -> AgentRunner:
     """A command whose programs print `output`."""
     command = shlex.join(["echo", output])
-    return AgentRunner(cast("Any", leases), command, 2, "http://x", print, goes_on, 0.0)
+    return AgentRunner(cast("Any", leases), command, 2, "http://x", print, never_ends, 0.0)
 
 
 @pytest.mark.parametrize(

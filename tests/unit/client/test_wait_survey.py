@@ -166,6 +166,6 @@ async def test_a_service_that_refuses_our_token_is_not_called_silent(tmp_path: P
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-async def test_a_run_of_which_a_zombie_is_left_is_over(tmp_path: Path) -> None:
+async def test_a_run_that_left_only_a_zombie_is_over(tmp_path: Path) -> None:
     with zombie_mark(tmp_path, "reward"):
         assert await explain_run(RunLocation(tmp_path, RunConfig(), NOWHERE, NOWHERE)) is None

@@ -109,9 +109,9 @@ def test_tables_have_captions_and_heads_with_scope(outline: Outline) -> None:
 def test_every_chart_is_an_image_with_words_a_caption_and_a_table(outline: Outline) -> None:
     figures = outline.all("figure")
     assert len(figures) == len(outline.all("figcaption")) >= 8
-    drawn = SCRIPTS["curves.js"] + SCRIPTS["metrics.js"]
+    scripts = SCRIPTS["curves.js"] + SCRIPTS["metrics.js"]
     for figure in figures:
-        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", drawn)
+        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", scripts)
     assert 'role: "img"' in SCRIPTS["chart.js"]
     assert 'setAttribute("aria-label"' in SCRIPTS["chart.js"]
 

@@ -50,7 +50,7 @@ def test_a_column_of_empty_lists_holds_no_images(tmp_path: Path, kind: pa.DataTy
     assert first_row_with_images([path], "others") is None
 
 
-def test_a_later_line_with_images_is_refused_when_it_is_drawn(tmp_path: Path) -> None:
+def test_a_later_line_with_images_is_refused_when_it_is_taken(tmp_path: Path) -> None:
     rows = prompt_rows(["a", "<image> which?", "c"])
     rows[0]["images"], rows[1]["images"] = [], ["a.png"]
     path = tmp_path / "a.jsonl"

@@ -72,7 +72,9 @@ def test_a_prompt_with_images_is_never_cut(truncation: Truncation) -> None:
         limit.fit(NINE, has_images=True)
 
 
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_length_bound_and_remedy() -> None:
+def test_a_prompt_that_leaves_no_space_for_a_token_is_refused_with_length_bound_and_remedy() -> (
+    None
+):
     check_context(7, 8)
     for size in (8, 9):
         with pytest.raises(InvalidRequestError) as caught:

@@ -35,12 +35,12 @@ data = DataConfig(train_files=sys.argv[1], shuffle_buffer_rows=4096, deduplicate
 files = training_files(data)
 progress = DataProgress(0)
 stream = training_stream(files, data, progress, total_epochs=1, check_data_source=None)
-drawn = 0
+taken = 0
 while draws := stream.take(64):
-    drawn += len(draws)
-    if sys.argv[2] == "all" and drawn > 40_000:
+    taken += len(draws)
+    if sys.argv[2] == "all" and taken > 40_000:
         break
-print(drawn, stream.rows_per_epoch, peak_mib() - before)
+print(taken, stream.rows_per_epoch, peak_mib() - before)
 """
 
 

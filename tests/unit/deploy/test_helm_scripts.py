@@ -124,7 +124,7 @@ def test_a_beginning_that_failed_is_tried_again(tmp_path: Path) -> None:
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Answers as told, and notes who asked what."""
+    """Answers as the test says, and notes who asked what."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), ParsedRequest)

@@ -1,4 +1,4 @@
-"""Checks run beside each other; a slow or broken one is told and keeps nobody else waiting."""
+"""Checks run beside each other; a slow or broken one is reported and keeps nobody else waiting."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_models_files_that_cannot_be_read_hold_up_no_check_that_needs_them_not
     checks = (
         Check("sound", "the rest", sound),
         Check("shaped", "the model", shaped, deadline_s=0.2),
-        Check("disk", "room", check_disk),
+        Check("disk", "space", check_disk),
     )
     other, late, disk = examine(run, checks)
     assert asked.wait(60)

@@ -175,7 +175,7 @@ async def test_a_score_is_read_as_a_reward_functions_result(
 import numpy
 class World:
     def turn(self, text):
-        return "Go on."
+        return "Continue."
     def score(self, answer):
         return {score}
 """

@@ -222,7 +222,7 @@ def test_a_variant_takes_no_image_that_was_built_for_another_one(overlay: str) -
     assert {image(name, ROOT / "compose.yaml") for name in computing} == {f"{COMPUTE_IMAGE}:local"}
 
 
-def test_no_process_of_the_npu_variant_has_torch_load_torch_npu_by_itself() -> None:
+def test_no_process_of_the_npu_variant_has_torch_load_torch_npu_automatically() -> None:
     found = services(ROOT / "compose.npu.yaml").values()
     assert {each["environment"][AUTOLOAD_VARIABLE] for each in found} == {"0"}
 

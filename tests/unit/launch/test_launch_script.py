@@ -426,7 +426,7 @@ def test_a_recipe_with_an_algorithm_in_its_code_is_refused_by_name(module: str) 
         launch(f"python3 {module} a.b=1")
 
 
-def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:
+def test_a_script_that_needs_what_a_program_prints_is_refused_with_a_remedy() -> None:
     script = f"set -x\nd=$(python3 - <<'EOF'\nprint(1)\nEOF\n)\n[[ $d ]] || exit 1\n{VERL} a.b=1"
     with pytest.raises(ConfigError, match=r"exit code 1.*give its settings in a file") as raised:
         launch(script)

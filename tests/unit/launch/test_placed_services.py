@@ -139,7 +139,7 @@ async def test_a_process_whose_host_was_lost_is_started_again_where_the_host_com
     assert run.result() == RunEnd(130, ())
 
 
-async def test_a_replica_that_finds_no_room_waits_is_reported_of_and_leaves_the_run_alone(
+async def test_a_replica_that_finds_no_capacity_waits_is_reported_and_leaves_the_run_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(tmp_path, 1, polite("trainer"))
@@ -156,7 +156,7 @@ async def test_a_replica_that_finds_no_room_waits_is_reported_of_and_leaves_the_
     assert run.result() == RunEnd(130, ())
 
 
-async def test_a_replica_that_waits_for_room_leaves_at_once_and_gives_its_claim_back(
+async def test_a_replica_that_waits_for_capacity_leaves_at_once_and_gives_its_claim_back(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path, 1, polite("trainer"))
@@ -172,7 +172,7 @@ async def test_a_replica_that_waits_for_room_leaves_at_once_and_gives_its_claim_
     assert run.result() == RunEnd(130, ())
 
 
-async def test_the_end_of_a_run_does_not_wait_for_room(tmp_path: Path) -> None:
+async def test_the_end_of_a_run_does_not_wait_for_capacity(tmp_path: Path) -> None:
     world = World(tmp_path, 1, polite("trainer"))
     await world.prepare()
     async with world.running() as run:

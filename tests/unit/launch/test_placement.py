@@ -162,7 +162,7 @@ def test_what_a_process_takes_nothing_of_is_not_asked_for() -> None:
     assert reward.bundles == ({"slot": 1.0},)
 
 
-def test_a_group_without_room_is_reported_which_resource_lacks_on_which_node() -> None:
+def test_a_group_without_capacity_is_reported_with_the_resource_that_each_node_lacks() -> None:
     plan = by_name(config("sluice.rollout.device=npu"), NPUS, "rollout=NPU:8")["rollout-0"]
     nodes = [
         NodeCapacity("10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0}),

@@ -32,8 +32,8 @@ exec /bin/sleep "${1/#[0-9]*/0.01}"
 """
 # Tells that it runs and which signal it was sent, and ends with a code of its own.
 LISTENS = """
-trap 'echo told TERM >> "$CALLS"; exit 9' TERM
-trap 'echo told INT >> "$CALLS"; exit 9' INT
+trap 'echo received TERM >> "$CALLS"; exit 9' TERM
+trap 'echo received INT >> "$CALLS"; exit 9' INT
 echo listens >> "$CALLS"
 while :; do sleep 1; done
 """
@@ -182,7 +182,7 @@ def test_a_signal_to_the_head_reaches_the_command_whose_code_counts(
     process = machine.start("start_node.sh", "node-0", "--", "bash", "-c", LISTENS)
     assert machine.after_signal(process, number) == 9
     assert machine.called()[-2:] == [
-        f"told {number.name.removeprefix('SIG')}",
+        f"received {number.name.removeprefix('SIG')}",
         "ray stop --grace-period 30 [eth7 eth7 eth7]",
     ]
 
@@ -197,7 +197,7 @@ def test_a_signal_to_another_machine_takes_it_out_of_the_cluster(
             "start_node.sh", "node-0", address=WORKER, PORT=port, BLOCKS=LISTENS
         )
         assert machine.after_signal(process, number) == code
-    assert machine.called()[-1] == f"told {number.name.removeprefix('SIG')}"
+    assert machine.called()[-1] == f"received {number.name.removeprefix('SIG')}"
 
 
 def test_a_head_that_never_answers_is_named(machine: Machine) -> None:

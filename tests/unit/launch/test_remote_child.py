@@ -1,4 +1,4 @@
-"""A process on another node, whose host may be away for a while or for good."""
+"""A process on another node, whose host may be away for a while or permanently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ScriptedHost:
-    """Answers what it is told to, one answer after the other, and the last one again."""
+    """Answers what the test says, one answer after the other, and the last one again."""
 
     def __init__(self, *answers: object) -> None:
         self._answers: Iterator[object] = iter(answers)

@@ -179,7 +179,7 @@ def test_larger_engines_are_fewer_on_as_many_devices(estimating: Sequence[RunCon
     assert separate(*large, "sluice.rollout.replicas=1").fits_with is None
 
 
-def test_layers_of_which_the_first_are_recomputed_are_all_counted(
+def test_all_layers_are_counted_where_the_first_ones_are_recomputed(
     estimating: Sequence[RunConfig],
 ) -> None:
     megatron = f"{ACTOR}.megatron.override_transformer_config"

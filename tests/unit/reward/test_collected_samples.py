@@ -27,14 +27,14 @@ REQUEST = GroupRequest(PROMPT, tuple(range(SAMPLES)), SAMPLING, Purpose.TRAINING
 
 
 def tokens(index: int, start: int, end: int, version: int) -> NewTokens:
-    """Places [start, end) of a sample, which are the same whoever draws them."""
+    """Places [start, end) of a sample, which are the same from any replica."""
     places = np.arange(start, end)
     ids = (1000 * index + places).astype(np.uint32)
     return NewTokens(index, ids, -places.astype(np.float32), version)
 
 
 class Replica:
-    """Draws samples of given lengths, some from partials on, and cuts them as it is told."""
+    """Draws samples of given lengths, some from partials on, and cuts them when asked."""
 
     def __init__(self, sizes: list[int], version: int, partials: list[Rollout]) -> None:
         self.sizes, self.version = sizes, version

@@ -78,7 +78,9 @@ async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_pa
 
 
 @pytest.mark.parametrize("samples_mb", [0, 1])
-def test_a_run_archives_groups_unless_it_is_told_not_to(tmp_path: Path, samples_mb: int) -> None:
+def test_a_run_archives_groups_unless_the_config_forbids_it(
+    tmp_path: Path, samples_mb: int
+) -> None:
     tree = {"sluice": {"run_dir": str(tmp_path), "dashboard": {"samples_mb": samples_mb}}}
     with open_run_files(msgspec.convert(tree, RunConfig)) as files:
         assert files.log is not None

@@ -43,7 +43,7 @@ async def test_streams_that_break_together_are_one_warning_for_each_replica(
     ]
 
 
-async def test_a_replica_that_breaks_again_later_is_told_of_again(
+async def test_a_replica_that_breaks_again_later_is_logged_again(
     streams: EndedStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
     for reported in (1, 2):

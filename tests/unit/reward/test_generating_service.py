@@ -1,4 +1,4 @@
-"""The reward service at a replica: told from clients, with and without a trace."""
+"""The reward service at a replica: distinguished from clients, with and without a trace."""
 
 from __future__ import annotations
 

@@ -233,6 +233,6 @@ def test_a_data_set_prompt_without_the_filters_metric_is_an_error_that_names_it(
         filter_group(graded, metric="elegance")
 
 
-def test_the_first_failure_is_told() -> None:
+def test_the_first_failure_is_reported() -> None:
     decision = filter_group(graded_of(LOST, LOST), metric="acc")
     assert decision.detail == "2 of 2 samples failed, the first: scorer_crash: exit code 3"

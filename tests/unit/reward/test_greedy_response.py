@@ -99,7 +99,7 @@ async def test_a_group_carries_the_reward_of_a_greedy_response_to_its_prompt(
     assert found == {wanted}
 
 
-async def test_without_remax_no_greedy_response_is_drawn() -> None:
+async def test_without_remax_no_greedy_response_is_generated() -> None:
     client = GreedyClient()
     async with running_app(config(estimator="grpo"), client) as app:
         submit(app, [MIXED] * 2)
@@ -265,12 +265,12 @@ async def test_a_defect_is_not_taken_for_a_failure_of_the_prompt() -> None:
 
 
 class PromptRefusedError(GroupFailedError):
-    """Stands for a refusal that is told apart from other failures."""
+    """Stands for a refusal that is distinguished from other failures."""
 
 
 @pytest.mark.parametrize("grave", [DataError("row 3"), PromptRefusedError("too long")])
 @pytest.mark.parametrize("of_greedy", [True, False])
-async def test_of_two_errors_the_graver_one_is_told(grave: Exception, of_greedy: bool) -> None:
+async def test_of_two_errors_the_graver_one_is_raised(grave: Exception, of_greedy: bool) -> None:
     def fail(request: GroupRequest) -> None:
         raise grave if is_greedy(request) is of_greedy else GroupFailedError("a stream broke")
 
@@ -279,7 +279,7 @@ async def test_of_two_errors_the_graver_one_is_told(grave: Exception, of_greedy:
     assert error.value is grave
 
 
-async def test_a_failure_of_the_samples_is_told_as_it_is() -> None:
+async def test_a_failure_of_the_samples_is_raised_as_it_is() -> None:
     def fail(request: GroupRequest) -> None:
         if not is_greedy(request):
             raise GroupFailedError("refused by a: too long")

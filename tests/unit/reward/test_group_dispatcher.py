@@ -1,4 +1,4 @@
-"""Groups reach replicas with room, and come home whole whatever happens to a replica."""
+"""Groups reach replicas with capacity, and come home whole whatever happens to a replica."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ async def test_aborted_samples_are_generated_again() -> None:
     assert all(r.finish_reason is FinishReason.STOP for r in group.rollouts)
 
 
-async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> None:
+async def test_the_oldest_version_in_a_group_is_reported_through_all_attempts() -> None:
     reported: list[int | None] = []
 
     async def break_a(name: str, _request: GroupRequest, index: int) -> None:
@@ -410,7 +410,7 @@ async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> N
     assert group.oldest_version == 3
 
 
-async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
+async def test_cancelling_a_group_gives_its_capacity_back_at_every_stage() -> None:
     gate = asyncio.Event()
 
     async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -426,7 +426,7 @@ async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
         waiting.cancel()
         await settled(lambda: setting.queue.num_waiting == 1)
         running.cancel()
-        # The room is granted in the same moment in which the next one is cancelled.
+        # The capacity is granted in the same moment in which the next one is cancelled.
         await settled(lambda: setting.queue.num_waiting == 0)
         reserved.cancel()
     assert setting.queue.num_free_sequences(0) == 4

@@ -170,7 +170,7 @@ async def test_dropping_cancels_groups_that_are_too_old_and_drops_kept_ones() ->
         assert session.num_open == 0
 
 
-async def test_a_lease_is_formed_anew_for_a_newer_version() -> None:
+async def test_a_lease_is_formed_again_for_a_newer_version() -> None:
     client = ScriptedClient()
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 8)
@@ -206,7 +206,7 @@ def test_a_trainer_waits_longer_for_its_take_over_than_the_service_for_what_it_c
     assert announced.deadline_s >= 2 * TAKE_OVER_TIMEOUT_S
 
 
-async def test_hopeless_yield_is_told_with_the_last_failure() -> None:
+async def test_hopeless_yield_is_reported_with_the_last_failure() -> None:
     client = ScriptedClient()
     async with running_app(config(), client) as app:
         submit(app, [WRONG] * 5)
@@ -298,7 +298,7 @@ async def test_a_sample_without_a_score_is_logged_with_its_prompt_and_replica(
     assert [line for line in caplog.messages if "scorer_crash" in line] == [failure]
 
 
-async def test_progress_told_again_by_the_same_trainer_changes_nothing() -> None:
+async def test_progress_reported_again_by_the_same_trainer_changes_nothing() -> None:
     client = ScriptedClient()
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 2)

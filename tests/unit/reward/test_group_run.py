@@ -70,7 +70,7 @@ def config(
 
 
 def stop_all(app: RewardApp) -> None:
-    """No group with uniform probes goes on."""
+    """No group with uniform probes continues."""
     app.sources[""].strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
 
 
@@ -118,7 +118,7 @@ async def first_batch(app: RewardApp) -> TrainBatch:
     return await app.loop.batches.take(1, 0, 5)
 
 
-async def test_a_staged_group_has_the_tokens_of_one_that_is_drawn_at_once() -> None:
+async def test_a_staged_group_has_the_tokens_of_one_that_is_generated_at_once() -> None:
     batches = []
     for strategy in ("stream", "staged"):
         async with running_app(config(strategy), ScriptedClient()) as app:
@@ -131,7 +131,7 @@ async def test_a_staged_group_has_the_tokens_of_one_that_is_drawn_at_once() -> N
     assert [s.score for s in staged.scores] == [1.0, -1.0, -1.0, -1.0]
 
 
-async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_drawn() -> None:
+async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_generated() -> None:
     client = ScriptedClient()
     async with running_app(config(), client) as app:
         stop_all(app)
@@ -148,7 +148,7 @@ async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_d
     assert client.calls == [("a", "p0", (0, 1))]
 
 
-async def test_the_greedy_response_is_drawn_only_for_groups_that_go_on() -> None:
+async def test_the_greedy_response_is_generated_only_for_groups_that_continue() -> None:
     client = ScriptedClient()
     async with running_app(config(estimator="remax"), client) as app:
         stop_all(app)
@@ -174,7 +174,7 @@ class HeldScorer:
         return tuple(scorer._score(item) for item in items)
 
 
-async def test_a_group_that_goes_on_is_served_before_one_that_starts(
+async def test_a_group_that_continues_is_served_before_one_that_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grades, running = HeldScorer("answer=1 right=1 slow"), asyncio.Event()
@@ -201,7 +201,7 @@ async def test_a_group_that_goes_on_is_served_before_one_that_starts(
     assert order[:3] == [("p0", (0, 1)), ("p1", (0, 1)), ("p0", (2, 3))]
 
 
-async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer_policy(
+async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_generated_by_a_newer_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grades, rest = HeldScorer("answer=1 right=1 slow"), asyncio.Event()
@@ -321,7 +321,9 @@ async def test_with_slow_scorers_a_failure_of_generation_ends_the_group_with_its
     assert "refused" in outcome.detail
 
 
-async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_failure() -> None:
+async def test_a_group_whose_probe_fails_while_its_rest_is_generated_ends_with_that_failure() -> (
+    None
+):
     async def fail(_name: str, _request: GroupRequest, index: int) -> None:
         if index == 2:
             await settled(lambda: ("a", "p0", (3, 4)) in client.calls)

@@ -64,7 +64,7 @@ def test_images_leave_with_a_prompt_that_is_never_issued_again(
     assert kept(path) == 0
 
 
-def test_images_of_rows_that_are_drawn_again_leave(tmp_path: Path) -> None:
+def test_images_of_rows_that_are_taken_again_leave(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with PromptLedger(path) as ledger:
         ledger.accept(prompt("client"))

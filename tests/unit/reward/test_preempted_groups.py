@@ -1,4 +1,4 @@
-"""A batch on policy that is filled on average withdraws what it is full without."""
+"""A batch on policy that is filled on average preempts what it is full without."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def ids(batch: TrainBatch) -> set[str]:
     return {group.prompt_id for group in batch.groups}
 
 
-async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
+async def test_what_a_full_batch_does_not_need_is_generated_again_by_the_next_policy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = SlowPrompt()
@@ -140,7 +140,7 @@ async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> Non
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
-async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not_dropped(
+async def test_a_group_that_begins_when_its_batch_has_gone_is_generated_again_and_not_dropped(
     on_stale: str,
 ) -> None:
     client = LateClient("p2")

@@ -35,7 +35,7 @@ def test_what_was_saved_is_read_by_the_next_process(tmp_path: Path) -> None:
     assert stored(path, KEY, OTHER) == [remembered(None, SEEN), None]
 
 
-def test_visits_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
+def test_attempts_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
     with PromptMemoryStore(tmp_path / "memory.sqlite") as store:
         store.add([(KEY, SEEN), (KEY, SEEN)])
         store.add([(KEY, SEEN)])

@@ -84,7 +84,7 @@ def test_every_epoch_draws_each_row_once_in_an_order_of_its_own(files: list[str]
     assert epochs[0] != sorted(epochs[0])
 
 
-def test_a_single_row_group_is_shuffled_anew_in_every_epoch(tmp_path: Path) -> None:
+def test_a_single_row_group_is_shuffled_again_in_every_epoch(tmp_path: Path) -> None:
     rows = prompt_rows([f"row {i}" for i in range(ROWS)])
     path = write_prompts(tmp_path / "one.parquet", rows, row_group_size=ROWS)
     order = [row for _, row in sampled(stream([str(path)], epochs=2, window_rows=ROWS))]
@@ -133,7 +133,7 @@ def test_json_lines_and_parquet_follow_each_other(mixed_files: list[str]) -> Non
 
 
 def copies(tmp_path: Path) -> DataConfig:
-    """Twenty rows, of which each fifth is the same."""
+    """Twenty rows; each fifth is the same."""
     rows = [prompt_rows(["same"])[0] if i % 5 == 0 else row for i, row in enumerate(numbered(20))]
     path = write_prompts(tmp_path / "a.parquet", rows, row_group_size=6)
     return DataConfig(
@@ -145,7 +145,7 @@ def numbered(count: int) -> list[dict[str, object]]:
     return prompt_rows([f"row {i}" for i in range(count)])
 
 
-def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_copies_are_taken_once_an_epoch_where_that_is_asked_for(tmp_path: Path) -> None:
     data = copies(tmp_path)
     opened = training_files(data)
     assert opened is not None

@@ -79,10 +79,10 @@ async def test_a_filtered_prompt_never_waits_for_a_batch(tmp_path: Path) -> None
 async def test_a_prompt_that_starts_again_stays_in_its_trace_and_no_span_stays_open(
     tmp_path: Path,
 ) -> None:
-    go_on = asyncio.Event()
+    may_continue = asyncio.Event()
 
     async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
-        await go_on.wait()
+        await may_continue.wait()
 
     client = ScriptedClient(before_sample=hold)
     with traced() as kept:
@@ -130,7 +130,7 @@ async def test_prompts_that_are_not_chosen_leave_nothing(tmp_path: Path) -> None
     assert kept.begun == 0
 
 
-def test_a_service_that_starts_anew_goes_on_with_the_traces_of_its_prompts(
+def test_a_restarted_service_continues_the_traces_of_its_prompts(
     tmp_path: Path,
 ) -> None:
     prompt = client_prompt(prompt_id="p")

@@ -1,4 +1,4 @@
-"""Prompts that are too long are left out, and whoever waits for a batch in vain is told so."""
+"""Prompts that are too long are left out, and a trainer that waits in vain learns why."""
 
 from __future__ import annotations
 

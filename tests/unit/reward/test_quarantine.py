@@ -1,4 +1,4 @@
-"""Prompts that fail again and again are drawn no more, until somebody releases them."""
+"""Prompts that fail again and again are sampled no more, until somebody releases them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
     assert list(read_quarantine(path)) == [prompt_key(POISON)]
 
 
-def test_a_visit_that_ends_well_takes_strikes_back() -> None:
+def test_an_attempt_that_ends_well_takes_strikes_back() -> None:
     quarantine = Quarantine(PromptLedger(), 2)
     for _ in range(5):
         assert quarantine.struck(POISON, CRASHED) is None
@@ -163,7 +163,7 @@ async def attempts(
     return details, len(client.calls), statistics
 
 
-async def test_a_poisonous_prompt_costs_a_bounded_number_of_visits_over_restarts(
+async def test_a_poisonous_prompt_costs_a_bounded_number_of_attempts_over_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules, scorer = config(tmp_path), CrashingOnPoison()

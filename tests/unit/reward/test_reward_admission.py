@@ -1,4 +1,4 @@
-"""Which prompts start: the fleet's room, and prompts that are passed by."""
+"""Which prompts start: the fleet's capacity, and prompts that are passed by."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ async def turns(count: int) -> None:
 
 
 @pytest.mark.parametrize("num_greedy", [0, 1])
-async def test_groups_that_start_together_take_no_more_room_than_there_is(num_greedy: int) -> None:
+async def test_groups_that_start_together_take_no_more_capacity_than_there_is(
+    num_greedy: int,
+) -> None:
     settings = config()
     if num_greedy:
         algorithm = msgspec.structs.replace(settings.algorithm, adv_estimator="remax")
@@ -125,7 +127,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):
                 await app.loop.batches.take(1, 0, 20)
             ends = app.ledger.by_end
-    # Four are passed by, the fifth is drawn, four are passed by, the tenth is drawn, two more.
+    # Four are passed by, the fifth is taken, four are passed by, the tenth is taken, two more.
     assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
     assert (ends[PromptEnd.SKIPPED], ends[PromptEnd.FILTERED_ALL_RIGHT]) == (10, 2)
 
@@ -207,7 +209,7 @@ async def test_a_version_whose_announcement_is_repeated_counts_once_for_the_pace
     assert len(noted) == 2
 
 
-async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path: Path) -> None:
+async def test_a_memory_that_cannot_be_read_is_reported_and_loses_no_prompt(tmp_path: Path) -> None:
     rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
     settings = config("memory", data={"train_files": str(rows)})
     memory = PromptMemoryStore(tmp_path / "memory.sqlite")
@@ -228,7 +230,7 @@ def _keys(contents: list[str]) -> list[str]:
     return [prompt_key(replace(one, ground_truth=str(i))) for i, one in enumerate(prompts)]
 
 
-def test_a_prompt_that_is_passed_by_is_told_whether_it_was_dear_or_left_out_for_the_hard_ones() -> (
+def test_a_prompt_that_is_passed_by_says_whether_it_was_dear_or_left_out_for_the_hard_ones() -> (
     None
 ):
     attempt = Attempt("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)

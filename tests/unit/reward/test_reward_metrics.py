@@ -72,7 +72,7 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
     assert {one.instrument for one in found.values()} <= set(instruments()["reward"])
 
 
-async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
+async def test_staleness_and_time_to_fill_are_reported_of_every_batch() -> None:
     async with running_app(CONFIG, ScriptedClient()) as app:
         metrics = metrics_of(app)
         submit(app, [MIXED, MIXED])

@@ -1,4 +1,4 @@
-"""The strategy `rounds` in the loop: waves, leases that are formed anew, another trainer."""
+"""The strategy `rounds` in the loop: waves, leases that are formed again, another trainer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_another_trainer_begins_with_a_first_wave() -> None:
         assert ends(app) == {"dropped_surplus": 2}
 
 
-async def test_a_wave_that_keeps_too_few_is_an_error_for_whoever_takes_a_batch() -> None:
+async def test_a_wave_that_keeps_too_few_is_an_error_for_the_trainer_that_takes_a_batch() -> None:
     client = ScriptedClient()
     async with running_app(config(num_waves=2), client) as app:
         submit(app, [WRONG] * 7 + [MIXED] * 5)

@@ -59,7 +59,7 @@ class Scorer(InlineScorer):
 
 
 class Texts(ScriptedClient):
-    """Responses that name their sample and, by their seeds, how often it was drawn."""
+    """Responses that name their sample and, by their seeds, how often it was generated."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(make=self._named, **fields)
@@ -134,7 +134,7 @@ async def test_a_sample_is_not_scored_more_often_than_its_rule_says() -> None:
     assert statistics["reward/outcomes/scorer_crash"] == 1
 
 
-async def test_a_sample_drawn_again_comes_from_another_seed_and_takes_its_place() -> None:
+async def test_a_sample_generated_again_comes_from_another_seed_and_takes_its_place() -> None:
     rules = config({"unscorable": {"action": "generate_again", "max_attempts": 3}})
     texts, statistics, _ = await first_group(rules, of_sample(1, UNSCORABLE, 2))
     draws = [text.split("\n")[0] for text in texts]
@@ -196,7 +196,7 @@ async def test_a_group_goes_without_samples_that_no_replica_can_generate(
     assert statistics["reward/outcomes/aborted"] == 0
 
 
-async def test_a_client_is_told_how_the_samples_of_its_prompt_ended() -> None:
+async def test_a_client_learns_how_the_samples_of_its_prompt_ended() -> None:
     rules, scorer = config(), Scorer(of_sample(0, UNSCORABLE, 1))
     async with running(rules, Texts(), scorer) as app:
         session = submit(app, ["first"])
@@ -262,8 +262,8 @@ async def _ends_of(
         return fates[turns["scored"] % len(fates)]
 
     async def break_some(_name: str, _request: GroupRequest, _index: int) -> None:
-        turns["drawn"] += 1
-        if turns["drawn"] % (breaking * 6) == 0:
+        turns["sampled"] += 1
+        if turns["sampled"] % (breaking * 6) == 0:
             raise EngineError("out of memory")
 
     sampling = {"strategy": strategy, "probe_samples": 2}

@@ -27,7 +27,7 @@ ITEM = ScorerInput("math_dapo", "4", "4", {})
 
 
 class SlowScorer:
-    """Answers when it is told to."""
+    """Answers when it may."""
 
     busy_seconds, num_asked = 0.0, 0
 

@@ -115,7 +115,7 @@ def test_a_file_may_be_named_by_its_url(tmp_path: Path) -> None:
         ("def compute_score(data_source, solution_str, ground_truth): return 1", "extra_info"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_with_the_reason(
+def test_a_function_that_cannot_be_used_is_reported_with_the_reason(
     tmp_path: Path, source: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

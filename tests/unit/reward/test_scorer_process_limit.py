@@ -34,7 +34,7 @@ def test_the_soft_limit_follows_the_users_threads_and_the_hard_one_stays(limits:
     assert limits[1:] == [(300 + MAX_MORE_PROCESSES, hard), (9000 + MAX_MORE_PROCESSES, hard)]
 
 
-def test_requests_in_quick_succession_do_not_count_anew(limits: Limits) -> None:
+def test_requests_in_quick_succession_do_not_count_again(limits: Limits) -> None:
     counts = iter([300])
     limit = ProcessLimit(lambda: next(counts), lambda: 7.0)
     for _ in range(5):

@@ -58,7 +58,7 @@ def test_what_is_filled_in_is_not_filled_again() -> None:
     assert filled(template, call) == "2+2? {ground_truth} 3 sums {other} {{}}"
 
 
-def test_a_row_that_lacks_what_the_template_asks_for_is_told() -> None:
+def test_a_row_that_lacks_what_the_template_asks_for_is_reported() -> None:
     with pytest.raises(DataError, match=r"\{extra_info\.rubric\}, which the row lacks"):
         filled("{extra_info.rubric}", CALL)
 

@@ -71,7 +71,7 @@ def test_numina_goes_to_math_verify() -> None:
 
 
 @pytest.mark.parametrize("source", NUMINA)
-def test_a_missing_package_is_told_with_how_to_install_it(
+def test_a_missing_package_is_reported_with_how_to_install_it(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -99,7 +99,7 @@ def test_a_list_or_mapping_is_refused_by_scorers_that_compare_with_one_text(trut
             scorer_for("searchR1_nq", json_truth=unread)
 
 
-def test_an_unknown_source_is_told_with_remedy_and_the_known_ones() -> None:
+def test_an_unknown_source_is_reported_with_remedy_and_the_known_ones() -> None:
     with pytest.raises(DataError) as refusal:
         scorer_for("openai/gsm9k")
     words = str(refusal.value)

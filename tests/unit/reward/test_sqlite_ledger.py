@@ -118,7 +118,7 @@ def test_a_ledger_opened_again_after_any_event_knows_what_one_in_memory_does(
                 assert known(again) == known(model)
 
 
-async def test_what_is_durable_is_in_the_file_of_a_process_that_goes_on(tmp_path: Path) -> None:
+async def test_what_is_durable_is_in_the_file_of_a_process_that_still_runs(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = PromptLedger(path)
     for number in range(100):
@@ -271,7 +271,7 @@ def test_one_process_at_a_time_uses_a_ledger(
     PromptLedger(path).close()
 
 
-def test_a_prompt_that_cannot_be_kept_is_refused_from_a_client_and_drawn_anew_from_data(
+def test_a_prompt_that_cannot_be_kept_is_refused_from_a_client_and_taken_again_from_data(
     tmp_path: Path,
 ) -> None:
     odd = {"number": 1 << 80}

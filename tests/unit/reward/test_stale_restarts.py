@@ -33,7 +33,7 @@ MIXED = "answer=1 right=1"
 WRONG = "answer=1 right=0"
 TOKENS_PER_SAMPLE = 8
 RECKLESS = YieldEstimate(prior_yield=0.05, prior_weight=1e6)
-"""A yield so low that admission starts more groups than have a place, all of which are kept."""
+"""A yield so low that admission starts more groups than have a place, and all are kept."""
 
 
 def config(**asynchrony: Any) -> RunConfig:
@@ -148,7 +148,7 @@ async def test_a_group_that_starts_after_its_place_was_taken_starts_again() -> N
         assert ended(app) == {"trained": 4}
 
 
-async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
+async def test_tokens_generated_in_vain_are_booked_as_stale() -> None:
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 0))
     client = ScriptedClient(before_sample=gates)
     async with running_app(config(), client) as app:

@@ -1,4 +1,4 @@
-"""Samples go on elsewhere from what came of them; a group ends at its bounds as it stands."""
+"""Samples continue elsewhere from what came of them; a group ends at its bounds as it stands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMPT = Prompt("p7", 7, (ChatMessage("user", "?"),), "math_dapo", "1", PromptOr
 
 
 def token(index: int, place: int) -> int:
-    """Token `place` of sample `index`, whoever draws it."""
+    """Token `place` of sample `index`, from any replica."""
     return 100 * index + place
 
 
@@ -152,7 +152,9 @@ def check_whole(group: RolloutGroup, size: int = 6) -> None:
         assert rollout.finish_reason is FinishReason.STOP
 
 
-async def test_a_broken_stream_goes_on_from_its_tokens_under_the_versions_that_drew_them() -> None:
+async def test_a_broken_stream_continues_from_its_tokens_under_the_versions_that_drew_them() -> (
+    None
+):
     broken = (delta(0, 0, 3, 3), delta(1, 0, 2, 3), delta(1, 2, 4, 3), EngineError("lost"))
     parts = Parts(a=broken)
     parts.versions = {"a": 3, "b": 4}
@@ -199,7 +201,7 @@ async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:
     assert setting.reported == [None, 5, 5, 5]  # not 3: no token of that version is left
 
 
-async def test_samples_that_a_replica_broke_off_go_on_from_its_tokens() -> None:
+async def test_samples_that_a_replica_broke_off_continue_from_its_tokens() -> None:
     cut = Rollout.of_one_turn(
         *(1, np.array([100, 101], np.uint32), -np.array([100, 101], np.float32)),
         *((VersionSpan(0, 0, 2),), FinishReason.ABORTED, ""),
@@ -223,7 +225,7 @@ async def test_a_removed_replicas_tokens_are_not_sampled_again_and_it_has_not_fa
     assert parts.calls[1] == ("b", (0, 1), {0: 3})
 
 
-async def test_a_stream_of_which_nothing_comes_goes_on_elsewhere_and_the_log_names_it(
+async def test_a_silent_stream_continues_elsewhere_and_the_log_names_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -270,7 +272,7 @@ def slowly(step_s: float, tokens: int) -> list[Any]:
     return [item for place in range(tokens) for item in (step_s, one_more(place))]
 
 
-async def test_a_slow_stream_moves_once_where_there_is_room() -> None:
+async def test_a_slow_stream_moves_once_where_there_is_capacity() -> None:
     parts = Parts(40, a=(*slowly(0.15, 30), sent(whole(0, 40), whole(1, 40))))
     setting = Setting(parts, attempts=1, slow_factor=4)
     setting.dispatcher._rates.note("b", 1000.0)
@@ -296,7 +298,7 @@ async def test_the_rate_of_a_replica_that_has_left_counts_no_longer() -> None:
     assert setting.dispatcher._rates.median_of_others("b") is None
 
 
-async def test_a_slow_stream_stays_where_there_is_no_room_elsewhere() -> None:
+async def test_a_slow_stream_stays_where_there_is_no_capacity_elsewhere() -> None:
     parts = Parts(10, a=(*slowly(0.15, 9), sent(whole(0, 10), whole(1, 10))))
     setting = Setting(parts, attempts=1, slow_factor=4)
     await setting.dispatcher.announce([replica("a")])
@@ -337,7 +339,7 @@ async def test_a_deadline_holds_while_the_group_waits_for_another_replica() -> N
     assert setting.queue.num_waiting == 0
 
 
-async def test_a_group_of_which_no_sample_finished_in_time_fails() -> None:
+async def test_a_group_with_no_sample_finished_in_time_fails() -> None:
     setting = Setting(Parts(a=(delta(1, 0, 3), asyncio.Event())), group_deadline_s=0.1)
     await setting.dispatcher.announce([replica("a")])
     with pytest.raises(GroupFailedError, match=r"no sample finished within .*: 3 tokens, 0 of 2"):
@@ -390,7 +392,7 @@ async def test_the_deadline_of_a_groups_first_start_ends_parts_that_have_not_sta
     assert setting.queue.num_waiting == 0
 
 
-async def test_the_tokens_of_all_parts_count_and_end_those_of_which_nothing_comes() -> None:
+async def test_the_tokens_of_all_parts_count_and_end_the_silent_ones() -> None:
     spends = asyncio.Event()
     parts = Parts(
         a=(delta(0, 0, 3), spends, sent(whole(0, 6))), b=(delta(1, 0, 3), asyncio.Event())

@@ -104,7 +104,7 @@ async def test_unfinished_prompts_are_bounded(
         assert (await receipt(session)).sequence is not None
 
 
-async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
+async def test_a_prompt_that_can_never_be_accepted_is_not_asked_to_wait_for_space(
     ledger: PromptLedger,
 ) -> None:
     limits = LimitsConfig(max_client_images_mb=1, max_prompts_per_stream=2)
@@ -144,7 +144,7 @@ async def test_a_session_ends_when_its_input_and_all_its_prompts_have_ended(
         assert await session.next_event() is None
 
 
-async def test_a_client_that_left_is_told_nothing_and_its_prompts_stay(
+async def test_a_client_that_left_receives_nothing_and_its_prompts_stay(
     submissions: Submissions, ledger: PromptLedger
 ) -> None:
     with submissions.session() as session:
@@ -272,7 +272,7 @@ async def test_an_ended_prompt_is_found_again_in_whatever_order_its_fields_come(
 
 
 class SlowLedger(PromptLedger):
-    """A disk that commits when it is told to."""
+    """A disk that commits when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
         assert (await receipt(second)).sequence == 2
 
 
-async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -> None:
+async def test_images_that_there_will_never_be_space_for_are_refused_permanently() -> None:
     ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, LIMITS)
     with submissions.session() as session:

@@ -50,7 +50,7 @@ def graded(*samples: tuple[int, Outcome], greedy: int | None = None) -> GradedGr
     return GradedGroup(group, tuple(outcome for _, outcome in samples), baseline)
 
 
-def test_a_trained_groups_tokens_are_told_apart_by_what_became_of_each_sample() -> None:
+def test_a_trained_groups_tokens_are_distinguished_by_what_became_of_each_sample() -> None:
     group = graded((8, RIGHT), (4, UNSCORED), (2, ABORTED), greedy=16)
     found = uses_of_group(TokenUse.TRAINED, GroupProgress(num_received=31), group)
     assert found == {TokenUse.TRAINED: 24, TokenUse.FAILED: 4, TokenUse.ABORTED: 2 + 1}
@@ -62,7 +62,7 @@ def test_a_broken_off_group_is_of_one_use_but_for_what_was_thrown_away_before() 
     assert found == Counter({TokenUse.STALE: 6, TokenUse.ABORTED: 3})
 
 
-def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
+def test_samples_in_whose_places_others_were_generated_have_failed() -> None:
     tokens = GroupProgress(num_received=20, num_replaced=5)
     broken_off = uses_of_group(TokenUse.STALE, tokens, None)
     assert broken_off == Counter({TokenUse.STALE: 15, TokenUse.FAILED: 5})
@@ -80,7 +80,7 @@ def test_an_interval_ends_and_the_totals_continue() -> None:
 
 
 def balance(app: RewardApp) -> dict[str, float]:
-    """The books at this moment, which must balance."""
+    """The accounts at this moment, which must balance."""
     statistics = app.statistics()
     tokens = {
         name.removeprefix("reward/tokens/"): count
@@ -109,7 +109,7 @@ def config(strategy: str, on_stale: str, max_staleness: int) -> RunConfig:
 
 
 class Whims:
-    """What happens at each sample, by a list of numbers; looks at the books every time."""
+    """What happens at each sample, by a list of numbers; looks at the accounts every time."""
 
     def __init__(self, numbers: list[int]) -> None:
         self._numbers, self._at = numbers, 0
@@ -162,7 +162,7 @@ async def drive(whims: Whims, rules: RunConfig) -> dict[str, float]:
     on_stale=st.sampled_from(["wait", "drop"]),
     max_staleness=st.sampled_from([0, 1]),
 )
-def test_the_books_balance_at_every_instant(
+def test_the_accounts_balance_at_every_instant(
     numbers: list[int], strategy: str, on_stale: str, max_staleness: int
 ) -> None:
     rules = config(strategy, on_stale, 0 if strategy == "rounds" else max_staleness)

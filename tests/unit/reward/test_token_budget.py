@@ -77,7 +77,7 @@ async def test_a_group_over_after_its_first_samples_is_judged_without_asking_for
     assert client.calls == [("a", "p0", (0, 1))]
 
 
-async def test_no_strategy_is_asked_whether_a_group_that_is_over_goes_on(
+async def test_no_strategy_is_asked_whether_a_group_that_is_over_continues(
     late_grades: None,
 ) -> None:
     client, asked = ScriptedClient(), []

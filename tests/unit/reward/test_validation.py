@@ -137,7 +137,7 @@ async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) 
 
 
 @pytest.mark.parametrize("before_sample", [BreakingPrompts("validation-3"), hold_the_second_sample])
-async def test_all_tokens_of_a_validation_are_told_even_if_it_does_not_end(
+async def test_all_tokens_of_a_validation_are_reported_even_if_it_does_not_end(
     before_sample: Any,
 ) -> None:
     world = World(ScriptedClient(before_sample=before_sample), 20)
@@ -252,7 +252,7 @@ async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:
 
 
 @pytest.mark.parametrize("last", [0, 7, 23, 59])
-async def test_the_examples_are_of_the_same_prompts_of_the_whole_set_whoever_is_graded_last(
+async def test_the_examples_are_of_the_same_prompts_of_the_whole_set_in_any_order_of_grades(
     last: int,
 ) -> None:
     held = HeldPrompts(f"validation-{last}")
@@ -332,7 +332,7 @@ async def test_every_graded_response_is_written_where_asked(tmp_path: Path) -> N
     assert {"input", "output", "gts", "score", "step", "acc", "pred", "uid"} <= rows[0].keys()
 
 
-async def test_a_folder_that_cannot_be_written_is_told_once_and_stops_nothing(
+async def test_a_folder_that_cannot_be_written_is_logged_once_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"

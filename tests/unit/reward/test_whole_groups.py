@@ -53,7 +53,7 @@ async def first_batch(run: RunConfig) -> tuple[list[tuple[str, int]], dict[str, 
     return [(g.prompt_id, len(g.rollouts)) for g in batch.groups], dict(batch.statistics)
 
 
-async def test_adpo_gets_only_groups_of_which_no_sample_failed() -> None:
+async def test_adpo_gets_only_groups_without_a_failed_sample() -> None:
     groups, statistics = await first_batch(config("adpo"))
     assert groups == [("p1", SAMPLES), ("p2", SAMPLES)]
     assert statistics["train/groups_failed"] == 1

@@ -9,7 +9,7 @@ from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 
 
-def test_the_end_of_the_data_is_told_from_a_hopeless_yield() -> None:
+def test_the_end_of_the_data_is_distinguished_from_a_hopeless_yield() -> None:
     guard = YieldGuard(0.5, 1)
     assert isinstance(guard.exhausted(1, 4), DataExhaustedError)
     guard.ended(PromptEnd.FILTERED_ALL_WRONG, "")

@@ -1,4 +1,4 @@
-"""Conversations go on from their exact tokens, with what the template writes between turns."""
+"""Conversations continue from their exact tokens, with what the template writes between turns."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_only_the_roles_of_the_new_turns_are_proved(
 def test_a_response_that_was_cut_gets_the_end_that_it_lacks(
     encoders: dict[str, PromptEncoder],
 ) -> None:
-    encoder, new = encoders["qwen2.5"], ChatMessage("user", "Go on.")
+    encoder, new = encoders["qwen2.5"], ChatMessage("user", "Continue.")
     begun, whole = encoder.encode_chat([QUESTION]), sampled(encoder, "qwen2.5", "It holds")
     cut = continued(encoder, joined(begun, whole[:-1]), new)
     assert cut == continued(encoder, joined(begun, whole), new)

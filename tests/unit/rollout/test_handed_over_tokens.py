@@ -278,7 +278,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
 
 
 class ScriptedEngine:
-    """Yields chunks; samples of the given numbers of tokens, cut and mixed as drawn."""
+    """Yields chunks; samples of the given numbers of tokens, cut and mixed as hypothesis draws."""
 
     def __init__(self, chunks: Sequence[tuple[SampleChunk, ...]]) -> None:
         self.accounting = RequestTokens()

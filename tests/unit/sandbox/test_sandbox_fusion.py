@@ -80,7 +80,7 @@ def test_another_command_line_goes_there_as_a_script() -> None:
     assert (requests[0]["language"], requests[0]["code"]) == ("bash", "ls -l 'a b'")
 
 
-def test_ends_on_the_server_are_told_apart() -> None:
+def test_ends_on_the_server_are_distinguished() -> None:
     assert answered("Failed", run_result(code=1)).exit_code == 1
     late = answered("Failed", run_result("TimeLimitExceeded", None))
     assert late.end is SandboxEnd.TIMED_OUT

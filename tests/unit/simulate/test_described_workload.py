@@ -1,4 +1,4 @@
-"""A workload by its distributions is drawn by its numbers, and the mixtures are some of them."""
+"""A workload by its distributions is sampled by its numbers, and the mixtures are some of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_mixture_draws_each_kind_of_prompt_by_its_share(mixture: str) -> None:
     assert fmean(rates) == pytest.approx(expected, abs=0.02)
 
 
-def test_pass_rates_are_drawn_from_the_components_by_their_weights() -> None:
+def test_pass_rates_are_sampled_from_the_components_by_their_weights() -> None:
     kinds = (BetaComponent(1e6, 0.01, 3.0), BetaComponent(0.01, 1e6, 1.0))
     workload = DescribedWorkload(WorkloadDescription(kinds, num_prompts=4000))
     rates = [workload.prompt(position, 0).pass_rate for position in range(4000)]
@@ -45,7 +45,7 @@ def test_lengths_have_the_median_of_the_prompts_pass_rate(kind: BetaComponent, t
     assert sampled.tokens == [tokens] * 8
 
 
-def test_lengths_spread_within_a_prompt_and_between_prompts_as_they_are_told() -> None:
+def test_lengths_spread_within_a_prompt_and_between_prompts_as_described() -> None:
     spread = ResponseLengths(1000, 1000, sigma_between_prompts=0.0, sigma_within_prompt=0.5)
     workload = DescribedWorkload(WorkloadDescription((ALWAYS,), spread))
     tokens = workload.samples(workload.prompt(0, 0), 0, 0, 4000).tokens
@@ -75,7 +75,7 @@ def test_the_drift_moves_pass_rates_with_versions() -> None:
     assert learns.prompt(0, 20).pass_rate > learns.prompt(0, 0).pass_rate + 0.2
 
 
-def test_the_data_set_has_as_many_prompts_as_it_is_told() -> None:
+def test_the_data_set_has_as_many_prompts_as_described() -> None:
     workload = DescribedWorkload(WorkloadDescription((ALWAYS,), num_prompts=10))
     keys = [workload.prompt(position, 0).key for position in range(20)]
     assert set(keys[:10]) == set(keys[10:]) == {str(number) for number in range(10)}

@@ -1,4 +1,4 @@
-"""Groups with probes in the simulated loop: room, grades, and prompts that begin again."""
+"""Groups with probes in the simulated loop: capacity, grades, and prompts that begin again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_rest_that_ends_before_the_probes_are_graded_is_awaited_with_its_grade
 
 
 class WatchedLoop(SimulatedLoop):
-    """Notes the most groups under way, and the visits that were given back."""
+    """Notes the most groups under way, and the attempts that were given back."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self.most, self.given_back, self.sampled = 0, [], []
@@ -94,7 +94,7 @@ class WatchedLoop(SimulatedLoop):
 
 
 @pytest.mark.parametrize(("strategy", "most"), [(StrategyName.STREAM, 4), (StrategyName.STAGED, 8)])
-def test_room_is_counted_in_first_samples(strategy: StrategyName, most: int) -> None:
+def test_capacity_is_counted_in_first_samples(strategy: StrategyName, most: int) -> None:
     """16 sequences at once: 4 groups of 4 samples, or 8 of 2 probes."""
     fleet = replace(FLEET, num_replicas=1, slots=16, slack=1.0)
     loop = WatchedLoop(small(strategy, batch_size=20, max_staleness=1, fleet=fleet, num_steps=4))
@@ -104,7 +104,7 @@ def test_room_is_counted_in_first_samples(strategy: StrategyName, most: int) -> 
     assert loop.most == most
 
 
-def test_a_group_that_is_broken_off_gives_back_the_visit_it_was_drawn_as() -> None:
+def test_a_group_that_is_broken_off_gives_back_the_attempt_it_was_sampled_as() -> None:
     attempt = Attempt("a", 0, None, first_samples=2)
     prompt = SimulatedPrompt("a", 0.5, is_long=False, number=0)
     group = SimulatedGroup(0, prompt, 0, attempt, SimulatedSamples([1, 1], [True, False]))
@@ -112,6 +112,6 @@ def test_a_group_that_is_broken_off_gives_back_the_visit_it_was_drawn_as() -> No
     loop._in_flight[0] = group
     group.start_version = 0
     loop._batching.started(group)
-    group.attempt = replace(attempt, probability=0.5)  # it went on by chance
+    group.attempt = replace(attempt, probability=0.5)  # it continued by chance
     loop._cancel_without_slot([group])
     assert loop.given_back == [attempt]

@@ -14,7 +14,7 @@ from tests.unit.simulate.simulations import SmallWorkload, small
 
 
 class WatchedLoop(SimulatedLoop):
-    """Notes which groups are sure whenever the load is told."""
+    """Notes which groups are sure whenever the load is reported."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self.filtered: set[str] = set()

@@ -134,12 +134,12 @@ async def test_the_end_of_the_run_completes_a_checkpoint_before_the_ranks_stop(
 async def test_a_save_whose_caller_is_cancelled_is_completed_as_other_ranks_wait_for_it(
     tmp_path: Path,
 ) -> None:
-    copying, may_go_on = threading.Event(), threading.Event()
+    copying, may_continue = threading.Event(), threading.Event()
 
     class Slow(Leader):
         def begin_save(self, folder: Path) -> Callable[[], None]:
             copying.set()
-            assert may_go_on.wait(WAIT_S)
+            assert may_continue.wait(WAIT_S)
             return super().begin_save(folder)
 
     leader = Slow()
@@ -149,7 +149,7 @@ async def test_a_save_whose_caller_is_cancelled_is_completed_as_other_ranks_wait
         saving.cancel()
         await asyncio.wait([saving])
         assert saving.cancelled()
-        may_go_on.set()
+        may_continue.set()
     assert leader.did == ["copy", "write", "stop"]
     assert latest_step(tmp_path) == 1
 

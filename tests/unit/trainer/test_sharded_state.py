@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_write_ends_the_work_of_all_and_is_named() -> None:
     assert sorted(done) == ["0:0", "0:1", "1:0"]
 
 
-def test_ranks_without_a_common_folder_are_told_that_they_need_one(tmp_path: Path) -> None:
+def test_ranks_without_a_common_folder_learn_that_they_need_one(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
 
     def build(parallel: DataParallel) -> tuple[Learner, Path]:

@@ -150,7 +150,7 @@ def test_a_model_that_lacks_weights_is_refused_with_the_first_one(tmp_path: Path
         load_policy(ModelConfig(path=str(tmp_path)), PRECISION, 28, is_sharded=True)
 
 
-def test_ranks_with_other_files_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_with_other_files_are_distinguished(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "qwen3")
     before = WeightFiles(folder).probe()
     tensors = load_file(folder / "model.safetensors")

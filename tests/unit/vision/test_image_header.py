@@ -50,7 +50,7 @@ def test_what_an_encoder_writes_is_read(kind: str, options: dict[str, Any]) -> N
         assert (found.width, found.height) == (37, 21)
 
 
-def test_a_claim_of_many_pixels_is_told_without_decoding() -> None:
+def test_a_claim_of_many_pixels_is_read_without_decoding() -> None:
     found = read_image_header("images[0]", png(claims=(60_000, 60_000)))
     assert found.num_pixels == 3_600_000_000
 

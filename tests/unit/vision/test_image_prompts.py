@@ -177,7 +177,9 @@ def test_a_text_model_has_no_reader(tmp_path: Path) -> None:
     assert read_vision_shape(tmp_path) is None
 
 
-def test_a_missing_image_processor_is_told_with_the_file_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_image_processor_is_reported_with_the_file_that_is_missing(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
     with pytest.raises(ConfigError, match=r"copy preprocessor_config\.json"):
         load_image_prompts(tmp_path)

@@ -59,7 +59,7 @@ def test_expanded_placeholders_are_found_again(parts: list[tuple[int, Grid]]) ->
     assert (expanded != IMAGE).sum() == (short != IMAGE).sum()
 
 
-def test_images_that_touch_each_other_are_told_apart() -> None:
+def test_images_that_touch_each_other_are_distinguished() -> None:
     grids = [Grid(1, 2), Grid(2, 2)]
     places = find_images(np.array([WORD] + [IMAGE] * 6), IMAGE, grids)
     assert [place.start for place in places] == [1, 3]

@@ -57,7 +57,7 @@ def test_after_a_return_to_an_older_version_nobody_is_passed_by_for_longer() -> 
     assert [order.take(5 + number, tokens_in_time=40.0) for number in range(3)] == [1, 2, 0]
 
 
-def test_whoever_starts_leaves_the_line() -> None:
+def test_a_prompt_that_starts_leaves_the_line() -> None:
     order = _line(30.0, 90.0, 90.0)
     assert [order.take(VERSION, 100.0) for _ in range(3)] == [1, 2, 0]
     assert len(order) == 0
@@ -96,7 +96,7 @@ def test_everyone_in_line_starts_once_and_none_is_passed_by_for_more_than_two_ve
     assert sorted(started) == list(range(len(lengths)))
 
 
-def test_time_left_is_told_in_mean_tokens() -> None:
+def test_time_left_is_given_in_mean_tokens() -> None:
     # Started under the version of 200 s with S = 1: in time until 300 s, at 2 tokens a second.
     assert _forecast().tokens_in_time(260.0) == pytest.approx(80.0)
     assert _forecast(max_staleness=2).tokens_in_time(260.0) == pytest.approx(280.0)
@@ -115,7 +115,7 @@ def test_nothing_is_forecast_before_two_announcements_and_a_group() -> None:
     assert unseen.tokens_in_time(2.0) is None
 
 
-def test_a_prompts_length_is_that_of_its_last_visit_else_that_of_all() -> None:
+def test_a_prompts_length_is_that_of_its_last_attempt_else_that_of_all() -> None:
     forecast = _forecast()
     forecast.ended("seen", mean_tokens=70.0, seconds=25.0)
     assert forecast.tokens("seen") == 70.0

@@ -20,7 +20,7 @@ from sluice.algorithm.sampling.coverage_guard import (
 def kept_like(
     guard: CoverageGuard, generator: np.random.Generator, num_attempts: int
 ) -> tuple[CoverageGuard, int, int]:
-    """Groups drawn as the guard says: 50 % sure (4 % of them hard), 30 % easy, 20 % hard."""
+    """Groups sampled as the guard says: 50 % sure (4 % of them hard), 30 % easy, 20 % hard."""
     kept = hard = 0
     for _ in range(num_attempts):
         side = (Side.NONE, Side.EASY, Side.HARD)[int(generator.choice(3, p=[0.5, 0.3, 0.2]))]
@@ -32,15 +32,15 @@ def kept_like(
     return guard, kept, hard
 
 
-def test_what_met_no_choice_is_always_drawn() -> None:
+def test_what_met_no_choice_is_always_sampled() -> None:
     assert CoverageGuard(0.1).probability(Side.NONE) == 1.0
 
 
-def test_hard_prompts_are_all_drawn_until_shares_are_known() -> None:
+def test_hard_prompts_are_all_sampled_until_shares_are_known() -> None:
     assert CoverageGuard(0.1).probability(Side.HARD, 0.3) == 1.0
 
 
-def test_the_easy_side_is_drawn_as_rarely_as_allowed() -> None:
+def test_the_easy_side_is_sampled_as_rarely_as_allowed() -> None:
     assert CoverageGuard(0.1).probability(Side.EASY, 0.9) == 0.1
 
 
@@ -62,7 +62,7 @@ def test_without_the_guard_the_share_would_fall() -> None:
     assert hard / kept < 0.22 * 0.6
 
 
-def test_the_share_of_plain_drawing_is_estimated_though_groups_are_drawn_unevenly() -> None:
+def test_the_share_of_plain_sampling_is_estimated_though_groups_are_sampled_unevenly() -> None:
     generator = np.random.default_rng(2)
     guard, _, _ = kept_like(CoverageGuard(0.25), generator, 8000)
     assert guard.plain_share == pytest.approx(0.22, rel=0.15)
@@ -86,7 +86,7 @@ def with_plain_prompts() -> CoverageGuard:
     return guard
 
 
-def test_plain_prompts_are_drawn_less_often_rather_than_most_hopeless_ones() -> None:
+def test_plain_prompts_are_sampled_less_often_rather_than_most_hopeless_ones() -> None:
     guard = with_plain_prompts()
     assert LEAST_PLAIN <= guard.probability(Side.PLAIN) < 1.0
     assert guard.probability(Side.HARD, 1.0) == pytest.approx(MOST_HARD_FACTOR)
@@ -103,7 +103,7 @@ def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
     )
 
 
-def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share() -> None:
+def test_plain_prompts_are_all_sampled_where_few_of_the_hard_side_keep_the_share() -> None:
     guard = CoverageGuard(0.1)
     for i in range(400):
         guard = guard.kept(Side.NONE, hardness=0.5, value=1.0, probability=1.0)
@@ -116,11 +116,11 @@ def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share()
     assert 0.1 < guard.probability(Side.HARD, 1.0) < MOST_HARD_FACTOR
 
 
-def test_without_the_guard_plain_prompts_are_all_drawn() -> None:
+def test_without_the_guard_plain_prompts_are_all_sampled() -> None:
     assert CoverageGuard(0.1, is_on=False).probability(Side.PLAIN) == 1.0
 
 
-def test_plain_prompts_are_all_drawn_until_shares_are_known() -> None:
+def test_plain_prompts_are_all_sampled_until_shares_are_known() -> None:
     assert CoverageGuard(0.1).probability(Side.PLAIN) == 1.0
 
 

@@ -88,7 +88,7 @@ def test_stopping_groups_by_their_samples_does_not_bend_what_is_learnt() -> None
     assert mean_pass_rate(belief.population) == pytest.approx(0.491, abs=0.05)
 
 
-def test_a_prompt_drawn_rarely_stands_for_many() -> None:
+def test_a_prompt_sampled_rarely_stands_for_many() -> None:
     once, often = GradeCounts(16.0, 0.0), GradeCounts(0.0, 16.0)
     even = PassRateBelief().learn([(once, 4.0), (often, 4.0)])
     tilted = PassRateBelief().learn([(once, 40.0), (often, 4.0)])

@@ -13,11 +13,11 @@ def attempt(history: PromptHistory | None, right: int, scored: int, version: int
     return remembered(history, RememberedAttempt(right, scored, 100.0, version))
 
 
-def test_a_first_visit_is_remembered_as_it_was() -> None:
+def test_a_first_attempt_is_remembered_as_it_was() -> None:
     assert attempt(None, 3, 16, 7) == PromptHistory(3.0, 13.0, 100.0, 7, 1)
 
 
-def test_visits_of_the_same_version_add_up() -> None:
+def test_attempts_of_the_same_version_add_up() -> None:
     assert attempt(attempt(None, 3, 16, 7), 1, 4, 7) == PromptHistory(4.0, 16.0, 100.0, 7, 2)
 
 
@@ -27,7 +27,7 @@ def test_what_is_old_counts_less() -> None:
     assert aged.mean_tokens == 50.0
 
 
-def test_visits_of_a_later_policy_count_less_for_a_run_that_begins_anew() -> None:
+def test_attempts_of_a_later_policy_count_less_for_a_run_that_restarts() -> None:
     restarted = PromptHistory(8.0, 8.0, 50.0, 140, 1).aged(0)
     assert restarted.num_right == pytest.approx(4.0, rel=0.02)
     assert restarted.num_wrong == pytest.approx(4.0, rel=0.02)
@@ -40,7 +40,7 @@ def test_lengths_are_averaged_by_samples() -> None:
     assert after.mean_tokens == pytest.approx(150.0)
 
 
-def test_a_visit_without_a_graded_sample_leaves_the_counts() -> None:
+def test_an_attempt_without_a_graded_sample_leaves_the_counts() -> None:
     assert attempt(PromptHistory(4.0, 4.0, 100.0, 5, 1), 0, 0, 5).num_right == 4.0
 
 

@@ -20,7 +20,7 @@ def to_issue(rounds: Rounds, *, in_flight: int = 0, kept: int = 0, training: int
     return rounds.num_to_issue(num_in_flight=in_flight, num_kept=kept, num_in_training=training)
 
 
-def test_a_wave_is_drawn_whole() -> None:
+def test_a_wave_is_sampled_whole() -> None:
     rounds = Rounds(8, 4, 0)
     assert to_issue(rounds) == 8
     assert to_issue(issued(rounds, 3), in_flight=3) == 5
@@ -41,7 +41,7 @@ def test_a_full_batch_ends_the_waves() -> None:
     assert not rounds.has_ended(1)
 
 
-def test_nothing_is_drawn_while_the_batch_is_trained() -> None:
+def test_nothing_is_sampled_while_the_batch_is_trained() -> None:
     assert to_issue(Rounds(8, 4, 0).batch_formed(), training=4) == 0
 
 
@@ -66,7 +66,7 @@ def test_no_bound_on_waves_never_ends_in_an_error(unbounded: int) -> None:
     assert to_issue(rounds, kept=3) == 2
 
 
-def test_a_prompt_given_back_is_drawn_again_in_the_same_wave() -> None:
+def test_a_prompt_given_back_is_sampled_again_in_the_same_wave() -> None:
     rounds = issued(Rounds(4, 4, 0), 4).gave_back()
     assert to_issue(rounds) == 1
     assert rounds.num_waves == 1

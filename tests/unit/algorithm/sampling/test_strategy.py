@@ -119,7 +119,7 @@ def test_without_the_guard_hard_prompts_are_lost(plain: Totals) -> None:
     assert found.hard / found.kept < 0.8 * plain.hard / plain.kept
 
 
-def test_mixed_probes_always_go_on() -> None:
+def test_mixed_probes_always_continue() -> None:
     chosen = strategy(StrategyName.STAGED)
     attempt = chosen.attempt("a", 0, None, 0)
     assert attempt.first_samples == RULES.probe_samples
@@ -148,7 +148,7 @@ def test_a_prompt_that_was_always_right_is_mostly_passed_by_but_explored_at_time
     assert all(attempt.probability == pytest.approx(0.1) for attempt in attempts)
 
 
-def test_choices_depend_on_the_visit_alone() -> None:
+def test_choices_depend_on_the_attempt_alone() -> None:
     history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
     first, second = strategy(StrategyName.MEMORY), strategy(StrategyName.MEMORY)
     forward = [first.attempt(str(i), i, history, 0).first_samples for i in range(200)]
@@ -205,7 +205,7 @@ def test_stream_carries_surplus_over_and_forms_whenever_there_are_enough() -> No
     assert chosen.may_form(load(in_flight=5, kept=64))
 
 
-def test_no_more_groups_start_than_the_fleet_has_room_for() -> None:
+def test_no_more_groups_start_than_the_fleet_has_capacity_for() -> None:
     for name in StrategyName:
         chosen = strategy(name, max_staleness=0)
         assert chosen.num_to_start(load(capacity=3)) == 3
@@ -225,7 +225,7 @@ def test_a_group_sure_to_be_kept_takes_a_whole_place() -> None:
     assert chosen.num_to_start(LoopLoad(128, 0, 0, capacity=10_000, num_sure=128)) == 0
 
 
-def test_a_prompt_known_to_be_in_between_is_drawn_without_probes() -> None:
+def test_a_prompt_known_to_be_in_between_is_sampled_without_probes() -> None:
     history = PromptHistory(8.0, 8.0, 100.0, 0, 1)
     attempt = strategy(StrategyName.STAGED_MEMORY).attempt("a", 0, history, 0)
     assert attempt.first_samples == N
@@ -255,7 +255,7 @@ def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both(
         if (continued := chosen.after_probes(attempt, num_right=0, num_scored=4, version=40))
     ]
     assert {attempt.side for attempt in passed} == {Side.HARD}
-    # With w as it is the guard expects what is really drawn.
+    # With w as it is the guard expects what is really sampled.
     assert all(factor * v.value == pytest.approx(v.probability) for v in passed)
     assert all(0.1 < v.probability < 0.5 for v in passed)
 

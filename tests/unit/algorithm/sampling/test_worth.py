@@ -32,7 +32,7 @@ def all_at(rate: float) -> np.ndarray:
     return weights
 
 
-def test_the_price_is_the_samples_drawn_for_each_trained() -> None:
+def test_the_price_is_the_samples_generated_for_each_trained() -> None:
     population = PassRateBelief().population
     assert plain_price(population, N) == pytest.approx(1.0 / mixed_probability(population, N))
 
@@ -45,7 +45,7 @@ def test_samples_had_at_exactly_the_price_are_worth_it() -> None:
     assert Stakes(cost=12.0, gain=6.0).value(2.0) == 1.0
 
 
-def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_group() -> None:
+def test_the_rest_of_a_group_costs_what_is_not_generated_yet_and_gains_the_whole_group() -> None:
     stakes = rest_of_group(all_at(0.5), num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.cost == 12.0
     assert stakes.gain == pytest.approx(N, rel=1e-3)
@@ -64,7 +64,7 @@ def test_right_probes_of_a_prompt_that_was_always_right_stop_it() -> None:
     assert stakes.value(1.8) < 1.0
 
 
-def test_probes_make_a_visit_to_a_hopeless_prompt_cheaper() -> None:
+def test_probes_make_an_attempt_at_a_hopeless_prompt_cheaper() -> None:
     hopeless = all_at(0.002)
     with_probes = whole_attempt(hopeless, probe_samples=4, samples_per_group=N, price=1.8)
     without = whole_attempt(hopeless, probe_samples=None, samples_per_group=N, price=1.8)
@@ -73,7 +73,7 @@ def test_probes_make_a_visit_to_a_hopeless_prompt_cheaper() -> None:
 
 
 @given(st.floats(0.002, 0.998), st.integers(1, N - 1), st.floats(1.0, 4.0))
-def test_a_visit_never_costs_more_than_a_group_nor_gains_more_than_plain_drawing(
+def test_an_attempt_never_costs_more_than_a_group_nor_gains_more_than_plain_sampling(
     rate: float, probes: int, price: float
 ) -> None:
     weights = all_at(rate)

@@ -1,4 +1,4 @@
-"""Visits that fail: each sample drawn counts once, and strikes are of a prompt's own making."""
+"""Attempts that fail: each sample counts once, and strikes are of a prompt's own making."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_lost_replicas_are_no_strike_and_errors_that_an_engine_answers_wit
 
 
 class ScriptedOutcomes(InlineScorer):
-    """All samples of a visit fail in one way, which the words end with."""
+    """All samples of an attempt fail in one way, which the words end with."""
 
     def __init__(self, *kinds: FailureKind) -> None:
         self._kinds = iter(kinds)
@@ -155,7 +155,7 @@ async def test_a_group_that_fails_without_a_strike_takes_earlier_ones_back(
         assert app.statistics()["reward/quarantine"] == is_quarantined
 
 
-async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
+async def test_an_attempt_that_loses_its_replicas_takes_strikes_back() -> None:
     errors: list[SluiceError] = [BROKEN, BROKEN, PeerError("a", "generating", "lost"), LOST]
 
     async def fail(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -170,7 +170,7 @@ async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
         assert app.statistics()["reward/quarantine"] == 0
 
 
-async def test_tokens_of_samples_that_were_drawn_again_have_failed(
+async def test_tokens_of_samples_that_were_generated_again_have_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = Counter[str]()

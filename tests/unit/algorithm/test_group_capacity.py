@@ -1,4 +1,4 @@
-"""Room is counted in first requests, and an idle fleet takes any group."""
+"""Capacity is counted in first requests, and an idle fleet takes any group."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_nothing_starts_where_no_sequence_is_free_or_a_larger_group_runs() -> No
     assert groups_with_capacity(3, first_sequences=4, is_idle=False) == 0
 
 
-def test_probes_leave_room_for_more_groups() -> None:
+def test_probes_leave_capacity_for_more_groups() -> None:
     assert groups_with_capacity(64, first_sequences=16, is_idle=False) == 4
     assert groups_with_capacity(64, first_sequences=4, is_idle=False) == 16
