@@ -17,6 +17,11 @@ from tests.support.scripted_environment import (
     tool_says,
 )
 
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+    '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
 
 def looks_into_two_jars(_episode: str, turn: int, answer: common.Answer) -> Any:
     if turn == 2:
@@ -25,12 +30,8 @@ def looks_into_two_jars(_episode: str, turn: int, answer: common.Answer) -> Any:
 
 
 async def test_results_have_the_ids_that_the_policy_wrote(tmp_path: Path) -> None:
-    written = (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
-        '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
-    )
     world = ScriptedEnvironment(respond=looks_into_two_jars)
-    async with playing(tmp_path, lambda _: written, world, family="kimi") as played:
+    async with playing(tmp_path, lambda _: KIMI_CALL, world, family="kimi") as played:
         (rollout,) = (await played.generator.generate(group_request(1))).rollouts
     results = [turn.observed[0] for turn in rollout.turns[1:]]
     assert [one.tool_call_id for one in results] == ["functions.look:0", "functions.look:1"]
@@ -38,10 +39,6 @@ async def test_results_have_the_ids_that_the_policy_wrote(tmp_path: Path) -> Non
 
 
 async def test_the_calls_of_another_conversation_of_an_episode_do_not_count(tmp_path: Path) -> None:
-    written = (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
-        '<|tool_call_argument_begin|>{"jar": "C"}<|tool_call_end|><|tool_calls_section_end|>'
-    )
     ids: list[str] = []
 
     def respond(_episode: str, turn: int, answer: common.Answer) -> environment.Observation:
@@ -52,7 +49,7 @@ async def test_the_calls_of_another_conversation_of_an_episode_do_not_count(tmp_
         return environment.Observation(messages=[other], is_whole=True)
 
     world = ScriptedEnvironment(respond=respond)
-    async with playing(tmp_path, lambda _: written, world, family="kimi") as played:
+    async with playing(tmp_path, lambda _: KIMI_CALL, world, family="kimi") as played:
         (rollout,) = (await played.generator.generate(group_request(1))).rollouts
     assert [turn.parent for turn in rollout.turns] == [None, None]
     assert ids == ["functions.look:0"] * 2
