@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -45,6 +47,8 @@ SEPARATE_TIER = "multiprocess"
 NOT_RUN_HERE = ("support", "agents", "harness", "engine_vendor", "engine_sglang", "gpu")
 # The inner loop: pure code and numbers, without the modules of tests/slow_modules.txt.
 FAST_TIERS = ["tests/unit", "tests/parity"]
+# Seconds in which a check ends; one that hangs must show its output before CI ends the whole run.
+LIMIT_S = 4200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +74,37 @@ def _environment() -> dict[str, str]:
 def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Result:
     """Run one check and keep what it prints, unless it is shown as it comes."""
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=_environment(),
-            stdout=None if shows else subprocess.PIPE,
-            stderr=None if shows else subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:
-        missing = f"{command[0]} is not installed; run `make test`, which installs the tools"
-        return Result(name, False, 0.0, missing)
-    return Result(name, done.returncode == 0, time.monotonic() - start, done.stdout or "")
+    # A file, since a pipe stays open for as long as any process that a test left behind.
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        output = None if shows else printed
+        try:
+            running = subprocess.Popen(
+                command, cwd=ROOT, env=_environment(), stdout=output, stderr=output
+            )
+        except FileNotFoundError:
+            missing = f"{command[0]} is not installed; run `make test`, which installs the tools"
+            return Result(name, False, 0.0, missing)
+        late = ""
+        try:
+            running.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            late = f"\n{name} did not end in {LIMIT_S:.0f} s, and was ended"
+            _end(running)
+        printed.seek(0)
+        text = printed.read() + late
+    return Result(name, running.returncode == 0, time.monotonic() - start, text)
+
+
+def _end(running: subprocess.Popen[bytes]) -> None:
+    """End a check that hangs; pytest's workers print where they are."""
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    for pid in map(int, children):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        running.wait(10)
+    running.kill()
+    running.wait()
 
 
 def run_static(pool: ThreadPoolExecutor) -> tuple[Future[Result], Iterator[Result]]:
@@ -124,6 +145,8 @@ def run_tests(name: str, arguments: Sequence[str], num_waiting: int, *, shows: b
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+        # A test that ends its worker, or hangs in it, runs again in the next one.
+        parallel += ["--max-worker-restart", "1"]
         command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *arguments]
         done = run_command(name, command, shows=shows)
         return replace(done, counts=read_counts(report))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 from sluice.telemetry.tracing import (
     NOTHING,
-    TRACE_BITS,
     TRACER,
     Key,
     RecordedSpan,
     SpanName,
     TraceContext,
-    new_id,
 )
 from tests.support.seen_spans import traced
 
@@ -39,12 +39,17 @@ def test_without_tracing_every_span_is_the_same_nothing() -> None:
 
 
 def test_a_forked_process_makes_other_ids() -> None:
-    read_end, write_end = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.write(write_end, str(new_id(TRACE_BITS)).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert int(os.read(read_end, 100)) != new_id(TRACE_BITS)
+    code = """
+        import os
+        from sluice.telemetry.tracing import TRACE_BITS, new_id
+        new_id(TRACE_BITS)
+        os.fork()
+        os.write(1, b"%d\\n" % new_id(TRACE_BITS))
+    """
+    # Not in the tests' process, whose threads may hold locks that the child would wait for.
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ids = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.split()
+    assert len(set(ids)) == 2
 
 
 def test_a_span_inside_another_is_its_child() -> None:
