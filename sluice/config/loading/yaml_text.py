@@ -94,6 +94,9 @@ def parse_document(text: str, source: str) -> object:
         raise ConfigError(f"{source} is not valid YAML: {where}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    except RecursionError:
+        deep = "nests lists or mappings hundreds of levels deep; write them flatter"
+        raise ConfigError(f"{source} {deep}") from None
 
 
 class _Dumper(yaml.SafeDumper):

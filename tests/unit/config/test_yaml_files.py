@@ -106,12 +106,14 @@ def test_verls_own_files_are_not_read() -> None:
         ("[ppo_trainer, bsae, _self_]", r"name bsae, and there is no bsae.yaml in conf; put it"),
         ("[round]", r"conf/run.yaml: its defaults lead back to it"),
         ("[broken]", r"conf/broken.yaml is not valid YAML: line 1"),
+        ("[deep]", r"conf/deep.yaml nests lists or mappings hundreds of levels deep"),
     ],
 )
 def test_defaults_that_would_lose_settings_are_refused(defaults: str, message: str) -> None:
     write("conf/other.yaml", "data: {seed: 1}")
     write("conf/round.yaml", "defaults: [run]")
     write("conf/broken.yaml", "a: {")
+    write("conf/deep.yaml", "[" * 100_000)
     file = write("conf/run.yaml", f"defaults: {defaults}\ndata: {{seed: 2}}\n")
     with pytest.raises(ConfigError, match=message):
         load_config(file, [])
