@@ -125,7 +125,7 @@ def end_self(number: int) -> Callable[[], None]:
 
 
 async def open_gate(gate: Path) -> None:
-    """Lets a process go on that reads a named pipe to its end; waits until it has opened it."""
+    """Lets a process continue that reads a named pipe to its end; waits until it has opened it."""
     async with asyncio.timeout(WAIT_S):
         while (writer := _writer_of(gate)) is None:
             await asyncio.sleep(0.01)
