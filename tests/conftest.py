@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer.testing
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 # Before anything imports torch or transformers.
@@ -67,6 +69,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Bound the teardown of a test that failed: pytest has cancelled its limit by now."""
+    limit_s = float(node.config.getini("faulthandler_timeout") or 0.0)
+    if isinstance(node, pytest.Item) and limit_s > 0.0:
+        stderr = node.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
 
 
 def _module(item: pytest.Item) -> str:

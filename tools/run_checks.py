@@ -145,8 +145,8 @@ def run_tests(name: str, arguments: Sequence[str], num_waiting: int, *, shows: b
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
-        # A test that ends its worker, or hangs in it, runs again in the next one.
-        parallel += ["--max-worker-restart", "1"]
+        # A worker that dies ends the run: xdist 3.8 waits for ever once it has replaced one.
+        parallel += ["--max-worker-restart", "0"]
         command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *arguments]
         done = run_command(name, command, shows=shows)
         return replace(done, counts=read_counts(report))

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,18 @@ async def until_gone(*pids: int) -> None:
 def end_self(number: int) -> Callable[[], None]:
     """Sends a signal to this process, as a terminal would."""
     return lambda: os.kill(os.getpid(), number)
+
+
+async def open_gate(gate: Path) -> None:
+    """Lets a process continue that reads a named pipe to its end; waits until it has opened it."""
+    async with asyncio.timeout(WAIT_S):
+        while (writer := _writer_of(gate)) is None:
+            await asyncio.sleep(0.01)
+    os.close(writer)
+
+
+def _writer_of(gate: Path) -> int | None:
+    # An open that waits for the reader would never end if that has died.
+    with suppress(OSError):
+        return os.open(gate, os.O_WRONLY | os.O_NONBLOCK)
+    return None

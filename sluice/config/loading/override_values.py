@@ -28,7 +28,7 @@ _QUOTED = {
     quote: re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL) for quote in "'\""
 }
 _NAME = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
-_BEFORE_QUOTE = re.compile(r"(\\*)('|\Z)")
+_BEFORE_QUOTE = re.compile(r"(?<!\\)(\\*+)('|\Z)")
 _QUOTE = ("'", "\\'")
 _PAIRS = ("''", '""')
 _BLANKS = re.compile(r"\s*")
@@ -173,7 +173,7 @@ class _ValueReader:
         self._at = found.end()
         self._skip()
         # Before a quote, and at the end, backslashes stand in pairs or with the quote.
-        return re.sub(rf"\\+(?:{quote}|\Z)", lambda run: run[0][1::2], found[1])
+        return re.sub(rf"(?<!\\)\\++(?:{quote}|\Z)", lambda run: run[0][1::2], found[1])
 
     def _separate(self, end: str) -> None:
         if not self._took(",") and self._text[self._at : self._at + 1] != end:

@@ -476,6 +476,7 @@ def test_fifty_brackets_may_stand_within_each_other() -> None:
         "it's",
         "a\\",
         "a\\'b\\\\",
+        pytest.param("\\" * 200_000 + "a", id="backslashes"),
         "x\ny",
         "a,b: {c}",
         {"a:b": [1, "2", {"c d": []}]},

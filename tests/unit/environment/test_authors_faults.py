@@ -117,13 +117,15 @@ async def test_close_runs_after_the_call_that_was_given_up(tmp_path: Path) -> No
         await played.open()
         call = calls(("begin", {"folder": str(tmp_path)}))
         step = tasks.create_task(played.step(0, call, STOP))
-        await eventually((tmp_path / "running").exists)
-        step.cancel()
-        await asyncio.wait([step])
-        given_up = tasks.create_task(played.abandon())
-        await asyncio.wait([given_up], timeout=0.3)
-        assert not closed.exists()
-        (tmp_path / "go").touch()
+        try:
+            await eventually((tmp_path / "running").exists)
+            step.cancel()
+            await asyncio.wait([step])
+            given_up = tasks.create_task(played.abandon())
+            await asyncio.wait([given_up], timeout=0.3)
+            assert not closed.exists()
+        finally:  # else nothing ends it
+            (tmp_path / "go").touch()
         await given_up
         await eventually(closed.exists)
         await eventually(lambda: closed.read_text() == "1")
@@ -152,7 +154,10 @@ async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentSe
         serving(world, f"unix:{folder / 'world.sock'}", 0) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        yield environment_pb2_grpc.EnvironmentServiceStub(channel)
+        try:
+            yield environment_pb2_grpc.EnvironmentServiceStub(channel)
+        finally:  # else nothing ends the loop
+            (folder / "release").touch()
 
 
 async def test_a_loop_that_catches_its_cancellation_counts_as_a_running_call(
@@ -172,7 +177,6 @@ async def test_a_loop_that_catches_its_cancellation_counts_as_a_running_call(
             await calls_.Close(closing, timeout=0.2)
         seen = await calls_.GetStatus(environment.GetStatusRequest())
         assert seen.longest_call_s > 0
-        (tmp_path / "release").touch()
 
 
 async def test_a_loop_that_exits_fails_its_episode_alone(tmp_path: Path) -> None:

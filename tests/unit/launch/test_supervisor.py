@@ -27,6 +27,7 @@ from tests.support.scripted_children import (
     Supervised,
     end_self,
     is_alive,
+    open_gate,
     polite,
     spec,
     until_gone,
@@ -50,7 +51,7 @@ async def test_the_run_ends_with_the_process_that_ends_it_and_takes_the_others_a
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(run.supervisor.run())
         await run.until(lambda: len(run.lines) == 2)
-        await asyncio.to_thread(gate.write_text, "go")
+        await open_gate(gate)
     end = ending.result()
     assert (end.exit_code, end.failures) == (0, ())
     assert run.said("reward") == run.said("rollout-0") == ["ready", "bye"]
@@ -140,7 +141,7 @@ async def test_a_process_that_may_restart_is_started_again_and_the_run_continues
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(run.supervisor.run())
         await run.until(lambda: run.said("rollout-0") == ["again"])
-        await asyncio.to_thread(gate.write_text, "go")
+        await open_gate(gate)
     assert ending.result().exit_code == 0
 
 
@@ -256,7 +257,7 @@ def saving(tmp_path: Path, then: str) -> tuple[str, Callable[[], Coroutine[Any, 
     os.mkfifo(gate)
 
     async def save() -> bool:
-        await asyncio.to_thread(gate.write_text, "go")
+        await open_gate(gate)
         return True
 
     return f"print('ready'); open({str(gate)!r}).read(); {then}", save

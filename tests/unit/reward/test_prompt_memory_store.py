@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,8 @@ def test_a_killed_process_leaves_whole_transactions_and_loses_none_that_was_save
         before = [process.stdout.readline() for _ in range(7)]
         assert before[-1] == "saving\n"
         log = tmp_path / "memory.sqlite-wal"
-        unwritten = log.stat().st_mtime_ns
-        while log.stat().st_mtime_ns == unwritten:
+        unwritten, ends_s = log.stat().st_mtime_ns, time.monotonic() + 60
+        while log.stat().st_mtime_ns == unwritten and time.monotonic() < ends_s:
             pass  # the transaction is still in the writer's memory
         os.kill(process.pid, signal.SIGKILL)
         saved = [line for line in (*before, *process.stdout) if line == "saved\n"]

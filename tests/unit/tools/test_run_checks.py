@@ -1,0 +1,64 @@
+"""The run of all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import run_checks
+
+ENDS_ITS_PROCESS_ONCE = """
+import os
+from pathlib import Path
+
+def test_that_ends_its_process():
+    mark = Path(__file__).with_name("mark")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+"""
+
+
+def test_a_test_that_ends_its_worker_ends_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(run_checks, "LIMIT_S", 120.0)
+    for number, num_tests in enumerate((2, 4)):
+        tests = "".join(f"def test_{one}(): pass\n" for one in range(num_tests))
+        (tmp_path / f"test_{number}.py").write_text(tests, encoding="utf-8")
+    (tmp_path / "test_2.py").write_text(ENDS_ITS_PROCESS_ONCE, encoding="utf-8")
+    done = run_checks.run_tests("tests", [str(tmp_path)], 0, shows=False)
+    assert (done.passed, done.counts["failed"]) == (False, 1)
+    assert "crashed while running" in done.output
+    assert "test_that_ends_its_process" in done.output
+    assert "did not end" not in done.output
+
+
+HANGS_AFTER_ITS_FAILURE = """
+import time
+import pytest
+
+@pytest.fixture
+def hanging():
+    yield
+    time.sleep(600)
+
+def test_that_fails(hanging):
+    assert False
+"""
+
+
+def test_a_teardown_that_hangs_after_a_failure_ends_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_checks, "LIMIT_S", 120.0)
+    hook = "from tests.conftest import pytest_exception_interact\n"
+    (tmp_path / "conftest.py").write_text(hook, encoding="utf-8")
+    (tmp_path / "test_0.py").write_text(HANGS_AFTER_ITS_FAILURE, encoding="utf-8")
+    limit = ("-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true")
+    done = run_checks.run_tests("tests", [str(tmp_path), *limit], 0, shows=False)
+    assert not done.passed
+    assert "in hanging" in done.output
+    assert "did not end" not in done.output
