@@ -6,6 +6,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -272,9 +273,10 @@ async def test_a_stream_whose_messages_lie_unread_is_not_stalled() -> None:
 
 async def test_who_asks_while_a_backlog_is_read_waits_for_the_next_one() -> None:
     marks: list[Callable[[], None]] = []
-    backlog, came = Backlog(marks.append), []
+    came: list[str] = []
+    backlog = Backlog(marks.append)
     for name in "abc":
-        backlog.when_read(lambda name=name: came.append(name))
+        backlog.when_read(partial(came.append, name))
     assert (len(marks), backlog.read_until) == (1, float("-inf"))
     marks[0]()
     first = backlog.read_until
