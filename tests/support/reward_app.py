@@ -63,6 +63,10 @@ class ScriptedClient:
     async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
+    def after_backlog(self, then: Callable[[], None]) -> None:
+        """Nothing lies unread."""
+        then()
+
     def _rollout(self, name: str, request: GroupRequest, index: int) -> Rollout:
         if self.make is not None:
             return self.make(name, request, index)

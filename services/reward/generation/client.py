@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Self
 
@@ -20,7 +20,7 @@ from sluice.codec.rollout import (
     sampling_to_proto,
 )
 from sluice.errors import InvalidRequestError, PeerError
-from sluice.rpc.client import ChannelPool, rollout_stub, stream_call
+from sluice.rpc.client import NOBODY, ChannelPool, after_backlog, rollout_stub, stream_call
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import ReplicaInfo, Rollout
@@ -75,7 +75,11 @@ class RolloutClient:
             sum(replica.slots for replica in replicas),
             self._longest_interval_ms,
         )
-        await self._channels.retain({replica.address for replica in replicas})
+        await self._channels.retain({NOBODY, *(replica.address for replica in replicas)})
+
+    def after_backlog(self, then: Callable[[], None]) -> None:
+        """Call `then` once what replicas had sent by now has been read; see the function."""
+        after_backlog(self._channels.to(NOBODY), then)
 
     async def generate(
         self,

@@ -29,6 +29,7 @@ from services.reward.generation.request import (
     SampleCallback,
 )
 from services.reward.generation.stream import (
+    Backlog,
     CollectedSamples,
     EndedStreams,
     StreamEnd,
@@ -125,6 +126,7 @@ class GroupDispatcher:
         self._rates = RateTable()
         self._ended_streams = EndedStreams()
         self._streams: set[StreamWatch] = set()
+        self._backlog = Backlog(client.after_backlog)
         self.num_received: Counter[Purpose] = Counter()
         self.outside = OutsideWaits()
 
@@ -273,7 +275,8 @@ class GroupDispatcher:
             try:
                 async with asyncio.timeout(None) as scope:
                     watch = StreamWatch(
-                        scope, reservation.member, self.rules, collected.request, missing, _now()
+                        *(scope, reservation.member, self.rules, self._backlog),
+                        *(collected.request, missing, _now()),
                     )
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
@@ -299,6 +302,7 @@ class GroupDispatcher:
             yield
         finally:
             self._streams.remove(watch)
+            watch.close()
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
                 self._note_rate(watch.member, least)
 

@@ -279,6 +279,10 @@ class GenerationClient(Protocol):
         """Take on the fleet; forget all other replicas."""
         ...
 
+    def after_backlog(self, then: Callable[[], None]) -> None:
+        """Call `then` once what replicas had sent by now has been read."""
+        ...
+
 
 class GroupFailedError(SluiceError):
     """A group cannot be generated: refused by the engine, or failed too often.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GATHER_S = 0.5
 """Streams of a replica that end within these seconds have one line in the log."""
+LATE_S = 10.0
+"""What is read so late has a line in the log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,16 +256,56 @@ class StreamEnd(StrEnum):
     GROUP_OVER = "group over"
 
 
+class Backlog:
+    """What has come from replicas and is not read yet; for use inside an event loop.
+
+    Attributes:
+        read_until: what had come by then has been read, in seconds of the event loop's clock.
+
+    Args:
+        after: calls back once what has come has been read.
+    """
+
+    def __init__(self, after: Callable[[Callable[[], None]], None]) -> None:
+        self.read_until = -math.inf
+        self._after = after
+        self._asking: list[Callable[[], None]] = []
+        self._is_awaited = False
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` once what has come by now has been read."""
+        self._asking.append(then)
+        if not self._is_awaited:
+            self._await()
+
+    def _await(self) -> None:
+        self._is_awaited, began = True, asyncio.get_running_loop().time()
+        asked, self._asking = self._asking, []
+        self._after(lambda: self._read(began, asked))
+
+    def _read(self, began: float, asked: Sequence[Callable[[], None]]) -> None:
+        self.read_until, self._is_awaited = began, False
+        if (late_s := asyncio.get_running_loop().time() - began) >= LATE_S:
+            logger.warning(
+                "what replicas send is read %.0f s late: this process needs more CPU time", late_s
+            )
+        for then in asked:
+            then()
+        if self._asking and not self._is_awaited:
+            self._await()
+
+
 class StreamWatch:
     """Ends a stream that stalls or must leave its replica, or whose group is over.
 
     It waits for nothing itself: each `reschedule` moves the deadline of the scope that reads the
-    stream.
+    stream. While it is open, it looks again when the stream may have stalled.
 
     Args:
         scope: the scope that reads the stream.
         member: its replica.
         rules: when a stream is given up.
+        backlog: what of its messages may lie unread.
         request: its group's.
         sample_indexes: the samples requested.
         now: seconds of the event loop's clock.
@@ -273,14 +316,23 @@ class StreamWatch:
         scope: asyncio.Timeout,
         member: RoutedReplica,
         rules: StragglerRules,
+        backlog: Backlog,
         request: GroupRequest,
         sample_indexes: Collection[int],
         now: float,
     ) -> None:
-        self._scope, self._rules, self._begun = scope, rules, now
+        self._scope, self._rules, self._backlog, self._begun = scope, rules, backlog, now
+        self._next_look: asyncio.TimerHandle | None = None
+        self._will_look = self._is_closed = False
         self._progress, self._wanted = request.progress, request.requirement(0)
         self.member, self.pace = member, StreamPace(set(sample_indexes), now)
         self.reschedule()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed = True
+        if self._next_look is not None:
+            self._next_look.cancel()
 
     @property
     def must_move(self) -> StreamEnd | None:
@@ -297,11 +349,29 @@ class StreamWatch:
         """Set the end of the scope from the present pace, progress and replica."""
         if self._scope.expired():
             return
-        if self.must_move is not None:
+        is_stalled = self._rules.is_stalled(self.pace, self._backlog.read_until)
+        if is_stalled or self.must_move is not None:
             self._scope.reschedule(self._begun)  # has passed: the stream ends at once
             return
-        ends = (self._rules.stalled_at(self.pace), self._progress.over_at)
-        self._scope.reschedule(min((end for end in ends if end is not None), default=None))
+        self._scope.reschedule(self._progress.over_at)
+        if not self._will_look:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """Look again when the stream may be stalled; then, once what has come has been read."""
+        at, loop = self._rules.stalled_at(self.pace), asyncio.get_running_loop()
+        if at is None:
+            return
+        self._will_look = True
+        if at > loop.time():
+            self._next_look = loop.call_at(at, self._look)
+        else:
+            self._backlog.when_read(self._look)
+
+    def _look(self) -> None:
+        self._will_look = False
+        if not self._is_closed:
+            self.reschedule()
 
     def why_expired(self, now: float) -> StreamEnd:
         """Return why the scope ended the stream."""

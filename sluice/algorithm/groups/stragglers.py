@@ -46,6 +46,12 @@ class StragglerRules:
         """Return when a stream is stalled, unless it sends something before."""
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
 
+    def is_stalled(self, pace: StreamPace, read_until: float) -> bool:
+        """Return whether nothing came for too long. What came by `read_until` has been read: a busy
+        service reads late, and its replicas are not silent for that."""
+        at = self.stalled_at(pace)
+        return at is not None and at <= read_until
+
     def is_slow(self, rate: float | None, others: float | None) -> bool:
         """Return whether a stream of `rate` lags behind replicas whose median rate is `others`."""
         if self.slow_factor is None or rate is None or others is None:

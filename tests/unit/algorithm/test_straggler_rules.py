@@ -36,6 +36,15 @@ def test_a_stream_is_stalled_when_nothing_came_since_its_last_token() -> None:
     assert StragglerRules().stalled_at(pace) is None
 
 
+def test_time_whose_messages_lie_unread_is_no_silence() -> None:
+    pace = StreamPace({0, 1}, 5.0)
+    assert not RULES.is_stalled(pace, 34.9)  # however late it is now
+    assert RULES.is_stalled(pace, 35.0)
+    pace.arrived({0: 3}, (), 50.0)
+    assert not RULES.is_stalled(pace, 79.9)
+    assert not StragglerRules().is_stalled(pace, float("inf"))
+
+
 def test_samples_that_wait_for_a_slot_are_not_stalled_while_the_engine_draws_tokens() -> None:
     pace = begun(0, 1)
     pace.arrived({0: 3}, (), 10.0)

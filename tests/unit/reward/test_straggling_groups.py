@@ -6,6 +6,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from services.reward.generation.request import (
     GroupRequest,
     Purpose,
 )
+from services.reward.generation.stream import Backlog
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.errors import EngineError
@@ -76,6 +78,8 @@ class Parts:
         self.size, self.scripts = size, scripts
         self.calls: list[tuple[str, tuple[int, ...], dict[int, int]]] = []
         self.versions: dict[str, int] = {}
+        self.reads_late = False
+        self.marks: list[Callable[[], None]] = []
 
     async def generate(
         self,
@@ -108,6 +112,13 @@ class Parts:
 
     async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
+
+    def after_backlog(self, then: Callable[[], None]) -> None:
+        """Nothing lies unread, or the test says when it has been read."""
+        if self.reads_late:
+            self.marks.append(then)
+        else:
+            then()
 
 
 class Setting:
@@ -238,6 +249,41 @@ async def test_a_silent_stream_continues_elsewhere_and_the_log_names_it(
     for words in ("replica a is stalled", "nothing for 0.", "3 tokens"):
         assert words in line
     assert "1 samples without any, [1], 1 running, of these 0 is silent for 0." in line
+
+
+async def test_a_stream_whose_messages_lie_unread_is_not_stalled() -> None:
+    read = asyncio.Event()
+    parts = Parts(a=(read, delta(0, 0, 3), asyncio.Event()))
+    parts.reads_late = True
+    setting = Setting(parts, stall_timeout_s=0.05)
+    await setting.dispatcher.announce([replica("a"), replica("b")])
+    async with asyncio.TaskGroup() as tasks:
+        generating = tasks.create_task(setting.draw())
+        await settled(lambda: len(parts.marks) == 1)
+        read.set()
+        await settled(lambda: setting.tokens.num_received == 3)
+        parts.marks[0]()
+        assert len(parts.calls) == 1
+        await settled(lambda: len(parts.marks) == 2)  # silent since, as far as is known
+        assert len(parts.calls) == 1
+        parts.marks[1]()
+    check_whole(generating.result())
+    assert parts.calls[1] == ("b", (0, 1), {0: 3})
+
+
+async def test_who_asks_while_a_backlog_is_read_waits_for_the_next_one() -> None:
+    marks: list[Callable[[], None]] = []
+    came: list[str] = []
+    backlog = Backlog(marks.append)
+    for name in "abc":
+        backlog.when_read(partial(came.append, name))
+    assert (len(marks), backlog.read_until) == (1, float("-inf"))
+    marks[0]()
+    first = backlog.read_until
+    assert (len(marks), came) == (2, ["a"])
+    marks[1]()
+    assert (len(marks), came) == (2, ["a", "b", "c"])
+    assert float("-inf") < first <= backlog.read_until
 
 
 async def test_replicas_that_never_answer_end_a_group_after_its_last_attempt() -> None:

@@ -3,7 +3,7 @@ with the exact tokens before it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,6 +81,10 @@ class TurnReplicas:
 
     async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
+
+    def after_backlog(self, then: Callable[[], None]) -> None:
+        """Nothing lies unread."""
+        then()
 
 
 async def collected(replicas: TurnReplicas, request: GroupRequest) -> CollectedSamples:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from threading import Semaphore
 from typing import Any
 
+import grpc
 import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
@@ -21,7 +25,15 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.rpc import client
-from sluice.rpc.client import open_channel, reward_stub, stream_call, trainer_stub, unary_call
+from sluice.rpc.client import (
+    NOBODY,
+    after_backlog,
+    open_channel,
+    reward_stub,
+    stream_call,
+    trainer_stub,
+    unary_call,
+)
 from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from tests.support.rpc_server import connected
 
@@ -216,3 +228,61 @@ async def test_an_error_in_a_stream_arrives_after_its_messages() -> None:
         assert [(await anext(messages)).step for _ in range(2)] == [1, 2]
         with pytest.raises(BatchUnfillableError, match="no data"):
             await anext(messages)
+
+
+class Outline(reward_pb2_grpc.RewardServiceServicer):
+    """Sends one message of a stream, and then none, from threads of its own."""
+
+    def __init__(self) -> None:
+        self.has_sent = Semaphore(0)
+
+    def TakeSamples(self, request: Any, context: Any) -> Iterator[Any]:
+        yield reward_pb2.TakeSamplesResponse()
+        self.has_sent.release()
+        over = Semaphore(0)
+        context.add_callback(over.release)
+        over.acquire()
+
+
+async def test_a_busy_process_has_read_what_had_come_at_the_end_of_its_backlog() -> None:
+    num_streams, service = 24, Outline()
+    server = grpc.server(ThreadPoolExecutor(num_streams))
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    num_read, is_over = 0, asyncio.Event()
+
+    async def read(call: Any) -> None:
+        nonlocal num_read
+        await call.read()
+        num_read += 1
+        assert not service.has_sent.acquire(timeout=0.05)  # keeps the event loop, as work does
+
+    async with (
+        open_channel(address, max_message_bytes=1 << 20) as channel,
+        open_channel(NOBODY, max_message_bytes=1 << 20) as nobody,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await asyncio.wait_for(channel.channel_ready(), 60)
+        stub = reward_stub(channel)
+        calls = [stub.TakeSamples(reward_pb2.TakeSamplesRequest()) for _ in range(num_streams)]
+        for call in calls:
+            tasks.create_task(read(call))
+        await asyncio.sleep(0)  # the requests go
+        for _ in calls:
+            assert service.has_sent.acquire(timeout=60)  # nothing is read meanwhile
+        assert num_read == 0
+        after_backlog(nobody, is_over.set)
+        await is_over.wait()
+        assert num_read == num_streams
+        for call in calls:
+            call.cancel()
+    server.stop(None).wait()
+
+
+async def test_a_channel_to_nobody_that_closes_ends_its_wait_for_the_backlog() -> None:
+    ends: list[int] = []
+    async with open_channel(NOBODY, max_message_bytes=1 << 20) as nobody:
+        after_backlog(nobody, lambda: ends.append(1))
+    await asyncio.sleep(0)
+    assert ends == []
