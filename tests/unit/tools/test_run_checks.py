@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,32 @@ def test_a_teardown_that_hangs_after_a_failure_ends_the_run_and_is_named(
     assert not done.passed
     assert "in hanging" in done.output
     assert "did not end" not in done.output
+
+
+def test_a_check_that_hangs_is_ended_where_nothing_tells_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_text(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(run_checks, "LIMIT_S", 0.1)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    done = run_checks.run_command("hangs", [sys.executable, "-c", "import time; time.sleep(600)"])
+    assert not done.passed
+    assert "did not end" in done.output
+
+
+def test_an_interrupt_ends_the_check_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(running: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if running in started:
+            return wait(running, timeout)
+        started.append(running)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_checks.run_command("hangs", [sys.executable, "-c", "import time; time.sleep(60)"])
+    assert wait(started[0], 30) != 0
