@@ -56,7 +56,7 @@ def test_a_teardown_that_hangs_after_a_failure_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_checks, "LIMIT_S", 120.0)
-    hook = "from tests.conftest import pytest_exception_interact\n"
+    hook = "from tests.conftest import pytest_configure, pytest_exception_interact\n"
     (tmp_path / "conftest.py").write_text(hook, encoding="utf-8")
     (tmp_path / "test_0.py").write_text(HANGS_AFTER_ITS_FAILURE, encoding="utf-8")
     limit = ("-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true")
