@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import typer.testing
-from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 # Before anything imports torch or transformers.
@@ -41,6 +40,12 @@ _SLOW_LINES = [
 ]
 # Seconds by module.
 SLOW_MODULES = {name: float(seconds[0]) if seconds else 5.0 for name, *seconds in _SLOW_LINES}
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A copy: while a test runs, pytest captures what goes to the number 2.
+    config.stash[_STDERR] = os.dup(2)
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +81,7 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """Bound the teardown of a test that failed: pytest has cancelled its limit by now."""
     limit_s = float(node.config.getini("faulthandler_timeout") or 0.0)
     if isinstance(node, pytest.Item) and limit_s > 0.0:
-        stderr = node.config.stash[fault_handler_stderr_fd_key]
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=node.config.stash[_STDERR])
 
 
 def _module(item: pytest.Item) -> str:

@@ -90,6 +90,8 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
         except subprocess.TimeoutExpired:
             late = f"\n{name} did not end in {LIMIT_S:.0f} s, and was ended"
             _end(running)
+        finally:
+            running.kill()  # has an effect after an interrupt alone
         printed.seek(0)
         text = printed.read() + late
     return Result(name, running.returncode == 0, time.monotonic() - start, text)
@@ -97,11 +99,11 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
 
 def _end(running: subprocess.Popen[bytes]) -> None:
     """End a check that hangs; pytest's workers print where they are."""
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    for pid in map(int, children):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGABRT)
-    with suppress(subprocess.TimeoutExpired):
+    with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # Linux alone lists children
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        for pid in map(int, children):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
         running.wait(10)
     running.kill()
     running.wait()

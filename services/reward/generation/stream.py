@@ -26,7 +26,7 @@ from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.5
+GATHER_S = 1.0
 """Streams of a replica that end within these seconds have one line in the log."""
 LATE_S = 10.0
 """What is read so late has a line in the log."""

@@ -10,6 +10,7 @@ import pytest
 
 from services.reward.generation import stream
 from services.reward.generation.stream import EndedStreams
+from sluice.rpc import client
 from tests.support.reward_app import settled
 
 
@@ -17,6 +18,11 @@ from tests.support.reward_app import settled
 def streams(monkeypatch: pytest.MonkeyPatch) -> EndedStreams:
     monkeypatch.setattr(stream, "GATHER_S", 0.05)
     return EndedStreams()
+
+
+def test_streams_that_stalled_together_are_known_to_in_time_for_one_line() -> None:
+    of_a_backlog_s = client._PLACES_OF_A_START * client._PLACE_S
+    assert of_a_backlog_s < stream.GATHER_S  # those who ask too late for one wait for the next
 
 
 def _has_warned(caplog: pytest.LogCaptureFixture, times: int) -> bool:

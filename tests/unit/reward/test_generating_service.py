@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -93,3 +94,11 @@ async def test_the_fleet_of_the_latest_announcement_sets_the_interval_of_partial
             await generate(info, Purpose.TRAINING, slots, **settings)
         await generate(info, Purpose.TRAINING, 10**6)
     assert replica.intervals_ms == [500, 5000, 7500, 0]
+
+
+async def test_an_announcement_leaves_the_wait_for_the_backlog_alone() -> None:
+    has_ended = asyncio.Event()
+    async with RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20) as client:
+        client.after_backlog(has_ended.set)
+        await client.announced([])
+        await asyncio.wait_for(has_ended.wait(), 60)  # else no stream would ever stall again

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ def test_a_teardown_that_hangs_after_a_failure_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_checks, "LIMIT_S", 120.0)
-    hook = "from tests.conftest import pytest_exception_interact\n"
+    hook = "from tests.conftest import pytest_configure, pytest_exception_interact\n"
     (tmp_path / "conftest.py").write_text(hook, encoding="utf-8")
     (tmp_path / "test_0.py").write_text(HANGS_AFTER_ITS_FAILURE, encoding="utf-8")
     limit = ("-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true")
@@ -62,3 +64,32 @@ def test_a_teardown_that_hangs_after_a_failure_ends_the_run_and_is_named(
     assert not done.passed
     assert "in hanging" in done.output
     assert "did not end" not in done.output
+
+
+def test_a_check_that_hangs_is_ended_where_nothing_tells_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_text(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(run_checks, "LIMIT_S", 0.1)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    done = run_checks.run_command("hangs", [sys.executable, "-c", "import time; time.sleep(600)"])
+    assert not done.passed
+    assert "did not end" in done.output
+
+
+def test_an_interrupt_ends_the_check_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(running: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if running in started:
+            return wait(running, timeout)
+        started.append(running)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_checks.run_command("hangs", [sys.executable, "-c", "import time; time.sleep(60)"])
+    assert wait(started[0], 30) != 0
