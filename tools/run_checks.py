@@ -1,7 +1,7 @@
 """Run every check of the repository and close with a summary; `make test`, `test-fast`, `lint`.
 
-All checks run even if one fails, so that one run shows everything. The last line is one JSON
-object.
+All checks run even if one fails, so that one run shows everything; a test that ends its process
+ends its tier alone. The last line is one JSON object.
 """
 
 from __future__ import annotations

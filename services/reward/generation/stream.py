@@ -298,8 +298,8 @@ class Backlog:
 class StreamWatch:
     """Ends a stream that stalls or must leave its replica, or whose group is over.
 
-    It waits for nothing itself: each `reschedule` moves the deadline of the scope that reads the
-    stream. While it is open, it looks again when the stream may have stalled.
+    It has no task: each `reschedule` moves the deadline of the scope that reads the stream, and a
+    timer calls it when the stream may have stalled.
 
     Args:
         scope: the scope that reads the stream.

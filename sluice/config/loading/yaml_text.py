@@ -84,7 +84,8 @@ def parse_document(text: str, source: str) -> object:
     """Parse one YAML document. `source` names it in errors.
 
     Raises:
-        ConfigError: no YAML, or a key twice in one mapping; names line and column.
+        ConfigError: no YAML, or a key twice in one mapping; names line and column. Or it nests
+            hundreds of levels deep.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 a SafeLoader

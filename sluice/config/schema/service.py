@@ -509,7 +509,9 @@ class RewardServiceConfig(Section, frozen=True):
     """
 
     stall_timeout_s: PositiveFloat = 30.0
-    """Seconds without progress after which a group's missing samples continue elsewhere."""
+    """Seconds without progress after which a group's missing samples continue elsewhere; what has
+    come and is not read yet counts as progress.
+    """
 
     slow_factor: Annotated[float, Meta(gt=1)] | None = 4.0
     """A group moves to another replica, once, if its replica is this many times slower than the
