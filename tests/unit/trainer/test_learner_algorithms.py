@@ -87,7 +87,7 @@ def test_every_estimator_trains(model_folder: Path, name: str) -> None:
     if name == "gdpo":
         algorithm["gdpo_reward_keys"] = ["acc"]
     config = configured(model_folder, algorithm=algorithm)
-    _, metrics = train(config, *(with_baselines(make_batch(4, seed=seed)) for seed in (0, 1)))
+    _, metrics = train(config, *(with_baselines(make_batch(seed=seed)) for seed in (0, 1)))
     assert metrics["actor/grad_norm"] > 0.0
     assert math.isfinite(metrics["critic/advantages/mean"])
     assert ("critic/vf_loss" in metrics) == (name == "gae")
