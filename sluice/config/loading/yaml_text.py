@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Hashable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import yaml
@@ -20,9 +18,10 @@ _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 # Underscores separate thousands only: "1_5" is a band of thresholds, not 15.
 _WHOLE = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
-_INT = re.compile(rf"^(?:[-+]?{_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
+# Whole numbers with leading zeros are text, as in overrides: verl's YAML reads them as octal.
+_INT = re.compile(rf"^(?:[-+]?(?!0[0-9]){_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
-    rf"^(?:[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    rf"^(?:[-+]?(?!0[0-9_]+$)(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 # In order: an integer matches the pattern of floats too.
@@ -34,14 +33,17 @@ SCALAR_PATTERNS = (
 )
 
 
-_Loader = type[yaml.SafeLoader] | type[yaml.CSafeLoader]
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2 and without silent duplicates of keys."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 PyYAML's own form
 
 
-def _construct_scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> object:
+def _construct_scalar(loader: _Loader, node: yaml.ScalarNode) -> object:
     return parse_scalar(loader.construct_scalar(node))
 
 
-def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, object]:
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, object]:
     loader.flatten_mapping(node)
     mapping: dict[Hashable, object] = {}
     for key_node, value_node in node.value:
@@ -58,23 +60,11 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
     return mapping
 
 
-def _loader(base: _Loader) -> _Loader:
-    """Return a loader with the scalars of YAML 1.2 and without silent duplicates of keys."""
-    made = cast("_Loader", type("_Loader", (base,), {"yaml_implicit_resolvers": {}}))
-    for tag, pattern in SCALAR_PATTERNS:
-        made.add_implicit_resolver(tag, pattern, None)
-        made.add_constructor(tag, _construct_scalar)
-    made.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
-    made.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-    return made
-
-
-_LOADER = _loader(yaml.SafeLoader)
-# With libyaml, where PyYAML has it, in a tenth of the time: each process of a run reads its YAML.
-_FAST_LOADER = _loader(yaml.CSafeLoader) if yaml.__with_libyaml__ else _LOADER
-# libyaml's stack overflows where thousands of levels nest, and it reads this character otherwise.
-_NOT_FAST = re.compile(r"[ \t?:-]{64}|\ufeff")
-_MOST_BRACKETS = 100
+for _tag, _pattern in SCALAR_PATTERNS:
+    _Loader.add_implicit_resolver(_tag, _pattern, None)
+    _Loader.add_constructor(_tag, _construct_scalar)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_scalar(text: str) -> object:
@@ -98,13 +88,8 @@ def parse_document(text: str, source: str) -> object:
         ConfigError: no YAML, or a key twice in one mapping; names line and column. Or it nests
             hundreds of levels deep.
     """
-    brackets = text.count("[") + text.count("{")
-    if brackets <= _MOST_BRACKETS and not _NOT_FAST.search(text):
-        # What it refuses PyYAML's own parser reads again: errors have the same words everywhere.
-        with suppress(yaml.YAMLError, UnicodeEncodeError):
-            return yaml.load(text, Loader=_FAST_LOADER)  # noqa: S506 a SafeLoader
     try:
-        return yaml.load(text, Loader=_LOADER)  # noqa: S506 a SafeLoader
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

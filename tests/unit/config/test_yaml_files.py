@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from sluice.config.explain import notices
-from sluice.config.loading import yaml_files, yaml_text
+from sluice.config.loading import yaml_files
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_files import read_document
-from sluice.config.loading.yaml_text import dump_config, parse_document
-from sluice.config.run import RunConfig
+from sluice.config.loading.yaml_text import parse_document
 from sluice.errors import ConfigError
 
 
@@ -134,37 +133,3 @@ def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(yaml_files, "parse_document", noting)
     assert read_document(tmp_path / "run.yaml") == {"data": {"train_batch_size": 8}, "a": 1}
     assert parsed == ["run.yaml", "below.yaml"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        dump_config(RunConfig()),
-        "a: &x {b: 1e-6, c: on}\nd: {<<: *x, e: [0x1F, 1_000, ~, .inf]}  # why",
-        "a: |\n  two\n  lines\nb: >-\n  one\n  line\n'c': \"\\x41\\n\"",
-        "a: 1\nb: c: 2",
-        "a: 1\n\tb: 2",
-        "a: 1\na: 2",
-        "[1]: 2\n",
-        "a: 1\n---\nb: 2",
-        "a: *x",
-        "a: !!python/name:os.system",
-        "a: '\x07'",
-        "a: '\ud800'",
-        "\n\ufeffx: 1",
-        "[" * 100_000,
-        "- " * 100_000,
-    ],
-)
-def test_libyaml_and_pyyaml_read_the_same_and_refuse_in_the_same_words(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def outcome() -> str:
-        try:
-            return repr(parse_document(text, "run.yaml"))
-        except ConfigError as error:
-            return str(error)
-
-    found = outcome()
-    monkeypatch.setattr(yaml_text, "_FAST_LOADER", yaml_text._LOADER)
-    assert found == outcome()
