@@ -92,6 +92,8 @@ REFUSED = (
     ("trainer.resume_from_path=hdfs://run/global_step_1", "nothing is read from or written to"),
     ("reward_model.reward_manager=batch", "write a scorer for one response"),
     ("trainer.logger=['console','clearml']", "no logger clearml; use mlflow or wandb"),
+    (f"{A}.strategy=fspd2", "strategy = fspd2 is refused: verl has no such backend"),
+    (f"{GAE} critic.strategy=fspd2", "critic.strategy = fspd2 is refused: verl has no such"),
     (f"{A}.optim.optimizer=muon", "AdamW is the only optimizer"),
     (f"{A}.optim.decay_type=sqrt", "may fall linear or cosine"),
     (f"{A}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
