@@ -6,17 +6,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
+import sluice
 from services.reward.app import RewardApp, RunFiles
 from services.reward.episodes.drivers import EpisodeTask
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import GroupRequest, Purpose
 from services.reward.group_table import GroupTable
 from services.reward.metrics import fleet_facts, work_state
+from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import Observation
+from sluice.api.reward.v1 import reward_pb2
 from sluice.config.loading.loader import load_config
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.types import Answer, ChatMessage, FinishReason, Scored
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 from tests.support.scripted_environment import group_request
@@ -63,6 +68,21 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         assert not work().has_work
         assert app.groups.counts["generating"] == 1
         assert "rollout fleet" in {wait.peer for wait in work().waits}
+
+
+async def test_a_trainer_of_another_version_of_sluice_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sluice, "own_version", lambda: "1.2")
+    async with running_app(load_config(None, SETTINGS), ScriptedClient()) as app:
+        servicer = RewardServicer(app, RolloutConfig(), 16)
+        for version in range(3):
+            request = reward_pb2.AnnouncePolicyRequest(
+                trainer_instance_id="trainer-1", policy_version=version, sluice_version="1.1"
+            )
+            await servicer.AnnouncePolicy(request, cast("Any", None))
+    words = "trainer trainer-1 runs sluice 1.1, and this service 1.2"
+    assert [words in line for line in caplog.messages].count(True) == 1
 
 
 class SlowEnvironments:
