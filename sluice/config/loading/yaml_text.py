@@ -18,9 +18,10 @@ _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 # Underscores separate thousands only: "1_5" is a band of thresholds, not 15.
 _WHOLE = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
-_INT = re.compile(rf"^(?:[-+]?{_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
+# Whole numbers with leading zeros are text, as in overrides: verl's YAML reads them as octal.
+_INT = re.compile(rf"^(?:[-+]?(?!0[0-9]){_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
-    rf"^(?:[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    rf"^(?:[-+]?(?!0[0-9_]+$)(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 # In order: an integer matches the pattern of floats too.
