@@ -4,7 +4,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sluice.errors import EnvironmentUnavailable
 
-__all__ = ["UNINSTALLED", "EnvironmentUnavailable", "installed_version", "own_version"]
+__all__ = [
+    "UNINSTALLED",
+    "EnvironmentUnavailable",
+    "installed_version",
+    "other_version",
+    "own_version",
+]
 
 UNINSTALLED = "uninstalled"
 
@@ -20,3 +26,12 @@ def installed_version(distribution: str) -> str | None:
 def own_version() -> str:
     """Return the installed version; `UNINSTALLED` where the source tree is run as it is."""
     return installed_version("sluice") or UNINSTALLED
+
+
+def other_version(peer: str) -> str:
+    """Return words for the log if a peer has another version of sluice; empty if not, or if one of
+    the two is not known."""
+    own = own_version()
+    if peer in ("", own) or UNINSTALLED in (peer, own):
+        return ""
+    return f"runs sluice {peer}, and this service {own}; run the same version everywhere"

@@ -17,6 +17,10 @@ MARK_VARIABLE = "SLUICE_CHECKPOINTS_BEFORE"
 WEIGHTS_HEALTH = "sluice.rollout.Weights"
 # In a run's folder: its whole configuration, which processes and commands read.
 CONFIG_NAME = "config.yaml"
+# There with `sluice.reward.ledger: sqlite`. A file of another format is refused: only the version
+# of sluice that wrote it reads it.
+LEDGER_NAME = "reward/ledger.sqlite"
+LEDGER_FORMAT = 7
 # There if the run was started on a Ray cluster.
 ON_RAY_NAME = "on_ray"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +51,8 @@ NOT_RUN_HERE = ("support", "agents", "harness", "engine_vendor", "engine_sglang"
 FAST_TIERS = ["tests/unit", "tests/parity"]
 # Seconds in which a check ends; one that hangs must show its output before CI ends the whole run.
 LIMIT_S = 4200.0
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+"""The checks under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
             missing = f"{command[0]} is not installed; run `make test`, which installs the tools"
             return Result(name, False, 0.0, missing)
         late = ""
+        _RUNNING.add(running)
         try:
             running.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -92,6 +97,7 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
             _end(running)
         finally:
             running.kill()  # has an effect after an interrupt alone
+            _RUNNING.discard(running)
         printed.seek(0)
         text = printed.read() + late
     return Result(name, running.returncode == 0, time.monotonic() - start, text)
@@ -99,14 +105,39 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
 
 def _end(running: subprocess.Popen[bytes]) -> None:
     """End a check that hangs; pytest's workers print where they are."""
-    with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # Linux alone lists children
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        for pid in map(int, children):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
-        running.wait(10)
+    if workers := _children(running):
+        _signal(workers, signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(10)
     running.kill()
     running.wait()
+
+
+def end_all(pool: ThreadPoolExecutor, number: int, _frame: object) -> NoReturn:
+    """End every check with its workers as Ctrl-C does, start no other, and leave."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    checks = list(_RUNNING)
+    for running in checks:
+        _signal([*_children(running), running.pid], signal.SIGINT)
+    for running in checks:
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(10)
+        running.kill()
+    sys.exit(128 + number)
+
+
+def _children(running: subprocess.Popen[bytes]) -> list[int]:
+    """Return the processes that a check has started; Linux alone lists them."""
+    listed = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    with suppress(OSError):
+        return [int(pid) for pid in listed.read_text().split()]
+    return []
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def run_static(pool: ThreadPoolExecutor) -> tuple[Future[Result], Iterator[Result]]:
@@ -241,6 +272,7 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as pool:
+        signal.signal(signal.SIGTERM, partial(end_all, pool))
         results = _run_all(arguments, pool)
     _print_line("\nsummary")
     for result in results:

@@ -78,6 +78,7 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.scoring import PROGRAM_TESTS
 from sluice.errors import DataError, NotReadyError
 from sluice.sandbox.choice import backend_of
+from sluice.service_contract import LEDGER_NAME
 from sluice.telemetry.samples import FOLDER_NAME, SampleArchive
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress
@@ -87,7 +88,6 @@ logger = logging.getLogger(__name__)
 
 MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
 LOG_FILE = Path("groups.jsonl")
-LEDGER_FILE = Path("reward") / "ledger.sqlite"
 QUARANTINE_FILE = Path("reward") / "quarantine.jsonl"
 _ENDLESS = 2**31
 """Passes over the rows of one of several sources."""
@@ -120,7 +120,7 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
-    with PromptLedger(folder / LEDGER_FILE if is_durable else None) as ledger, store as memory:
+    with PromptLedger(folder / LEDGER_NAME if is_durable else None) as ledger, store as memory:
         log = _group_log(config, folder)
         with closing(log) if log else nullcontext():
             yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)

@@ -241,7 +241,7 @@ def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
     Replicas that serve validation only are no part of the fleet here.
     """
     replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
-    generates = app.groups.counts[GroupState.GENERATING] > 0 and app.queue.is_busy
+    generates = app.groups.counts[GroupState.GENERATING] > 0 and app.dispatcher.is_training_sampled
     return FleetFacts(
         num_batches,
         app.loop.batches.num_asking > 0 and (generates or not replicas),
@@ -289,7 +289,7 @@ def work_state(app: RewardApp, patience_s: float) -> WorkState:
     """
     groups = app.groups
     has_fleet = bool(app.queue.fleet.announced)
-    is_outside = bool(app.dispatcher.awaited_outside)
+    is_outside = app.dispatcher.awaited_outside is not None
     generates = groups.counts[GroupState.GENERATING] > 0 and has_fleet and not is_outside
     progress = (groups.policy_version, groups.num_kept, app.counters.progress)
     has_work = generates or groups.counts[GroupState.GRADING] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
+from sluice import other_version
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -50,6 +52,8 @@ from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import TRACER
 from sluice.types import ChatMessage, Failed, Prompt, PromptOrigin, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
+
+logger = logging.getLogger(__name__)
 
 ANSWER_MARGIN_S = 0.5
 """An error that names the cause of the wait must arrive before the caller's deadline."""
@@ -90,6 +94,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._app, self._rollout, self._limits = app, rollout, limits or LimitsConfig()
         self._max_response_length, self._tokens = max_response_length, tokens
         self._images = images
+        self._trainer = ""  # the instance that announced last
 
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
@@ -163,6 +168,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AnnouncePolicyResponse:
         """Take on a version and its fleet."""
         check_announcement(request)
+        is_new = request.trainer_instance_id != self._trainer
+        if is_new and (other := other_version(request.sluice_version)):
+            logger.warning("trainer %s %s", request.trainer_instance_id, other)
+        self._trainer = request.trainer_instance_id
         await self._app.loop.announce(
             request.trainer_instance_id,
             request.policy_version,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 from services.rollout.engines.protocol import Engine, EngineLoad
+from sluice import own_version
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import counters_to_fields, replica_to_proto
@@ -138,6 +139,7 @@ class Registration:
                 replica=replica_to_proto(self._replica, 0),
                 weights_layout_digest=layout_digest(self._engine.weight_layout),
                 shares=map(share_to_proto, self._replica.shares),
+                sluice_version=own_version(),
             ),
             peer="trainer",
             phase="registering a replica",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import grpc
 
 from services.trainer.fleet.members import Fleet, FleetMember
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
+from sluice import other_version
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.bounds import check_fields
@@ -27,6 +29,8 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.service import ServiceConfig
 from sluice.rpc.credentials import Credentials
 from sluice.rpc.server import RpcServer
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,6 +55,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Add a replica to the fleet as pending."""
         check_register(request)
         replica = replica_from_proto(request.replica)
+        if other := other_version(request.sluice_version):
+            logger.warning("replica %s %s", replica.name, other)
         replica = replace(replica, shares=shares_from_proto(request.shares, replica.ranks))
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
         return trainer.RegisterReplicaResponse(

@@ -126,13 +126,17 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "trainer_instance_id": _NAME,
         "policy_version": _NUMBER,
         "rolled_back_to": _NUMBER,
+        "sluice_version": _NAME_OR_NONE,
     },
     reward.EvaluateRequest: {
         "policy_version": _NUMBER,
         "n": _between(1, 1024),
         "temperature": _between(0, MAX_TEMPERATURE),
     },
-    trainer.RegisterReplicaRequest: {"weights_layout_digest": _NAME},
+    trainer.RegisterReplicaRequest: {
+        "weights_layout_digest": _NAME,
+        "sluice_version": _NAME_OR_NONE,
+    },
     trainer.HeartbeatRequest: {"name": _NAME, "instance_id": _NAME, "policy_version": _NUMBER},
     trainer.WatchStepsRequest: {"from_step": _NUMBER},
     trainer.PauseRequest: {

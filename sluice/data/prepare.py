@@ -436,7 +436,8 @@ def _check_fields(place: str, row: Row, schema: pa.Schema) -> None:
     if unknown:
         raise DataError(
             f"{place}: field {', '.join(sorted(unknown))} is in none of the first "
-            f"{ROWS_PER_GROUP} rows; give every row the same fields"
+            f"{ROWS_PER_GROUP} rows, which decide the columns; move this row to the top of the "
+            "first file, or give every row the same fields"
         )
 
 

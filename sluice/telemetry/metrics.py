@@ -193,7 +193,11 @@ class MetricsPage:
                 if not self._free.acquire(blocking=False):
                     self.shutdown_request(request)
                     return
-                super().process_request(request, client_address)
+                try:
+                    super().process_request(request, client_address)
+                except BaseException:  # such as no thread for it
+                    self._free.release()
+                    raise
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
                 try:

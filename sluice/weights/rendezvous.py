@@ -42,6 +42,7 @@ MAX_TABLE_BYTES = 256 << 20
 
 _HANDLER_THREADS = 4
 _CLOSE_GRACE_S = 0.5
+_CLOSE_TIMEOUT_S = 10.0
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -105,8 +106,14 @@ class RendezvousStore:
 
     def close(self) -> None:
         """Stop listening. Groups that have formed stay intact; closing again is harmless."""
-        self._server.stop(_CLOSE_GRACE_S).wait()
-        self._threads.shutdown()
+        stop_server(self._server, self._threads)
+
+
+def stop_server(server: grpc.Server, threads: ThreadPoolExecutor) -> None:
+    """Cancel the calls of a `member_server` after a moment; its handlers keep deadlines."""
+    if not server.stop(_CLOSE_GRACE_S).wait(_CLOSE_TIMEOUT_S):
+        _log.warning("gRPC did not stop a server within %g s; it is left behind", _CLOSE_TIMEOUT_S)
+    threads.shutdown()
 
 
 def member_server(

@@ -95,6 +95,22 @@ async def test_the_other_samples_of_a_group_are_scored_when_one_hangs_and_one_di
         assert kinds(await pool.score(items("dddd"))) == [4.0]
 
 
+async def test_a_scorer_that_cannot_be_started_again_is_not_logged_as_replaced(
+    custom: CustomRewardFunctionConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        assert custom.path is not None
+        Path(custom.path).write_text("raise OSError('the disk is gone')")
+        exited, *others = kinds(await pool.score(items("exit", "a")))
+        assert [exited, *others] == [FailureKind.SCORER_CRASH] * 2
+        assert pool.num_replaced == 1
+    lines = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert lines[0].startswith("scorer replaced (item 0; 1 replaced so far)")
+    assert lines[1].startswith("a scorer could not be started: ")
+    assert "the disk is gone" in lines[1]
+    assert not any("replaced" in line for line in lines[1:])
+
+
 def nested(depth: int) -> object:
     found: object = 1
     for _ in range(depth):

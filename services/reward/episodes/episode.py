@@ -211,7 +211,7 @@ class Episode:
                 await abandoned(self._driver)
 
     async def _taken(self, leased: LeasedEpisode) -> None:
-        with self._dispatcher.outside.untaken():
+        with self._dispatcher.outside[self._request.purpose].untaken():
             await self._called("waiting for an agent to take it", leased.taken())
 
     async def _played(self, first_turn: FirstTurn) -> Rollout:
@@ -458,7 +458,7 @@ class Episode:
     async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
-        with self._dispatcher.outside.waiting(self._failure.value):
+        with self._dispatcher.outside[self._request.purpose].waiting(self._failure.value):
             async with self._request.progress.bounded():
                 return await call
 

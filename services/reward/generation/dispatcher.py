@@ -104,7 +104,7 @@ class GroupDispatcher:
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
-        outside: the samples that wait for an agent or an environment.
+        outside: the samples that wait for an agent or an environment, by what they are for.
 
     Args:
         client: how replicas are called.
@@ -128,18 +128,27 @@ class GroupDispatcher:
         self._streams: set[StreamWatch] = set()
         self._backlog = Backlog(client.after_backlog)
         self.num_received: Counter[Purpose] = Counter()
-        self.outside = OutsideWaits()
+        self.outside = {purpose: OutsideWaits() for purpose in Purpose}
+        self._num_collecting: Counter[Purpose] = Counter()
 
     @property
-    def awaited_outside(self) -> str:
-        """What all unfinished samples wait for: "agent" or "environment"; empty: for replicas.
+    def is_training_sampled(self) -> bool:
+        """Whether samples for training are on replicas, or wait for one."""
+        return self._num_collecting[Purpose.TRAINING] > 0
 
-        What runs outside has deadlines of its own. A sample that no agent has taken yet counts,
-        too, and has none.
+    @property
+    def awaited_outside(self) -> OutsideWaits | None:
+        """What all unfinished samples for training wait in; without any, those of a validation.
+
+        ``None``: some wait for replicas. What runs outside has deadlines of its own. A sample that
+        no agent has taken yet counts, too, and has none.
         """
-        if self.queue.is_busy or not self.queue.fleet.announced:
-            return ""
-        return self.outside.peer
+        training, validation = self.outside[Purpose.TRAINING], self.outside[Purpose.VALIDATION]
+        if self.is_training_sampled or not self.queue.fleet.announced:
+            return None
+        if training.num_waiting:
+            return training
+        return validation if validation.num_waiting and not self.queue.is_busy else None
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; groups go elsewhere from replicas that are gone.
@@ -196,6 +205,13 @@ class GroupDispatcher:
             HistoryRewrittenError: the template cannot continue the turn's tokens.
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
+        self._num_collecting[collected.request.purpose] += 1
+        try:
+            await self._collect(collected)
+        finally:
+            self._num_collecting[collected.request.purpose] -= 1
+
+    async def _collect(self, collected: CollectedSamples) -> None:
         request, progress = collected.request, collected.request.progress
         rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         failures: list[str] = []

@@ -30,6 +30,8 @@ GATHER_S = 1.0
 """Streams of a replica that end within these seconds have one line in the log."""
 LATE_S = 10.0
 """What is read so late has a line in the log."""
+AGAIN_S = 1.0
+"""A wait for what has come that could not begin is tried again after this long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +283,12 @@ class Backlog:
     def _await(self) -> None:
         self._is_awaited, began = True, asyncio.get_running_loop().time()
         asked, self._asking = self._asking, []
-        self._after(lambda: self._read(began, asked))
+        try:
+            self._after(lambda: self._read(began, asked))
+        except Exception as error:  # noqa: BLE001 - without an answer no stream would stall again
+            logger.warning("what replicas sent cannot be waited for: %r; tried again", error)
+            self._asking[:0] = asked
+            asyncio.get_running_loop().call_later(AGAIN_S, self._await)
 
     def _read(self, began: float, asked: Sequence[Callable[[], None]]) -> None:
         self.read_until, self._is_awaited = began, False

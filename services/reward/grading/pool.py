@@ -38,6 +38,7 @@ from services.reward.grading.scorer_worker import (
     END_TIMEOUT_S,
     PEER,
     ScorerFault,
+    ScorerNotStartedFault,
     ScorerWorker,
     loaded,
     start_worker,
@@ -175,11 +176,7 @@ class ScorerPool:
             try:
                 answers = await self._ask([sent[i] for i in remaining])
             except ScorerFault as fault:
-                self.num_replaced += 1
-                logger.warning(
-                    "scorer replaced (item %s; %d replaced so far): %s",
-                    *(fault.item, self.num_replaced, fault.detail),
-                )
+                self._log_fault(fault)
                 failure = Failed(fault.kind, fault.detail)
                 num_unexplained += fault.item is None
                 if fault.item is not None:
@@ -191,6 +188,16 @@ class ScorerPool:
                 outcomes.update(zip(remaining, map(_outcome, answers), strict=True))
                 break
         return tuple(outcomes[i] for i in range(len(items)))
+
+    def _log_fault(self, fault: ScorerFault) -> None:
+        if isinstance(fault, ScorerNotStartedFault):
+            logger.warning("a scorer could not be started: %s", fault.detail)
+            return
+        self.num_replaced += 1
+        logger.warning(
+            "scorer replaced (item %s; %d replaced so far): %s",
+            *(fault.item, self.num_replaced, fault.detail),
+        )
 
     async def _ask(self, items: Sequence[ScorerInput]) -> tuple[ScorerAnswer, ...]:
         async with self._worker(items[-1].data_source) as worker:
@@ -222,7 +229,7 @@ class ScorerPool:
         try:
             slot.worker = worker = await self._new_worker()
         except (ConfigError, DeadlineError) as error:
-            raise ScorerFault(FailureKind.SCORER_CRASH, None, str(error)) from error
+            raise ScorerNotStartedFault(FailureKind.SCORER_CRASH, None, str(error)) from error
         return worker
 
     async def _fill(self, slot: _WorkerSlot) -> None:

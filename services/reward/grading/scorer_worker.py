@@ -109,6 +109,10 @@ class ScorerFault(Exception):
         super().__init__(detail)
 
 
+class ScorerNotStartedFault(ScorerFault):
+    """No process could be started for the items; there is none to kill."""
+
+
 class ScorerWorker:
     """A running scorer process. One request at a time. Made by `start_worker`.
 

@@ -176,6 +176,7 @@ class GroupLoop:
     def awaited(self) -> dict[str, Waiting]:
         """Return what the loop waits for by the kind of wait, the nearest cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
+        outside = self._dispatcher.awaited_outside
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
@@ -189,8 +190,8 @@ class GroupLoop:
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
-            outside=self._dispatcher.awaited_outside,
-            is_untaken=self._dispatcher.outside.are_untaken,
+            outside=outside.peer if outside else "",
+            is_untaken=outside is not None and outside.are_untaken,
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         self._awaited_since = {kind: before.get(kind, now) for kind in found}
@@ -480,7 +481,7 @@ class LoopFacts:
     Args:
         num_kept: groups for the next batch; of each source at most its part.
         lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
-        outside: see `GroupDispatcher.awaited_outside`.
+        outside: the peer of `GroupDispatcher.awaited_outside`; empty: none.
         is_untaken: whether no agent has taken any of these samples.
     """
 

@@ -19,11 +19,10 @@ import msgspec
 from services.reward.ledger.writer import Statement
 from services.reward.sqlite_file import SqliteFile
 from sluice.errors import InvalidRequestError
+from sluice.service_contract import LEDGER_FORMAT
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 7
-"""A file of another format is refused: only the version of sluice that wrote it reads it."""
 
 _TABLES = """
 CREATE TABLE ledger (
@@ -114,7 +113,9 @@ _REWARD = "d"  # float64
 def ledger_file(path: Path) -> SqliteFile:
     """Return the file of a ledger."""
     content = "the prompts that clients have submitted"
-    return SqliteFile(path, "ledger", content, APPLICATION_ID, FORMAT, _TABLES, is_durable=True)
+    return SqliteFile(
+        path, "ledger", content, APPLICATION_ID, LEDGER_FORMAT, _TABLES, is_durable=True
+    )
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,7 @@ from sluice.weights.rendezvous import (
     bind,
     member_channel,
     member_server,
+    stop_server,
 )
 from sluice.weights.snapshot import SnapshotBuffers
 from sluice.weights.transfer import Base
@@ -59,7 +60,6 @@ _CHECK_EVERY_S = 0.05
 _GRACE_S = 3.0
 """Beyond the rank's own deadline, so that its error arrives, which says more."""
 _LEAVE_S = 10.0
-_CLOSE_GRACE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -118,8 +118,7 @@ class SendingRank(services.SendingRankServiceServicer):
             epochs, self._epochs = self._epochs, {}
         for one in epochs.values():
             one.sender.abandon("the trainer rank ends")
-        self._server.stop(_CLOSE_GRACE_S).wait()
-        self._threads.shutdown()
+        stop_server(self._server, self._threads)
 
     def JoinGroups(
         self, request: messages.JoinGroupsRequest, context: grpc.ServicerContext

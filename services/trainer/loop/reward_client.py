@@ -14,6 +14,7 @@ from functools import partial
 from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunState
 from services.trainer.metrics.sinks import Example, ValidationReport
+from sluice import own_version
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -133,6 +134,7 @@ class RewardClient:
                 replicas=reported,
                 resume_from=progress_to_proto(position) if position else None,
                 rolled_back_to=rolled_back_to,
+                sluice_version=own_version(),
             )
 
         self._announcement = request

@@ -13,11 +13,12 @@ from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
+from sluice.config.run import RunConfig
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
-from sluice.service_contract import CONFIG_NAME
+from sluice.service_contract import CONFIG_NAME, LEDGER_FORMAT, LEDGER_NAME
 
 _OF_REWARD_SERVICE = frozenset({"reward", "environment"})
 
@@ -95,4 +96,23 @@ async def refuse_beside_another(run_dir: Path) -> None:
         raise ConfigError(
             f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
             "give another folder"
+        )
+
+
+def refuse_other_ledger(config: RunConfig) -> None:
+    """Raise ConfigError if the reward service would refuse the format of the folder's ledger.
+
+    The format is that of SQLite's header (`user_version`), or 0 as long as it stands in the file's
+    write-ahead log.
+    """
+    file = Path(config.sluice.run_dir).absolute() / LEDGER_NAME
+    if config.sluice.reward.ledger != "sqlite" or not file.is_file():
+        return
+    with file.open("rb") as opened:
+        found = int.from_bytes(opened.read(64)[60:], "big")
+    if found not in (0, LEDGER_FORMAT):
+        raise ConfigError(
+            f"{file}: format {found}, and this version of sluice reads {LEDGER_FORMAT}; use the "
+            "version that wrote it, give another sluice.run_dir, or move the file away to start "
+            "without the prompts that clients have submitted"
         )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
-from sluice.cli.run.checked import examined_to_start
+from sluice.cli.run.checked import examined_to_start, refuse_other_ledger
 from sluice.cli.run.quickstart import folder_setting, made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
@@ -136,6 +136,7 @@ def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
 
 def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
     """Write the files of a new run."""
+    refuse_other_ledger(config)
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")
     write_config(config, written)

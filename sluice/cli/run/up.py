@@ -21,7 +21,7 @@ from sluice.cli.arguments import (
     script_settings,
     split_arguments,
 )
-from sluice.cli.run.checked import checked_run, refuse_beside_another
+from sluice.cli.run.checked import checked_run, refuse_beside_another, refuse_other_ledger
 from sluice.cli.run.ending import end_run
 from sluice.cli.terminal import ConsoleHandler, RunConsole, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
@@ -274,6 +274,7 @@ async def start_processes(
         ConfigError: see `start_run`.
     """
     await refuse_beside_another(config_file.parent)
+    refuse_other_ledger(config)
     forget_end(config_file.parent)
     config = with_absolute_paths(config)
     if ray is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from sluice.config.loading.override_values import parse_word
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.settings_tree import SettingsTree, resolve_references, tree_of
 from sluice.config.loading.yaml_files import read_document
+from sluice.config.loading.yaml_text import parse_scalar
 from sluice.config.problems import Problem, raise_problems
 from sluice.config.run import (
     RunConfig,
@@ -258,6 +260,10 @@ def _hint(value: object, annotation: object) -> str:
         return "put the value in quotes"
     if isinstance(value, str) and isinstance(parse_word(value), int | float):
         return "write it without quotes"
+    if isinstance(value, str):
+        number = parse_scalar(re.sub(r"^([-+]?)0+(?=\d)", r"\1", value))
+        if isinstance(number, int | float):
+            return f"write {number}; {value} is text to Hydra"
     if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
         return "write it without a decimal point"
     return ""

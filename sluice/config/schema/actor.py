@@ -35,7 +35,7 @@ class OptimConfig(Section, frozen=True):
     """Warm-up as a share of the total, if lr_warmup_steps is not above 0."""
 
     lr_scheduler_type: Literal["constant", "cosine", "linear", "inverse_square_root"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning rate after the warm-up. In verl, FSDP has constant and cosine alone."""
 
     min_lr_ratio: Share = 0.0
     """Lower bound of the learning rate after the warm-up, as a share of lr; constant ignores it."""

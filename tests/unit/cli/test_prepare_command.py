@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import SUMMARY_NAME, forget_end
-from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
+from sluice.service_contract import CONFIG_NAME, LEDGER_NAME, TRACKER_NAME
 from tests.support.doctor_findings import write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
@@ -66,6 +68,17 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     assert location.reward == f"reward:{SERVICE_PORTS['reward'].port}"
     assert location.config.data.train_batch_size == 8
     assert location.config.sluice.run_dir == str(run_dir)
+
+
+def test_a_folder_with_a_ledger_of_another_format_stays_as_it_is(tmp_path: Path) -> None:
+    job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    (run_dir / LEDGER_NAME).parent.mkdir(parents=True)
+    with closing(sqlite3.connect(run_dir / LEDGER_NAME)) as database:
+        database.execute("PRAGMA user_version = 3")
+    refused = CliRunner().invoke(commands, ["prepare", "--run-dir", str(run_dir), *job])
+    assert isinstance(refused.exception, ConfigError)
+    assert "format 3, and this version of sluice reads" in str(refused.exception)
+    assert not (run_dir / CONFIG_NAME).exists()
 
 
 def test_a_scorer_that_cannot_be_loaded_is_refused_before_a_run_begins(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import sys
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from services.reward.ledger.ledger import PromptLedger
 from sluice.cli.main import commands
 from sluice.cli.run import up
+from sluice.cli.run.checked import refuse_other_ledger
 from sluice.cli.run.quickstart import MARKER
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -25,7 +29,7 @@ from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import ReplicaScale, launch_service
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME
 from sluice.report.summary import ended_summary, write_summary
-from sluice.service_contract import CONFIG_NAME
+from sluice.service_contract import CONFIG_NAME, LEDGER_FORMAT, LEDGER_NAME
 from sluice.telemetry.metrics import FOLDER
 
 
@@ -69,6 +73,21 @@ async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     async with launch_service(tmp_path, ReplicaScale(processes, replica)):
         with pytest.raises(ConfigError, match="another run is active in this folder"):
             await start(config, tmp_path)
+    assert left(tmp_path) == ["rollout-0.json"]
+    assert (tmp_path / ACCOUNTS_NAME).exists()
+    assert not (tmp_path / CONFIG_NAME).exists()
+
+
+async def test_the_folder_of_a_ledger_of_another_format_is_refused_and_stays_as_it_is(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    ledger = tmp_path / LEDGER_NAME
+    PromptLedger(ledger).close()
+    refuse_other_ledger(config)
+    with closing(sqlite3.connect(ledger)) as database:
+        database.execute("PRAGMA user_version = 3")
+    with pytest.raises(ConfigError, match=f"format 3, and .* reads {LEDGER_FORMAT}; use the"):
+        await start(config, tmp_path)
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
     assert not (tmp_path / CONFIG_NAME).exists()

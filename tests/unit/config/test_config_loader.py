@@ -507,3 +507,15 @@ def test_a_word_in_an_override_is_a_number_only_where_it_is_to_hydra(
 ) -> None:
     found = parse_override(f"+k={text}").value
     assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("number", ["0100", "-08", "00", "010_000"])
+def test_a_whole_number_with_leading_zeros_in_a_file_is_refused_with_its_remedy(
+    number: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {{seed: {number}}}\ntrainer: {{experiment_name: {number}}}\n")
+    plain = int(number.replace("_", ""))
+    with pytest.raises(ConfigError, match=f"data.seed = '{number}': .* write {plain};"):
+        load_config(file, [])
+    assert load_config(file, ["data.seed=1"]).trainer.experiment_name == number

@@ -293,6 +293,19 @@ def test_fields_that_only_later_rows_have_are_not_lost_silently(tmp_path: Path) 
     assert list(made.output.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [{"agent_name": "Game"}, {"extra_info": {"hint": "new"}}])
+def test_a_field_of_a_late_row_is_read_once_the_row_is_where_the_message_wants_it(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
+    rows = [{**row, "extra_info": {}} for row in prompt_rows(["1"] * (ROWS_PER_GROUP + 1))]
+    rows[-1] |= more
+    made = order("jsonl", write(tmp_path / "a.jsonl", rows))
+    with pytest.raises(DataError, match=rf"row {ROWS_PER_GROUP}: .*; move this row to the top of"):
+        prepare(made)
+    write(tmp_path / "a.jsonl", [rows[-1], *rows[:-1]])
+    assert prepare(made).num_written == len(rows)
+
+
 def test_a_field_whose_type_changes_is_refused(tmp_path: Path) -> None:
     rows = prompt_rows(["a", "b"])
     rows[1]["extra_info"] = {"index": "x", "split": "train"}

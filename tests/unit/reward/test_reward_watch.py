@@ -4,20 +4,27 @@ it and the trainer wait for agents and environments."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
+import sluice
 from services.reward.app import RewardApp, RunFiles
 from services.reward.episodes.drivers import EpisodeTask
 from services.reward.episodes.leases import LeaseDesk
-from services.reward.generation.request import GroupRequest
+from services.reward.generation.request import GroupRequest, Purpose
 from services.reward.group_table import GroupTable
 from services.reward.metrics import fleet_facts, work_state
+from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import Observation
+from sluice.api.reward.v1 import reward_pb2
 from sluice.config.loading.loader import load_config
-from sluice.types import Answer, FinishReason, Scored
+from sluice.config.schema.actor_rollout_ref import RolloutConfig
+from sluice.types import Answer, ChatMessage, FinishReason, Scored
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
+from tests.support.scripted_environment import group_request
 
 SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
 
@@ -61,6 +68,21 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         assert not work().has_work
         assert app.groups.counts["generating"] == 1
         assert "rollout fleet" in {wait.peer for wait in work().waits}
+
+
+async def test_a_trainer_of_another_version_of_sluice_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sluice, "own_version", lambda: "1.2")
+    async with running_app(load_config(None, SETTINGS), ScriptedClient()) as app:
+        servicer = RewardServicer(app, RolloutConfig(), 16)
+        for version in range(3):
+            request = reward_pb2.AnnouncePolicyRequest(
+                trainer_instance_id="trainer-1", policy_version=version, sluice_version="1.1"
+            )
+            await servicer.AnnouncePolicy(request, cast("Any", None))
+    words = "trainer trainer-1 runs sluice 1.1, and this service 1.2"
+    assert [words in line for line in caplog.messages].count(True) == 1
 
 
 class SlowEnvironments:
@@ -135,6 +157,36 @@ async def test_an_agent_works_as_long_as_it_may_and_a_replica_only_as_long_as_it
         assert peers() == {"rollout fleet"}
 
 
+async def test_a_validation_that_replicas_sample_hides_no_agent_that_training_waits_for() -> None:
+    gate, files = asyncio.Event(), RunFiles()
+
+    async def before(_name: str, _request: GroupRequest, _index: int) -> None:
+        await gate.wait()
+
+    desk = LeaseDesk(files.ledger.leases)
+    config = load_config(None, (*PLAYED, "sluice.environment.agents=true"))
+    client = ScriptedClient(before_sample=before)
+    async with (
+        running_app(config, client, files=files, drivers=desk) as app,
+        asyncio.TaskGroup() as tasks,
+    ):
+        submit(app, ["answer=1 right=1"])
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        asking = tasks.create_task(app.loop.batches.take(1, 0, 60.0), name="trainer")
+        await settled(lambda: desk.num_offered == 2)
+        request = group_request(1)
+        prompt = replace(request.prompt, messages=(ChatMessage("user", "answer=1 right=1"),))
+        validated = replace(request, prompt=prompt, purpose=Purpose.VALIDATION)
+        validation = tasks.create_task(app.dispatcher.generate(validated), name="validation")
+        await settled(lambda: bool(client.calls))
+        assert app.queue.is_busy
+        assert [wait.phase for wait in work_state(app, 600.0).waits] == ["taking samples"]
+        assert not fleet_facts(app, 0).is_starved
+        gate.set()
+        await validation
+        asking.cancel()
+
+
 async def test_an_environment_that_works_keeps_no_replica_busy() -> None:
     environments = SlowEnvironments()
     config = load_config(None, (*PLAYED, "sluice.environment.path=jars.py"))
@@ -147,7 +199,7 @@ async def test_an_environment_that_works_keeps_no_replica_busy() -> None:
         asking = tasks.create_task(app.loop.batches.take(1, 0, 60.0), name="trainer")
         await settled(lambda: app.loop.batches.num_asking > 0)
         await settled(lambda: app.groups.counts["generating"] == 1)
-        await settled(lambda: app.dispatcher.outside.num_waiting == 2)
+        await settled(lambda: app.dispatcher.outside[Purpose.TRAINING].num_waiting == 2)
         assert not work_state(app, 600.0).has_work
         assert [wait.peer for wait in work_state(app, 600.0).waits] == ["environment"]
         assert not fleet_facts(app, 0).is_starved

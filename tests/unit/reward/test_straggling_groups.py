@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.reward.generation import stream
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.replica_queue import ReplicaQueue
 from services.reward.generation.request import (
@@ -284,6 +285,27 @@ async def test_who_asks_while_a_backlog_is_read_waits_for_the_next_one() -> None
     marks[1]()
     assert (len(marks), came) == (2, ["a", "b", "c"])
     assert float("-inf") < first <= backlog.read_until
+
+
+async def test_a_backlog_that_could_not_be_awaited_is_awaited_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "AGAIN_S", 0.0)
+    marks: list[Callable[[], None]] = []
+    came: list[str] = []
+    failures = [OSError("no channel"), OSError("no channel")]
+
+    def after(then: Callable[[], None]) -> None:
+        if failures:
+            raise failures.pop()
+        marks.append(then)
+
+    backlog = Backlog(after)
+    for name in "ab":
+        backlog.when_read(partial(came.append, name))
+    await settled(lambda: len(marks) == 1)
+    marks[0]()
+    assert came == ["a", "b"]
 
 
 async def test_replicas_that_never_answer_end_a_group_after_its_last_attempt() -> None:

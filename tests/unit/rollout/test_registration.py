@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.rollout import registration
 from services.rollout.engines.protocol import EngineLoad
 from services.rollout.registration import Registration, report_weights
+from sluice import own_version
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import EngineError, InvalidRequestError, NotFoundError, SluiceError
 from sluice.rpc import client, retries
@@ -125,6 +126,7 @@ async def test_a_replica_registers_and_then_sends_its_load_in_the_trainers_inter
     trainer = Trainer()
     await play(trainer, ("register", True), ("heartbeat", True), ("heartbeat", True))
     (registered,) = trainer.registrations
+    assert registered.sluice_version == own_version()
     assert registered.replica.name == "rollout-0"
     assert registered.weights_layout_digest == layout_digest(LAYOUT)
     beat = trainer.heartbeats[0]

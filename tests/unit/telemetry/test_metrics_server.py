@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
@@ -83,6 +84,19 @@ def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served(
             time.sleep(0.1)
         else:
             pytest.fail("no connection became free")
+
+
+def test_connections_that_get_no_thread_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with served() as address:
+        with monkeypatch.context() as patched:
+            patched.setattr(socketserver.ThreadingMixIn, "process_request", without_thread)
+            for _ in range(9):
+                with socket.create_connection(split(address), 20) as closed:
+                    assert closed.recv(10) == b""
+        assert value(parsed(fetch(address)), "sluice_level") == 1.0
 
 
 def test_after_the_end_nobody_listens() -> None:

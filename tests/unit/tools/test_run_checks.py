@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,28 @@ def test_an_interrupt_ends_the_check_that_it_leaves(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         run_checks.run_command("hangs", [sys.executable, "-c", "import time; time.sleep(60)"])
     assert wait(started[0], 30) != 0
+
+
+RUNS_ONE_CHECK = """
+import sys
+from tools import run_checks
+
+waits = "import time; print('up', flush=True); time.sleep(60)"
+starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"
+run_checks.STATIC = (("waits", (sys.executable, "-c", starts)), ("next", ("false",)))
+run_command = run_checks.run_command
+run_checks.run_command = lambda name, command: run_command(name, command, shows=True)
+sys.argv = ["run_checks", "--static"]
+sys.exit(run_checks.main())
+"""
+
+
+def test_a_signal_to_end_ends_every_check_and_what_it_started() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNS_ONE_CHECK], cwd=run_checks.ROOT, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        assert any(line == b"up\n" for line in run.stdout)
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=30)  # returns once all processes that write there have ended
+        assert run.returncode == 128 + signal.SIGTERM

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from services.trainer.loop.reward_client import RewardClient
+from sluice import own_version
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.errors import (
@@ -108,6 +109,7 @@ async def test_a_rollback_is_announced_again_to_a_service_that_restarts(
     stub.answers["AnnouncePolicy"] = [UNAVAILABLE, reward_pb2.AnnouncePolicyResponse()]
     await client.announce(5, [], rolled_back_to=2)
     assert [request.rolled_back_to for request in stub.requests["AnnouncePolicy"]] == [2, 2]
+    assert {one.sluice_version for one in stub.requests["AnnouncePolicy"]} == {own_version()}
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
     await client.announce(6, [])
     assert not stub.requests["AnnouncePolicy"][-1].HasField("rolled_back_to")

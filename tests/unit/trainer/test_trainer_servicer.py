@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+import sluice
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import _PHASE_TO_PROTO, TrainerServicer
+from sluice import UNINSTALLED
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
@@ -27,9 +29,11 @@ class Service(TrainerServicer):
         asked = TrainerServiceConfig(heartbeat_interval_s=1.5, replica_ttl_s=6.0)
         super().__init__(self.fleet, self.state, ServiceConfig(trainer=asked))
 
-    async def register(self) -> trainer.RegisterReplicaResponse:
+    async def register(self, **changes: Any) -> trainer.RegisterReplicaResponse:
         replica = common_pb2.Replica(name="a", instance_id="a-1", address="host:1", slots=8)
-        request = trainer.RegisterReplicaRequest(replica=replica, weights_layout_digest="layout")
+        request = trainer.RegisterReplicaRequest(
+            replica=replica, weights_layout_digest="layout", **changes
+        )
         return await self.RegisterReplica(request, CONTEXT)
 
 
@@ -43,6 +47,30 @@ async def test_a_registration_is_answered_with_the_interval_of_heartbeats(servic
     assert answer.heartbeat_interval_seconds == 1.5
     assert answer.time_to_live_seconds == 6.0
     assert [info.address for info in service.fleet.in_state(MemberState.PENDING)] == ["host:1"]
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "warns"),
+    [
+        ("1.2", "1.3", True),
+        ("1.2", "1.2", False),
+        ("1.2", "", False),
+        (UNINSTALLED, "1.2", False),
+        ("1.2", UNINSTALLED, False),
+    ],
+)
+async def test_a_replica_of_another_version_of_sluice_is_logged(
+    service: Service,
+    own: str,
+    peer: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sluice, "own_version", lambda: own)
+    await service.register(sluice_version=peer)
+    line = "replica a runs sluice 1.3, and this service 1.2; run the same version everywhere"
+    assert caplog.messages == ([line] if warns else [])
 
 
 async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) -> None:

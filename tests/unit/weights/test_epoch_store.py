@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from sluice.weights.rendezvous import (
     MAX_VALUE_BYTES,
     EpochStore,
     RendezvousStore,
+    stop_server,
 )
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
@@ -149,3 +151,26 @@ def test_an_answer_too_large_for_one_message_is_refused(server: RendezvousStore)
         store.set(key, bytes(MAX_VALUE_BYTES))
     with pytest.raises(WeightSyncError, match="at most 1048576 may travel"):
         store.wait(keys)
+
+
+class _EndlessServer:
+    """A server that gRPC never stops; `asked` becomes true when somebody waits for it."""
+
+    asked = False
+
+    def stop(self, _grace_s: float) -> _EndlessServer:
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.asked = True
+        assert timeout_s is not None, "a wait without a deadline"
+        return False
+
+
+def test_a_server_that_grpc_does_not_stop_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    server, threads = _EndlessServer(), ThreadPoolExecutor(1)
+    stop_server(server, threads)  # type: ignore[arg-type]
+    assert server.asked
+    assert "it is left behind" in caplog.text
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(print)

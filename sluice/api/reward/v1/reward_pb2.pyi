@@ -688,6 +688,7 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
     ROLLED_BACK_TO_FIELD_NUMBER: builtins.int
+    SLUICE_VERSION_FIELD_NUMBER: builtins.int
     trainer_instance_id: builtins.str
     """The trainer's instance; a new one resets leases."""
     policy_version: builtins.int
@@ -695,6 +696,10 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     rolled_back_to: builtins.int
     """This version has the weights of an earlier one, this one, which a guard of the run loaded again:
     nothing that was sampled in between is trained; its prompts start again. Absent: it was trained.
+    """
+    sluice_version: builtins.str
+    """The trainer's version of sluice, at most 128 bytes. The reward service warns of another one than
+    its own. Empty: not known.
     """
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Replica]:
@@ -717,9 +722,10 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
         replicas: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Replica] | None = ...,
         resume_from: sluice.api.common.v1.common_pb2.DataProgress | None = ...,
         rolled_back_to: builtins.int | None = ...,
+        sluice_version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rolled_back_to", b"_rolled_back_to", "resume_from", b"resume_from", "rolled_back_to", b"rolled_back_to"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rolled_back_to", b"_rolled_back_to", "policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "rolled_back_to", b"rolled_back_to", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rolled_back_to", b"_rolled_back_to", "policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "rolled_back_to", b"rolled_back_to", "sluice_version", b"sluice_version", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rolled_back_to", b"_rolled_back_to"]) -> typing.Literal["rolled_back_to"] | None: ...
 
 global___AnnouncePolicyRequest = AnnouncePolicyRequest

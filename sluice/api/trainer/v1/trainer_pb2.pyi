@@ -82,8 +82,13 @@ class RegisterReplicaRequest(google.protobuf.message.Message):
     REPLICA_FIELD_NUMBER: builtins.int
     WEIGHTS_LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
+    SLUICE_VERSION_FIELD_NUMBER: builtins.int
     weights_layout_digest: builtins.str
     """Hex digest of the names, dtypes and shapes of its weights."""
+    sluice_version: builtins.str
+    """The replica's version of sluice, at most 128 bytes. The trainer warns of another one than its
+    own. Empty: not known.
+    """
     @property
     def replica(self) -> sluice.api.common.v1.common_pb2.Replica:
         """Name, instance, address and capacity; policy_version is ignored."""
@@ -98,9 +103,10 @@ class RegisterReplicaRequest(google.protobuf.message.Message):
         replica: sluice.api.common.v1.common_pb2.Replica | None = ...,
         weights_layout_digest: builtins.str = ...,
         shares: collections.abc.Iterable[sluice.api.weights.v1.weights_pb2.WeightShare] | None = ...,
+        sluice_version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["replica", b"replica"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["replica", b"replica", "shares", b"shares", "weights_layout_digest", b"weights_layout_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replica", b"replica", "shares", b"shares", "sluice_version", b"sluice_version", "weights_layout_digest", b"weights_layout_digest"]) -> None: ...
 
 global___RegisterReplicaRequest = RegisterReplicaRequest
 
