@@ -13,11 +13,10 @@ num_layers=0
 cover() {
   local layer=$memory/layers/$((++num_layers))
   if [[ ! -e $1 ]]; then return; fi
-  mkdir -p "$layer/upper" "$layer/work"
   # A name with a comma or a colon would be read as several, so the lower folder has none.
   (
     cd "$1"
-    mount -t overlay -o "lowerdir=.,upperdir=$layer/upper,workdir=$layer/work" overlay "$new$1"
+    exec mount -t overlay -o "lowerdir=.,upperdir=$layer/upper,workdir=$layer/work" overlay "$new$1"
   ) 2>/dev/null || protect "$1"
 }
 
@@ -29,15 +28,17 @@ protect() {
 mount -t tmpfs -o size=256m,mode=0755 tmpfs "$memory"
 mkdir "$new"
 mount -t tmpfs -o size=1m,mode=0755 tmpfs "$new"
-mkdir -p "$new"/{dev/shm,proc,run,sys}
+links=() points=()
 for file in /*; do
   if [[ -L $file ]]; then
-    cp -P "$file" "$new"
+    links+=("$file")
   elif [[ -d $file ]]; then
-    mkdir -p "$new$file"
     points+=("$file")
   fi
 done
+# One program for all, here and below: to start one takes longer than what it does.
+mkdir -p "$new"/{dev/shm,proc,run,sys} "${points[@]/#/"$new"}"
+if ((${#links[@]})); then cp -P "${links[@]}" "$new"; fi
 mount -t proc -o ro,nosuid,nodev,noexec proc "$new/proc"
 for file in /dev/{null,zero,full,random,urandom,nvidia*}; do
   if [[ -c $file ]]; then
@@ -52,6 +53,11 @@ while read -r _ _ _ _ file _; do
 done </proc/self/mountinfo
 # A folder comes before what lies in it.
 mapfile -d '' -t points < <(printf '%s\0' "${points[@]}" /dev/shm "$PWD" | LC_ALL=C sort -zu)
+layers=()
+for ((number = 1; number <= ${#points[@]}; number++)); do
+  layers+=("$memory/layers/$number/"{upper,work})
+done
+mkdir -p "${layers[@]}"
 for point in "${points[@]}"; do
   case $point in
   /dev/shm) cover "$point" ;;

@@ -7,11 +7,13 @@ import importlib
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import transformers
 
-from tests.support.source_tree import ROOT, dotted, python_files, syntax_tree
+from tests.support.source_tree import ROOT, dotted, name_of, python_files, syntax_tree
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
@@ -104,3 +106,57 @@ def test_the_ci_script_runs_make_test_and_nothing_else() -> None:
         if line and not line.startswith(("#", "set ", "cd "))
     ]
     assert commands == ["exec make test"]
+
+
+def followed_modules() -> dict[str, bool]:
+    """Whether mypy reads the modules of each pattern that pyproject.toml has for it."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return {
+        pattern: override["follow_imports"] != "skip"
+        for override in tables["tool"]["mypy"]["overrides"]
+        if "follow_imports" in override
+        for pattern in override["module"]
+    }
+
+
+def foreign_names(tree: ast.AST) -> Iterator[str]:
+    """What a file imports, and what it reaches through the attributes of packages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (f"{alias.name}.*" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            yield dotted(node)
+
+
+def defining_name(name: str) -> str:
+    """The name with the module of Transformers that has the class: the package lists all."""
+    package, _, member = name.partition(".")
+    if package != "transformers":
+        return name
+    module = vars(transformers)["_class_to_module"].get(member)
+    return name if module is None else f"{package}.{module}.{member}"
+
+
+def is_followed(name: str, followed: dict[str, bool]) -> bool:
+    module = name.rpartition(".")[0]
+    patterns = [
+        pattern
+        for pattern in followed
+        if module == pattern
+        or (pattern.endswith("*") and f"{name}.".startswith(pattern.removesuffix("*")))
+    ]
+    return followed[max(patterns, key=len)] if patterns else True
+
+
+def test_our_files_name_nothing_of_modules_that_mypy_skips() -> None:
+    followed = followed_modules()
+    skipped = {
+        f"{name_of(path)}: {name}"
+        for path in python_files()
+        for name in map(defining_name, foreign_names(syntax_tree(path)))
+        if name.startswith(("torch.", "transformers.", "huggingface_hub."))
+        and not is_followed(name, followed)
+    }
+    assert not skipped, "mypy would take these for Any; have it follow them in pyproject.toml"

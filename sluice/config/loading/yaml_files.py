@@ -36,9 +36,9 @@ def read_document(path: Path) -> Mapping[str, object]:
         ConfigError: a file cannot be read, is no YAML, or holds something else; one is not there,
             or stands below itself; or verl's own come after others, whose values they replace.
     """
-    document, _ = _mapping_in(path)
-    composition = _Composition([path.parent, *_searched(document)])
-    composition.add(path, "", "", _Parent())
+    read = _mapping_in(path)
+    composition = _Composition([path.parent, *_searched(read[0])])
+    composition.add(path, read, "", "", _Parent())
     if isinstance(hydra := composition.values.get("hydra"), dict):
         hydra.pop("searchpath", None)
     if composition.unread:
@@ -93,14 +93,22 @@ class _Composition:
     values: dict[str, object] = field(default_factory=dict)
     unread: list[object] = field(default_factory=list)
 
-    def add(self, file: Path, name: str, package: str, parent: _Parent) -> None:
+    def add(
+        self,
+        file: Path,
+        read: tuple[dict[str, object], str],
+        name: str,
+        package: str,
+        parent: _Parent,
+    ) -> None:
         """Add a file and, in their order, the files that its ``defaults`` name.
 
-        `name` and `package` are as the entry has them, which names it.
+        `read` is what `_mapping_in` read of it; `name` and `package` are as the entry has them,
+        which names it.
         """
         if file in parent.files:
             raise ConfigError(f"configuration file {file}: its defaults lead back to it")
-        document, text = _mapping_in(file)
+        document, text = read
         header = _PACKAGE.search(text)
         group = name.removeprefix("/").rpartition("/")[0]
         place = parent.below(package or (header[1] if header else group.replace("/", ".")))
@@ -122,7 +130,7 @@ class _Composition:
     def _add_entry(self, entry: object, parent: _Parent) -> None:
         for name, package in _options(entry):
             if file := self._found(name, parent.group):
-                self.add(file, name, package, parent)
+                self.add(file, _mapping_in(file), name, package, parent)
             elif isinstance(entry, str):
                 self._add_verls(name.removeprefix("/"), parent.files[-1])
             elif entry not in self.unread:

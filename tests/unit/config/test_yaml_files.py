@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from sluice.config.explain import notices
+from sluice.config.loading import yaml_files
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_files import read_document
+from sluice.config.loading.yaml_text import parse_document
 from sluice.errors import ConfigError
 
 
@@ -117,3 +119,17 @@ def test_defaults_that_would_lose_settings_are_refused(defaults: str, message: s
     file = write("conf/run.yaml", f"defaults: {defaults}\ndata: {{seed: 2}}\n")
     with pytest.raises(ConfigError, match=message):
         load_config(file, [])
+
+
+def test_each_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below.yaml").write_text("data: {train_batch_size: 8}", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("defaults: [below]\na: 1", encoding="utf-8")
+    parsed: list[str] = []
+
+    def noting(text: str, source: str) -> object:
+        parsed.append(Path(source).name)
+        return parse_document(text, source)
+
+    monkeypatch.setattr(yaml_files, "parse_document", noting)
+    assert read_document(tmp_path / "run.yaml") == {"data": {"train_batch_size": 8}, "a": 1}
+    assert parsed == ["run.yaml", "below.yaml"]

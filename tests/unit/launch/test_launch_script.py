@@ -21,9 +21,10 @@ from sluice.launch.script import (
     record,
     referenced_names,
 )
-from tests.support.isolation import NO_ISOLATION, forbid_isolation, isolated
+from tests.support.isolation import forbid_isolation, isolated
 
 VERL = "python3 -m verl.trainer.main_ppo"
+SLEEP = "command -p sleep 600"  # a program that really runs
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +32,11 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def launch(text: str, *arguments: str) -> ScriptLaunch:
+def launch(text: str, *arguments: str, is_isolated: bool = False) -> ScriptLaunch:
+    """The launch of a script of these lines; isolation, not needed for most, takes the time."""
     script = Path("run.sh")
     script.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
-    return launch_of(script, arguments, isolated=not NO_ISOLATION)
+    return launch_of(script, arguments, isolated=is_isolated)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,9 @@ def test_a_launch_is_found_however_its_program_is_named(start: str) -> None:
 
 @isolated
 def test_a_launch_in_the_background_is_found() -> None:
-    assert launch(f"set -e\nnohup {VERL} a.b=1 > log 2>&1 &").settings == ("a.b=1",)
+    assert launch(f"set -e\nnohup {VERL} a.b=1 > log 2>&1 &", is_isolated=True).settings == (
+        "a.b=1",
+    )
 
 
 @isolated
@@ -275,7 +279,7 @@ def test_what_an_isolated_script_does_leaves_nothing(line: str) -> None:
     words = {"touch": touch, "bin": Path(touch).parent, "mark": mark, "pid": os.getpid()}
     settings = Path("/proc/sys/kernel/core_uses_pid")
     was = settings.read_text(encoding="utf-8")
-    found = launch(f"({line.format(**words)}\n) || :\n{VERL} a.b=1")
+    found = launch(f"({line.format(**words)}\n) || :\n{VERL} a.b=1", is_isolated=True)
     assert found.settings == ("a.b=1",)
     assert sorted(os.listdir()) == ["other.sh", "run.sh", "victim"]
     after = Path("victim").stat()
@@ -295,7 +299,7 @@ def test_an_isolated_script_reads_what_it_wrote() -> None:
     lines = (
         "set -e\necho start > train.log\nmkdir -p out/x\necho 7 > out/x/n\nsed -i s/7/8/ out/x/n"
     )
-    assert launch(f"{lines}\n{VERL} a.b=$(cat out/x/n)").settings == ("a.b=8",)
+    assert launch(f"{lines}\n{VERL} a.b=$(cat out/x/n)", is_isolated=True).settings == ("a.b=8",)
     assert Path("train.log").read_text(encoding="utf-8") == "old"
 
 
@@ -303,13 +307,15 @@ def test_an_isolated_script_reads_what_it_wrote() -> None:
 def test_an_isolated_script_has_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = launch(f"(echo > /dev/tcp/127.0.0.1/{port}) && n=1 || n=0\n{VERL} a.b=$n")
+        found = launch(
+            f"(echo > /dev/tcp/127.0.0.1/{port}) && n=1 || n=0\n{VERL} a.b=$n", is_isolated=True
+        )
     assert found.settings == ("a.b=0",)
 
 
 @isolated
 def test_an_isolated_script_sees_the_user_and_the_folder(tmp_path: Path) -> None:
-    found = launch(f"{VERL} a.b=$(id -un) a.c=$PWD a.d=$(ls)")
+    found = launch(f"{VERL} a.b=$(id -un) a.c=$PWD a.d=$(ls)", is_isolated=True)
     assert found.settings == (f"a.b={getpass.getuser()}", f"a.c={tmp_path}", "a.d=run.sh")
 
 
@@ -456,10 +462,10 @@ def test_what_would_run_is_known_before() -> None:
 @pytest.mark.parametrize(
     ("lines", "is_isolated"),
     [
-        ("(while :; do :; done) &\nwhile :; do :; done", False),
-        pytest.param("(while :; do :; done) &\nwhile :; do :; done", True, marks=isolated),
-        pytest.param("set -m\n(while :; do :; done) &\nexit 0", True, marks=isolated),
-        pytest.param("command -p setsid -f sh -c 'while :; do :; done'", True, marks=isolated),
+        (f"({SLEEP}) &\n{SLEEP}", False),
+        pytest.param(f"({SLEEP}) &\n{SLEEP}", True, marks=isolated),
+        pytest.param(f"set -m\n({SLEEP}) &\nexit 0", True, marks=isolated),
+        pytest.param(f"command -p setsid -f sh -c '{SLEEP}'", True, marks=isolated),
     ],
 )
 def test_nothing_that_a_script_started_outlives_it(
@@ -478,9 +484,9 @@ def test_nothing_that_a_script_started_outlives_it(
 
 def test_a_script_that_does_not_end_is_named() -> None:
     script = Path("run.sh")
-    script.write_text("while :; do :; done", encoding="utf-8")
+    script.write_text(SLEEP, encoding="utf-8")
     with pytest.raises(DeadlineError, match=r"run\.sh"):
-        record(script, (), isolated=not NO_ISOLATION, time_limit_s=1.0)
+        record(script, (), isolated=False, time_limit_s=1.0)
 
 
 def _processes() -> list[str]:

@@ -39,7 +39,7 @@ def configured(
     critic_warmup: int = 0,
     **actor: Any,
 ) -> RunConfig:
-    config = make_config(model_folder, **actor)
+    config = make_config(model_folder, 4, **actor)
     section = structs.replace(
         config.algorithm,
         rollout_correction=structs.replace(
@@ -99,10 +99,12 @@ def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, na
     loss: dict[str, object] = {"loss_mode": name, "dro_beta": 0.1}
     cuts: list[dict[str, Any]] = [
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10_000},
-        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 50},
     ]
     found = [
-        train(configured(model_folder, policy_loss=loss, **cut), make_batch(), make_batch(seed=1))
+        train(
+            configured(model_folder, policy_loss=loss, **cut), make_batch(4), make_batch(4, seed=1)
+        )
         for cut in cuts
     ]
     (whole, expected), (pieces, metrics) = found
@@ -118,24 +120,24 @@ def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, na
 
 def test_remax_compares_each_reward_with_the_greedy_responses(model_folder: Path) -> None:
     config = configured(model_folder, algorithm={"adv_estimator": "remax"})
-    _, metrics = train(config, with_baselines(make_batch(), 0.5))  # rewards are -1 and 1
+    _, metrics = train(config, with_baselines(make_batch(4), 0.5))  # rewards are -1 and 1
     found = {name: metrics[f"critic/{name}"] for name in ("advantages/max", "advantages/min")}
     assert found == {"advantages/max": 0.5, "advantages/min": -1.5}
     assert (metrics["critic/returns/max"], metrics["critic/returns/min"]) == (1.0, -1.0)
 
 
 def test_the_divergence_from_the_reference_is_0_before_the_first_step(model_folder: Path) -> None:
-    config = configured(model_folder, use_kl_loss=True, kl_loss_coef=0.1, ppo_mini_batch_size=6)
-    learner, metrics = train(config, make_batch())
+    config = configured(model_folder, use_kl_loss=True, kl_loss_coef=0.1, ppo_mini_batch_size=4)
+    learner, metrics = train(config, make_batch(4))
     assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["actor/kl_coef"] == 0.1
-    assert learner.train_step(make_batch(seed=1), 2)["actor/kl_loss"] > 0.0
+    assert learner.train_step(make_batch(4, seed=1), 2)["actor/kl_loss"] > 0.0
 
 
 def test_a_heavy_divergence_penalty_keeps_the_policy_near_its_reference(
     model_folder: Path,
 ) -> None:
-    batches = [make_batch(seed=seed) for seed in range(6)]
+    batches = [make_batch(4, seed=seed) for seed in range(6)]
     distances = []
     for coef in (0.0, 50.0):
         config = configured(model_folder, use_kl_loss=True, kl_loss_coef=coef, ppo_epochs=2)
@@ -153,16 +155,16 @@ def test_divergence_in_the_reward_moves_its_coefficient_and_survives_a_checkpoin
         model_folder,
         algorithm={"use_kl_in_reward": True, "kl_ctrl": structs.replace(base, **controller)},
     )
-    learner, metrics = train(config, make_batch(), make_batch(seed=1))
-    # 24 rows below the target: the coefficient falls by 0.2 * 24 / 100 a batch.
-    assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.048))
+    learner, metrics = train(config, make_batch(4), make_batch(4, seed=1))
+    # 16 rows below the target: the coefficient falls by 0.2 * 16 / 100 a batch.
+    assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.032))
     assert metrics["critic/score/mean"] != metrics["critic/rewards/mean"]
     learner.save(tmp_path / "actor")
     resumed, _ = train(config)
     resumed.load(tmp_path / "actor")
-    continued = resumed.train_step(make_batch(seed=2), 3)
+    continued = resumed.train_step(make_batch(4, seed=2), 3)
     assert continued == pytest.approx(
-        {**learner.train_step(make_batch(seed=2), 3), **_timings(continued)}, nan_ok=True
+        {**learner.train_step(make_batch(4, seed=2), 3), **_timings(continued)}, nan_ok=True
     )
 
 
@@ -184,7 +186,7 @@ def test_a_resumed_run_takes_a_fixed_divergence_coefficient_from_its_configurati
     )
     saved.save(tmp_path / "actor")
     resumed.load(tmp_path / "actor")
-    assert resumed.train_step(make_batch(), 1)["actor/reward_kl_penalty_coeff"] == 0.25
+    assert resumed.train_step(make_batch(4), 1)["actor/reward_kl_penalty_coeff"] == 0.25
 
 
 def test_only_an_adaptive_divergence_coefficient_needs_the_file_that_old_checkpoints_lack(
@@ -212,7 +214,7 @@ def test_the_critic_learns_the_returns(model_folder: Path) -> None:
         model_folder, algorithm={"adv_estimator": "gae"}, critic={"cliprange_value": 100.0}
     )
     learner = Learner(config, DataParallel(), total_steps=60)
-    losses = [learner.train_step(make_batch(), step)["critic/vf_loss"] for step in range(1, 31)]
+    losses = [learner.train_step(make_batch(4), step)["critic/vf_loss"] for step in range(1, 16)]
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -221,18 +223,18 @@ def test_the_policy_waits_until_the_critic_is_warm(model_folder: Path) -> None:
     learner = Learner(config, DataParallel(), total_steps=10)
     before = weights_of(learner)
     for step in (1, 2):
-        assert "actor/grad_norm" not in learner.train_step(make_batch(), step)
+        assert "actor/grad_norm" not in learner.train_step(make_batch(4), step)
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner).items())
-    assert learner.train_step(make_batch(), 3)["actor/grad_norm"] > 0.0
+    assert learner.train_step(make_batch(4), 3)["actor/grad_norm"] > 0.0
 
 
 def test_a_critic_is_saved_and_resumed_with_the_policy(model_folder: Path, tmp_path: Path) -> None:
     config = configured(model_folder, algorithm={"adv_estimator": "gae"})
-    learner, _ = train(config, make_batch())
+    learner, _ = train(config, make_batch(4))
     learner.save(tmp_path / "actor")
     resumed, _ = train(config)
     resumed.load(tmp_path / "actor")
-    expected, found = (one.train_step(make_batch(seed=1), 2) for one in (learner, resumed))
+    expected, found = (one.train_step(make_batch(4, seed=1), 2) for one in (learner, resumed))
     for name in ("critic/vf_loss", "critic/values/mean", "actor/grad_norm"):
         assert found[name] == expected[name]
 
@@ -248,15 +250,15 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(
 
 def test_rejected_tokens_do_not_train(model_folder: Path) -> None:
     correction = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.0001}
-    config = configured(model_folder, correction=correction, ppo_mini_batch_size=6)
-    far = _with_behavior(make_batch(), -60.0)
+    config = configured(model_folder, correction=correction, ppo_mini_batch_size=4)
+    far = _with_behavior(make_batch(4), -60.0)
     _, metrics = train(config, far)
     assert metrics["actor/grad_norm"] == 0.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
 
 
 def test_rejected_tokens_leave_the_mask_before_the_advantages(model_folder: Path) -> None:
-    batch = make_batch()
+    batch = make_batch(4)
     groups = [replace(group, rollouts=_far_tails(group.rollouts)) for group in batch.groups]
     tailed = replace(batch, groups=tuple(groups))
     heads = [[r.num_tokens - _TAIL for r in group.rollouts] for group in groups]
@@ -277,7 +279,7 @@ def test_rejected_tokens_leave_the_mask_before_the_advantages(model_folder: Path
 
 
 def test_remax_gives_nothing_for_a_reward_on_a_rejected_token(model_folder: Path) -> None:
-    batch = make_batch()
+    batch = make_batch(4)
     groups = [replace(group, rollouts=_far_tails(group.rollouts)) for group in batch.groups]
     config = configured(
         model_folder, algorithm={"adv_estimator": "remax"}, correction=_REJECTS_FAR_TOKENS
@@ -294,7 +296,7 @@ def test_a_batch_whose_tokens_are_all_rejected_trains_nothing_and_ends_no_run(
     config = configured(
         model_folder, algorithm={"adv_estimator": name}, correction=_REJECTS_FAR_TOKENS
     )
-    _, metrics = train(config, _with_behavior(make_batch(), -60.0))
+    _, metrics = train(config, _with_behavior(make_batch(4), -60.0))
     norms = [value for metric, value in metrics.items() if metric.endswith("grad_norm")]
     assert norms == [0.0] * (2 if name == "gae" else 1)
 
@@ -306,10 +308,10 @@ def test_neither_policy_nor_critic_learns_from_rejected_responses(
     config = configured(
         model_folder, algorithm={"adv_estimator": name}, correction=_REJECTS_FAR_TOKENS
     )
-    batch = make_batch()
-    far = _with_behavior(batch, -60.0).groups[3:]
-    half = replace(batch, groups=(*batch.groups[:3], *far))
-    other = uniform(half, range(3, 6))  # other rewards, on rejected responses only
+    batch = make_batch(4)
+    far = _with_behavior(batch, -60.0).groups[2:]
+    half = replace(batch, groups=(*batch.groups[:2], *far))
+    other = uniform(half, range(2, 4))  # other rewards, on rejected responses only
     expected, found = train(config, half)[1], train(config, other)[1]
     learnt = {n for n in expected if n.endswith(("vf_loss", "pg_loss", "grad_norm"))}
     assert len(learnt) == (4 if name == "gae" else 2)
@@ -318,10 +320,10 @@ def test_neither_policy_nor_critic_learns_from_rejected_responses(
 
 
 def test_normalised_importance_weights_have_mean_1(model_folder: Path) -> None:
-    plain = configured(model_folder, ppo_mini_batch_size=6)
+    plain = configured(model_folder, ppo_mini_batch_size=4)
     correction = {"rollout_is": "token", "rollout_is_batch_normalize": True}
-    normalised = configured(model_folder, correction=correction, ppo_mini_batch_size=6)
-    far = _with_behavior(make_batch(), -60.0)  # every weight is the threshold
+    normalised = configured(model_folder, correction=correction, ppo_mini_batch_size=4)
+    far = _with_behavior(make_batch(4), -60.0)  # every weight is the threshold
     expected, found = train(plain, far)[1], train(normalised, far)[1]
     assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], rel=1e-4)
     assert found["rollout_corr/rollout_is_mean"] == pytest.approx(2.0)
@@ -330,7 +332,7 @@ def test_normalised_importance_weights_have_mean_1(model_folder: Path) -> None:
 def test_bypass_mode_takes_the_engines_logprobs_for_the_old_ones(model_folder: Path) -> None:
     bypass = configured(model_folder, correction={"bypass_mode": True})
     by_hand = configured(model_folder, use_rollout_log_probs=True)
-    one, other = train(bypass, make_batch())[1], train(by_hand, make_batch())[1]
+    one, other = train(bypass, make_batch(4))[1], train(by_hand, make_batch(4))[1]
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
         assert one[name] == pytest.approx(other[name], rel=1e-5)
 
@@ -341,7 +343,7 @@ def test_the_bypass_loss_alone_corrects_like_bypass_mode(model_folder: Path) -> 
         model_folder, correction=correction, policy_loss={"loss_mode": "bypass_mode"}
     )
     switched = configured(model_folder, correction={**correction, "bypass_mode": True})
-    one, other = train(named, make_batch())[1], train(switched, make_batch())[1]
+    one, other = train(named, make_batch(4))[1], train(switched, make_batch(4))[1]
     assert one["actor/grad_norm"] == other["actor/grad_norm"]
     assert one["rollout_corr/rollout_is_mean"] == other["rollout_corr/rollout_is_mean"]
 
@@ -350,7 +352,7 @@ def test_token_baselines_weigh_energies_with_the_importance_weights(model_folder
     algorithm: dict[str, object] = {"adv_estimator": "optimal_token_baseline"}
     plain = configured(model_folder, algorithm=algorithm)
     weighted = configured(model_folder, algorithm=algorithm, correction={"rollout_is": "token"})
-    one, other = (train(config, make_batch())[1] for config in (plain, weighted))
+    one, other = (train(config, make_batch(4))[1] for config in (plain, weighted))
     assert one["critic/advantages/mean"] != other["critic/advantages/mean"]
 
 
@@ -362,9 +364,9 @@ def test_adpo_divides_by_the_deviation_only_where_asked(
     config = configured(model_folder, algorithm=algorithm)
     groups = tuple(
         replace(group, scores=tuple(Scored(r, r, {}) for r in (1.0, 0.0, 0.0, 0.0)))
-        for group in make_batch().groups
+        for group in make_batch(4).groups
     )
-    _, metrics = train(config, replace(make_batch(), groups=groups))
+    _, metrics = train(config, replace(make_batch(4), groups=groups))
     assert metrics["critic/advantages/max"] == pytest.approx(largest)
 
 
@@ -376,12 +378,12 @@ def test_the_policys_schedule_begins_with_its_first_update(model_folder: Path) -
         optim={"lr": 0.5, "lr_warmup_steps": 4},
     )
     learner = Learner(config, DataParallel(), total_steps=10)
-    found = [learner.train_step(make_batch(), step).get("actor/lr") for step in range(1, 6)]
+    found = [learner.train_step(make_batch(4), step).get("actor/lr") for step in range(1, 6)]
     assert found == [None, None, 0.0, 0.125, 0.25]
 
 
 def test_off_policy_metrics_are_there_without_any_correction(model_folder: Path) -> None:
-    _, metrics = train(configured(model_folder), make_batch())
+    _, metrics = train(configured(model_folder), make_batch(4))
     assert math.isfinite(metrics["rollout_corr/kl"])
     assert math.isfinite(metrics["rollout_corr/k3_kl"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,23 @@ _ALL_REJECTIONS = {"rollout_rs": ",".join(REJECTION_OPTIONS), "rollout_rs_thresh
 _WEIGHED = {"rollout_is": "token", "rollout_is_batch_normalize": True}
 _BAND = {"rollout_is": "sequence", "rollout_is_threshold": "0.01_100.0"}
 CASES: Mapping[str, dict[str, Any]] = {
+    # Each estimator, each loss and each aggregation; what one of them does depends on no other.
     **{
-        f"estimator {name}": {"algorithm": {"adv_estimator": name, "gdpo_reward_keys": ["acc"]}}
-        for name in BATCH_ESTIMATORS
+        f"{estimator}, {loss}, {mode}": {
+            "algorithm": {"adv_estimator": estimator, "gdpo_reward_keys": ["acc"]},
+            "policy_loss": {"loss_mode": loss, "dro_beta": 0.1},
+            "loss_agg_mode": mode,
+        }
+        for estimator, loss, mode in islice(
+            zip(
+                cycle(BATCH_ESTIMATORS),
+                cycle(POLICY_OBJECTIVES),
+                cycle(LossAggregation),
+                strict=True,
+            ),
+            max(len(BATCH_ESTIMATORS), len(POLICY_OBJECTIVES), len(LossAggregation)),
+        )
     },
-    **{
-        f"loss {name}": {"policy_loss": {"loss_mode": name, "dro_beta": 0.1}}
-        for name in POLICY_OBJECTIVES
-    },
-    **{f"aggregation {mode}": {"loss_agg_mode": mode} for mode in LossAggregation},
     "weights": {"correction": _WEIGHED},
     "weights of the baseline": {
         "algorithm": {"adv_estimator": "optimal_token_baseline"},
