@@ -5,21 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.places import exchange_places, local_part, place, region
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.weight_stream import cut_buckets
+from sluice.config.schema.actor import OptimConfig
 from sluice.errors import ConfigError
 
 
@@ -68,6 +74,59 @@ def test_a_shard_of_uneven_rows_of_the_vocabulary_lies_where_both_cuts_put_it(
                 stride=whole.stride(),
             )
             assert torch.equal(own, whole[region(*place(weight))])
+
+
+class SeenUpdates(TorchDispatchMode):
+    """Notes the types of the tensors that AdamW's update is asked to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[type] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._fused_adamw_.default:
+            self.types += [type(one) for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_changes_a_ranks_own_parts_without_a_look_at_how_they_are_cut() -> None:
+    def sharded(mesh: DeviceMesh, seed: int) -> list[nn.Parameter]:
+        torch.manual_seed(seed)
+        placements = [(Shard(0),), (Shard(1),), (Replicate(),)]
+        return [
+            nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, one, src_data_rank=None))
+            for one in placements
+        ]
+
+    config = OptimConfig(lr=0.1, clip_grad=1e9)
+    with _mesh(1, (2,)) as mesh:
+        ours, theirs = sharded(mesh, 0), sharded(mesh, 0)
+        named = {str(number): one for number, one in enumerate(ours)}
+        optimizer = ModelOptimizer(named, config, 4, ShardedGradients(ours, DataParallel()))
+        reference = torch.optim.AdamW(
+            theirs,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        with SeenUpdates() as seen:
+            for number in (1, 2):
+                optimizer.begin_batch(0)
+                for parameter, gradient in zip(ours, sharded(mesh, number), strict=True):
+                    parameter.grad = gradient.detach()
+                optimizer.step()
+        for number in (1, 2):
+            for parameter, gradient in zip(theirs, sharded(mesh, number), strict=True):
+                parameter.grad = gradient.detach()
+            reference.step()
+        for own, other in zip(ours, theirs, strict=True):
+            assert torch.equal(local_part(own), local_part(other))
+    assert seen.types
+    assert DTensor not in seen.types
 
 
 class Peer(DataParallel):
