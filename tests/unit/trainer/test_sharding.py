@@ -23,9 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.places import exchange_places, local_part, place, region
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.rank_rendezvous import RankPlace
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.weight_stream import cut_buckets
+from sluice.config.parallel_layout import ParallelLayout
 from sluice.config.schema.actor import OptimConfig
+from sluice.device.select import select_device
 from sluice.errors import ConfigError
 
 
@@ -74,6 +77,45 @@ def test_a_shard_of_uneven_rows_of_the_vocabulary_lies_where_both_cuts_put_it(
                 stride=whole.stride(),
             )
             assert torch.equal(own, whole[region(*place(weight))])
+
+
+class Alone(TorchDistributed):
+    """One of several ranks, whose groups send nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(select_device("cpu"), 1.0)
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        return [list(values)] * self.world_size
+
+    def _form(self, backend: str, place: RankPlace) -> None:
+        size = place.world_size
+        dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=size)
+
+
+def test_neighbors_cut_layers_and_the_next_ones_share_sequences_of_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        with Alone() as ranks:
+            ranks.divide(ParallelLayout(8, shard=4, sequence=2, tensor=2))
+            rows, within = divmod(rank, 4)
+            assert ranks.data_rank == rows
+            assert ranks.tensor is not None
+            assert ranks.share is not None
+            assert ranks.image_ranks.share is not None
+            groups = (ranks.tensor.group, ranks.share.group, ranks.image_ranks.share.group)
+            neighbors, others, images = map(dist.get_process_group_ranks, groups)
+            assert neighbors == [rank - rank % 2, rank - rank % 2 + 1]
+            assert others == [4 * rows + within % 2, 4 * rows + within % 2 + 2]
+            assert images == list(range(4 * rows, 4 * rows + 4))
+            assert (ranks.tensor.rank, ranks.share.rank) == (within % 2, within // 2)
+            shards = ranks.shard_mesh(4).mesh
+            assert torch.equal(shards, torch.arange(8).view(4, 2))
 
 
 class SeenUpdates(TorchDispatchMode):
