@@ -1,8 +1,9 @@
 """The last import of the process that forks: what forks would import late, then no garbage.
 
 Transformers imports a model's module where it is first used, and compiles the patterns of all
-models' weights, which each fork would do again. And each full collection of garbage in a fork would walk, and so copy, all that was imported before:
-0.26 of the 0.8 s of CPU time that a trainer rank of a tiny model takes, once or twice.
+models' weights, which each fork would do again. And each full collection of garbage in a fork would
+walk, and so copy, all that was imported before: 0.26 of the 0.8 s of CPU time that a trainer rank
+of a tiny model takes, once or twice.
 """
 
 from __future__ import annotations
