@@ -7,24 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies
-from tests.support.rank_peer import NUM_EXPERTS, NUM_GROUPS
+from tests.support.rank_peer import NUM_EXPERTS, NUM_GROUPS, saved_weights
 from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import make_batch, make_config, routed, save_model
 from tests.support.trainer_ranks import trainer
 
 R2: dict[str, Any] = {"router_replay": {"mode": "R2"}, "ppo_epochs": 2}
-R3: dict[str, Any] = {"router_replay": {"mode": "R3"}, "ppo_epochs": 2}
+R3: dict[str, Any] = {"router_replay": {"mode": "R3"}}
 
 
 @pytest.mark.parametrize(
     ("world_size", "layout", "recomputes", "changes"),
     [
-        (2, {"expert_parallel_size": 2}, False, {}),
         (4, {"expert_parallel_size": 2, "fsdp_size": 2}, True, R2),
         (4, {"expert_parallel_size": 4, "ulysses_sequence_parallel_size": 2}, False, R3),
         (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, True, R2),
@@ -51,23 +49,21 @@ def test_they_train_save_and_resume_like_one(
 
     divided = settings | {"fsdp_config": {"dtype": "float32", **layout}}
     with trainer(folder, world_size, recomputes=recomputes, **divided) as ranks:
-        for number in (1, 2):
-            found, expected = ranks[0].command(f"{train} {number}"), alone(number)
-            assert_like(found, expected)
-            assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], abs=1e-5)
-        saved = tmp_path / "saved" / "actor"
+        found, expected = ranks[0].command(f"{train} 1"), alone(1)
+        assert_like(found, expected)
+        assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], abs=1e-5)
+        saved, later = tmp_path / "saved" / "actor", tmp_path / "later" / "actor"
         ranks[0].command(f"save {saved}")
-        after = ranks[0].command(f"{train} 3")
-        ranks[0].command(f"load {saved}")
-        again = ranks[0].command(f"{train} 3")
-        assert again["actor/grad_norm"] == after["actor/grad_norm"]
-        ranks[0].command(f"weights {tmp_path / 'weights'}")
+        weights = saved_weights(saved)
+        for name, weight in copies(single).items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+        # The ranks have not made step 2: what they continue with is what they read.
+        single.load(saved)
+        alone(2)
+        single.save(later)
+        ranks[0].command(f"load {later}")
+        assert_like(ranks[0].command(f"{train} 3"), alone(3))
         assert [rank.finish() for rank in ranks] == [0] * world_size
-    single.load(saved)
-    assert_like(alone(3), after)
-    weights = load_file(tmp_path / "weights")
-    for name, weight in copies(single).items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_all_end_where_one_dies_in_an_exchange_of_tokens(tmp_path: Path) -> None:

@@ -28,41 +28,36 @@ FOUR: dict[str, Any] = {"num_key_value_heads": 4}
         (
             4,
             {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2},
-            [("llama", {}, True), ("qwen2", {}, False), ("qwen2", ADAPTED, False)],
+            [("llama", {}, True), ("qwen2", ADAPTED, False)],
         ),
         (4, {"expert_parallel_size": 4}, [("qwen3_moe", {}, True), ("qwen3_moe", ADAPTED, False)]),
         (4, {"expert_parallel_size": 2, "fsdp_size": 2}, [("qwen3_moe", {}, True)]),
         (
             4,  # each expert is shared by two ranks
             {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 4},
-            [("qwen3_moe", SIX, False), ("qwen3_moe", SIX, True)],
+            [("qwen3_moe", SIX, True)],
         ),
         (2, {"tensor_parallel_size": 2}, [("llama", BIASED, True), ("qwen2", ADAPTED, False)]),
         (4, {"tensor_parallel_size": 4}, [("qwen3", FOUR, False), ("qwen3_moe", FOUR, True)]),
         (
             4,
             {"tensor_parallel_size": 2},
-            [("qwen3", ADAPTED, False), ("qwen3_moe", {}, False)],
+            [("qwen3", ADAPTED, False), ("qwen3_moe", ADAPTED, True)],
         ),
         (
             4,
             {"tensor_parallel_size": 2, "ulysses_sequence_parallel_size": 2},
-            [("qwen2", {}, True), ("qwen3_moe", ADAPTED, False)],
+            [("qwen2", {}, True), ("qwen3_moe", {}, False)],
         ),
         (
             4,
             {"tensor_parallel_size": 2, "expert_parallel_size": 4},
-            [("qwen3_moe", ADAPTED, True)],
+            [("qwen3_moe", ADAPTED, False)],
         ),
         (
             4,
             {"tensor_parallel_size": 2, "expert_parallel_size": 2, "fsdp_size": 1},
             [("qwen3_moe", SIX, True)],
-        ),
-        (
-            8,
-            {"tensor_parallel_size": 2, "ulysses_sequence_parallel_size": 2},
-            [("qwen3_moe", {}, False)],
         ),
     ],
 )

@@ -55,18 +55,17 @@ def test_any_layout_trains_and_saves_adapters_as_one_rank_does(
     single = make_learner(folder, **ACTOR)
     settings = ACTOR | {"fsdp_config": layout}
     with trainer(folder, world_size, adapters=ADAPTERS | keys, **settings) as ranks:
-        for number in (1, 2):
-            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        assert_like(ranks[0].command("train 1"), step(single, 1))
         ranks[0].command(f"save {tmp_path / 'many' / 'actor'}")
         single.save(tmp_path / "one" / "actor")
         ranks[0].command(f"load {tmp_path / 'one' / 'actor'}")
-        again = ranks[0].command("train 3")
+        again = ranks[0].command("train 2")
     for read in (adapters, optimizer_tensors):
         found, expected = (read(tmp_path / name / "actor") for name in ("many", "one"))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
-    assert_like(again, step(single, 3))
+    assert_like(again, step(single, 2))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -76,7 +75,7 @@ def test_after_the_first_version_only_adapters_travel(family: str, tmp_path: Pat
     single = make_learner(folder)
     layout = {"dtype": "float32", "expert_parallel_size": 2 if family == "qwen3_moe" else 1}
     with trainer(folder, 2, adapters=ADAPTERS, fsdp_config=layout) as ranks:
-        for version in (1, 2, 3):
+        for version in (1, 2):
             step(single, version)
             single.save(tmp_path / f"{version}" / "actor")
             ranks[0].command(f"load {tmp_path / f'{version}' / 'actor'}")

@@ -42,8 +42,7 @@ def test_two_copies_in_two_shards_train_and_publish_like_one_whole_model(tmp_pat
     single = whole_learner(model)
     with trainer(model, 4, frozen=FROZEN, **ACTOR) as ranks:
         before = copies(single)
-        for number in (1, 2):
-            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        assert_like(ranks[0].command("train 1"), step(single, 1))
         ranks[0].command(f"weights {tmp_path / 'four'}")
         found, expected = load_file(tmp_path / "four"), copies(single)
         assert found.keys() == expected.keys()
@@ -54,5 +53,5 @@ def test_two_copies_in_two_shards_train_and_publish_like_one_whole_model(tmp_pat
         single.save(folder)
         ranks[0].command(f"load {folder}")
         assert ranks[0].command("publish 1")["digest"] == wire_digest(single)
-        assert_like(ranks[0].command("train 3"), step(single, 3))
+        assert_like(ranks[0].command("train 2"), step(single, 2))
         assert [rank.finish() for rank in ranks] == [0, 0, 0, 0]

@@ -100,8 +100,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
     [
         ("qwen2_5_vl", 2, {}, {}),
         # A pair that shares tokens divides one or two images, or none.
-        ("qwen2_vl", 4, {"fsdp_size": 4, "ulysses_sequence_parallel_size": 2}, {}),
-        ("qwen3_vl", 2, {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2}, {}),
+        ("qwen2_vl", 2, {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2}, {}),
         (
             EXPERTS,
             4,
@@ -118,12 +117,12 @@ def test_they_train_and_publish_like_one_whatever_images_a_ranks_rows_have(
     save_model(family, model, **changes)
     # Without the engine's experts, passes of one step follow the first; then they follow those.
     actor = ACTOR | ({"router_replay": {"mode": "R3"}} if family == EXPERTS else {})
-    second = "routed" if family == EXPERTS else "train"
+    commands = ("train", "routed") if family == EXPERTS else ("train",)
     single = Learner(make_config(model, NUM_GROUPS, **actor), DataParallel(), total_steps=10)
     before = copies(single)
     divided = ACTOR["fsdp_config"] | layout
     with trainer(model, world_size, **(actor | {"fsdp_config": divided})) as ranks:
-        for number, command in ((1, "train"), (2, second)):
+        for number, command in enumerate(commands, 1):
             expected = single.train_step(made_batch(model, f"{command}-{number}"), number)
             assert_like(ranks[0].command(f"{command} {number}"), expected)
         ranks[0].command(f"weights {tmp_path / 'two'}")
@@ -149,9 +148,7 @@ def test_adapters_of_a_model_with_images_train_in_stages_as_on_one_rank(tmp_path
     single = Learner(config, DataParallel(), total_steps=10)
     stages = {"fsdp_config": {"dtype": "float32", "pipeline_parallel_size": 2}}
     with trainer(model, 2, adapters=ADAPTERS, recomputes=True, **(ACTOR | stages)) as ranks:
-        for number in (1, 2):
-            expected = single.train_step(batch_of(model, number), number)
-            assert_like(ranks[0].command(f"train {number}"), expected)
+        assert_like(ranks[0].command("train 1"), single.train_step(batch_of(model, 1), 1))
         ranks[0].command(f"save {tmp_path / 'two' / 'actor'}")
     single.save(tmp_path / "one" / "actor")
     for read in (adapters, optimizer_tensors):

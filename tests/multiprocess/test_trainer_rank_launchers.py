@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.support.loopback import needs_ipv6
 from tests.support.preloaded import PreloadedProcess
 
-ROOT = Path(__file__).parents[2]
 MEETING_S = 90.0
 ALL_S = 200.0
 
@@ -26,33 +21,25 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(**given: object) -> dict[str, str]:
-    inherited = {name: text for name, text in os.environ.items() if "TORCHELASTIC" not in name}
-    return inherited | {"OMP_NUM_THREADS": "1"} | {name: str(v) for name, v in given.items()}
-
-
 @pytest.mark.parametrize(
     ("is_shared", "disabled"), [("True", "0"), ("False", "1")], ids=["agent's store", "own store"]
 )
 def test_ranks_of_torchrun_meet_with_and_without_a_store_of_its_agent(
     is_shared: str, disabled: str
 ) -> None:
-    run = subprocess.run(
+    run = PreloadedProcess(
+        "torch.distributed.run",
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *("--local-addr", "127.0.0.1"),
-            *("-m", "tests.support.rank_sums", str(MEETING_S)),
+            *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *("--local-addr", "127.0.0.1", "-m", "tests.support.rank_sums", str(MEETING_S)),
         ],
-        cwd=ROOT,
-        env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=disabled),
-        capture_output=True,
-        text=True,
-        timeout=ALL_S,
-        check=False,
+        {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": disabled},
     )
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
+    try:
+        assert run.wait(ALL_S) == 0
+        answer = json.loads(run.stdout.readline())
+    finally:
+        run.close()
     assert answer == {"gathered": [[0.0], [1.0]], "agent_store": is_shared}
 
 

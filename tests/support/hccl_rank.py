@@ -48,6 +48,7 @@ def main() -> int:
         "commands": parallel.all_gather([float(parallel.rank)], "gathering numbers"),
     }
     sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
     parallel.close()
     return 0
 

@@ -1,8 +1,9 @@
 """The last import of the process that forks: what forks would import late, then no garbage.
 
-Transformers imports a model's module where it is first used, which each fork would do again. And
-each full collection of garbage in a fork would walk, and so copy, all that was imported before:
-0.26 of the 0.8 s of CPU time that a trainer rank of a tiny model takes, once or twice.
+Transformers imports a model's module where it is first used, and compiles the patterns of all
+models' weights, which each fork would do again. And each full collection of garbage in a fork would
+walk, and so copy, all that was imported before: 0.26 of the 0.8 s of CPU time that a trainer rank
+of a tiny model takes, once or twice.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
 for _family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
     import_module(f"transformers.models.{_family}.modeling_{_family}")
 for _peer in ("gradient_peer", "counted_rank", "trained_rank", "sample_peer"):
     import_module(f"tests.support.{_peer}")
+for _module in ("grpc._channel", "grpc._interceptor", "grpc._server", "encodings.idna"):
+    import_module(_module)
+get_checkpoint_conversion_mapping("qwen3")
 gc.collect()
 gc.freeze()

@@ -22,7 +22,7 @@ DENSE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 8,
-    "num_hidden_layers": 3,  # of a stage, without a cut
+    "num_hidden_layers": 2,  # of a stage, without a cut
 }
 EXPERTS: dict[str, Any] = {
     **DENSE,
@@ -31,7 +31,6 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "mlp_only_layers": [],
-    "num_hidden_layers": 2,
 }
 
 

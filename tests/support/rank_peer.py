@@ -2,15 +2,16 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load
-FOLDER``, ``publish VERSION`` (to a replica in this process; answers with what arrived), ``fail
-READER`` (at its first tensor), ``uniform STEP`` (trains on a batch whose last groups have no
-advantages), ``routed STEP`` (trains on a batch with experts), ``sources STEP`` (whose groups are
-those of `SOURCES` in turn), ``spoil NUMBER`` (of the next optimizer steps, whose gradients are
-infinite on rank 0), ``begin FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside
-other commands), ``resume FOLDER`` (from the latest of a run; answers with its step); the end of
-input stops all ranks, which then answer with the bytes that they hold. Every answer is one line of
-JSON; an error ends the process with its text as the last line.
+``weights FILE``, ``save FOLDER`` (answers with the error, if there is one), ``count FOLDER``
+(saves; answers with the bytes that took), ``load FOLDER``, ``publish VERSION`` (to a replica in
+this process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
+(trains on a batch whose last groups have no advantages), ``routed STEP`` (trains on a batch with
+experts), ``sources STEP`` (whose groups are those of `SOURCES` in turn), ``spoil NUMBER`` (of the
+next optimizer steps, whose gradients are infinite on rank 0), ``begin FOLDER`` and ``finish
+FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest
+of a run; answers with its step); the end of input stops all ranks, which then answer with the bytes
+that they hold. Every answer is one line of JSON; an error ends the process with its text as the
+last line.
 """
 
 from __future__ import annotations
@@ -245,11 +246,13 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         save_file(saved_weights(folder), argument)
     elif command == "save":
         try:
-            with MadeBytes() as live:
-                leader.save(Path(argument))
+            leader.save(Path(argument))
         except OSError as error:
             return {"error": str(error)}
-        return {"most": live.most}
+    elif command == "count":
+        with MadeBytes() as live:
+            leader.save(Path(argument))
+        return live.most
     elif command == "spoil":
         spoil_gradients(int(argument))
     elif command == "load":

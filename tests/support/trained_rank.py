@@ -37,8 +37,7 @@ def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
         rank = _Rank(config, asked.model, parallel, count)
         passes = TokenPasses(rank._model, rank._shards, parallel, torch.device("cpu"), rank._stage)
         tokens = rank._micro_batch.input_ids.shape[1]
-        number = layout.pipeline + 1
-        for _ in range(2):  # the first one prepares
+        for number in (1, layout.pipeline + 1):  # the first one prepares
             count.reset()
             passes.begin(number)
             asked_passes = [

@@ -5,21 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.places import exchange_places, local_part, place, region
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.rank_rendezvous import RankPlace
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.weight_stream import cut_buckets
+from sluice.config.parallel_layout import ParallelLayout
+from sluice.config.schema.actor import OptimConfig
+from sluice.device.select import select_device
 from sluice.errors import ConfigError
 
 
@@ -68,6 +77,98 @@ def test_a_shard_of_uneven_rows_of_the_vocabulary_lies_where_both_cuts_put_it(
                 stride=whole.stride(),
             )
             assert torch.equal(own, whole[region(*place(weight))])
+
+
+class Alone(TorchDistributed):
+    """One of several ranks, whose groups send nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(select_device("cpu"), 1.0)
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        return [list(values)] * self.world_size
+
+    def _form(self, backend: str, place: RankPlace) -> None:
+        size = place.world_size
+        dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=size)
+
+
+def test_neighbors_cut_layers_and_the_next_ones_share_sequences_of_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        with Alone() as ranks:
+            ranks.divide(ParallelLayout(8, shard=4, sequence=2, tensor=2))
+            rows, within = divmod(rank, 4)
+            assert ranks.data_rank == rows
+            assert ranks.tensor is not None
+            assert ranks.share is not None
+            assert ranks.image_ranks.share is not None
+            groups = (ranks.tensor.group, ranks.share.group, ranks.image_ranks.share.group)
+            neighbors, others, images = map(dist.get_process_group_ranks, groups)
+            assert neighbors == [rank - rank % 2, rank - rank % 2 + 1]
+            assert others == [4 * rows + within % 2, 4 * rows + within % 2 + 2]
+            assert images == list(range(4 * rows, 4 * rows + 4))
+            assert (ranks.tensor.rank, ranks.share.rank) == (within % 2, within // 2)
+            shards = ranks.shard_mesh(4).mesh
+            assert torch.equal(shards, torch.arange(8).view(4, 2))
+
+
+class SeenUpdates(TorchDispatchMode):
+    """Notes the types of the tensors that AdamW's update is asked to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[type] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._fused_adamw_.default:
+            self.types += [type(one) for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_changes_a_ranks_own_parts_without_a_look_at_how_they_are_cut() -> None:
+    def sharded(mesh: DeviceMesh, seed: int) -> list[nn.Parameter]:
+        torch.manual_seed(seed)
+        placements = [(Shard(0),), (Shard(1),), (Replicate(),)]
+        return [
+            nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, one, src_data_rank=None))
+            for one in placements
+        ]
+
+    config = OptimConfig(lr=0.1, clip_grad=1e9)
+    with _mesh(1, (2,)) as mesh:
+        ours, theirs = sharded(mesh, 0), sharded(mesh, 0)
+        named = {str(number): one for number, one in enumerate(ours)}
+        optimizer = ModelOptimizer(named, config, 4, ShardedGradients(ours, DataParallel()))
+        reference = torch.optim.AdamW(
+            theirs,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        with SeenUpdates() as seen:
+            for number in (1, 2):
+                optimizer.begin_batch(0)
+                for parameter, gradient in zip(ours, sharded(mesh, number), strict=True):
+                    parameter.grad = gradient.detach()
+                optimizer.step()
+        for number in (1, 2):
+            for parameter, gradient in zip(theirs, sharded(mesh, number), strict=True):
+                parameter.grad = gradient.detach()
+            reference.step()
+        for own, other in zip(ours, theirs, strict=True):
+            assert torch.equal(local_part(own), local_part(other))
+    assert seen.types
+    assert DTensor not in seen.types
 
 
 class Peer(DataParallel):

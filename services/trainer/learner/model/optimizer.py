@@ -146,6 +146,26 @@ class ShardedGradients:
 Gradients: TypeAlias = FlatGradients | ShardedGradients
 
 
+class _OwnPartsAdamW(torch.optim.AdamW):
+    """AdamW of this rank's parts of sharded parameters, as plain tensors.
+
+    The update is one of each element alone, so the bits are those of torch's. But torch would
+    first find out how each tensor of its lists is cut, in a time in proportion to their number: a
+    second before the first step of 400 parameters, and 6 ms in each later one.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        parameters, gradients, *_ = lists
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if isinstance(parameter, DTensor):
+                assert isinstance(gradient, DTensor)
+                assert gradient.placements == parameter.placements
+        for one in lists:
+            one[:] = [part.to_local() if isinstance(part, DTensor) else part for part in one]
+        return is_complex
+
+
 class ModelOptimizer:
     """AdamW, stepped once per mini-batch.
 
@@ -184,7 +204,7 @@ class ModelOptimizer:
         self._streams: tuple[Any, Any] | None = None
         self._away, here = _divided(self._named.values(), host_share)
         groups = [*_parts(self._away), *([here] if here else [])]
-        self._adamw = torch.optim.AdamW(
+        self._adamw = _OwnPartsAdamW(
             [{"params": group} for group in groups],
             lr=config.lr,
             betas=config.betas,
