@@ -173,7 +173,8 @@ def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_accounts(
     """It reported its counters when a step began; what it sent after that only one side knows."""
 
     async def kill(run: LiveRun) -> None:
-        await run.until_step(3)
+        # By then it has sampled more than the bound below, which the first step's tokens set.
+        await run.until_step(12)
         run.send("rollout-1", signal.SIGKILL)
         await run.until_step((await run.status()).step + STEPS_WITHOUT_IT)
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
