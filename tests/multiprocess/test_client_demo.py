@@ -17,7 +17,7 @@ from tools.client_demo import __main__ as client_demo
 from tools.client_demo.__main__ import _COMMANDS, NODE, NODE_PACKAGES, PYTHON
 
 HAS_NODE = shutil.which("node") is not None and (NODE_PACKAGES / "@grpc").is_dir()
-PROMPTS = 42
+PROMPTS = 60
 LANGUAGES = (PYTHON, NODE) if HAS_NODE else (PYTHON,)
 
 
@@ -29,7 +29,7 @@ def test_every_prompt_is_answered_once_though_queues_are_full_and_clients_vanish
     (tmp_path / "slow").touch()  # the run's scorer leaves the clients a core
     code = client_demo.main(
         [
-            *("--folder", str(tmp_path), "--run", "tiny", "--calm", "1"),
+            *("--folder", str(tmp_path), "--run", "tiny", "--calm", "2"),
             *("--prompts", str(PROMPTS), "--clients", "3", "--vanish", "1"),
             *("--slots", "3", "--max-queued", "1", "--max-tokens", "24"),
             *("--concurrency", "12", "--languages", *LANGUAGES),
