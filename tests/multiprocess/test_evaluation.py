@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from sluice.cli.main import commands
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.small_run import WAIT_S, Assets, LiveRun, processes_naming, run_to_end
+from tests.support.threaded_launch import preloaded_launches
 
-PROMPTS, SAMPLES = 60, 4
+PROMPTS, SAMPLES = 40, 3
 SLOWLY = "reward.custom_reward_function.name=slowly"
 """So that a kill comes before the end."""
 
@@ -88,10 +90,9 @@ def test_an_evaluation_whose_processes_are_killed_has_the_results_of_one_left_al
     assert found["benchmarks"]["sums"]["failed_samples"] == 0
 
 
-def command(assets: Assets, rows: Path, output: Path) -> list[str]:
+def arguments(assets: Assets, rows: Path, output: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "sluice.cli.main", "eval"),
-        *("--model", str(assets.folder / "model"), "--benchmark", str(rows)),
+        *("eval", "--model", str(assets.folder / "model"), "--benchmark", str(rows)),
         *("--config", str(assets.config), "--output", str(output)),
         *("-n", str(SAMPLES), "--replicas", "2", SLOWLY),
     ]
@@ -107,9 +108,9 @@ def wait_for(condition: Any, what: str) -> None:
 def test_the_command_continues_after_a_kill_of_the_command_itself(
     small_assets: Assets, tmp_path: Path, rows: Path
 ) -> None:
-    started = command(small_assets, rows, tmp_path / "out")
-    environment = {**os.environ, "COLUMNS": "400"}
-    with subprocess.Popen(started, env=environment, stdout=subprocess.DEVNULL) as launcher:
+    words = arguments(small_assets, rows, tmp_path / "out")
+    command = [sys.executable, "-m", "sluice.cli.main", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
         try:
             wait_for(lambda: len(stored(tmp_path / "out")) > PROMPTS // 4, "prompts stored")
         finally:
@@ -117,10 +118,9 @@ def test_the_command_continues_after_a_kill_of_the_command_itself(
     wait_for(lambda: not processes_naming(tmp_path / "out"), "all processes ended")
     before = stored(tmp_path / "out")
     assert len(before) < PROMPTS
-    again = subprocess.run(
-        started, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
+    with preloaded_launches():
+        again = CliRunner().invoke(commands, words)
+    assert again.exit_code == 0, again.output
     assert "val-core/" in again.stdout
     after = stored(tmp_path / "out")
     assert len(after) == PROMPTS

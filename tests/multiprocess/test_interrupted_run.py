@@ -1,4 +1,4 @@
-"""Ctrl-C on `sluice up` with output in a file: it saves, and the resumed run shows its steps."""
+"""Ctrl-C on `sluice up`: it saves, and the resumed run shows its steps."""
 
 from __future__ import annotations
 
@@ -9,73 +9,72 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from io import StringIO
 from pathlib import Path
 
+from rich.console import Console
+
+from sluice.cli.run.checked import checked_run
 from sluice.client.run_monitor import RunMonitor
-from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, processes_naming
+from sluice.concurrency.process import process_marks
+from sluice.config.loading.loader import load_config
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, is_running
+from tests.support.threaded_launch import ThreadedUp, threaded_up
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main", "up")
 
 
-def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen([*SLUICE, *arguments], stdout=output, stderr=subprocess.STDOUT)
-
-
-async def logged(process: subprocess.Popen[bytes], log: Path, pattern: str) -> re.Match[str]:
-    """Wait for a line of the log."""
+async def printed(run: ThreadedUp, pattern: str) -> None:
+    """Wait for a line."""
     async with asyncio.timeout(WAIT_S):
-        while (found := re.search(pattern, log.read_text(), re.MULTILINE)) is None:
-            assert process.poll() is None, log.read_text()
+        while re.search(pattern, run.printed(), re.MULTILINE) is None:
+            assert run.poll() is None, run.printed()
             await asyncio.sleep(0.1)
-    return found
 
 
 async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
     small_assets: Assets, tmp_path: Path
 ) -> None:
-    run, log = tmp_path / "run", tmp_path / "up.log"
-    process = start(
-        log,
-        str(small_assets.config),
-        f"sluice.run_dir={run}",
+    folder = tmp_path / "run"
+    settings = [
+        f"sluice.run_dir={folder}",
         *ENDLESS,
         SLOWLY,
         "trainer.save_freq=1000000",
         "actor_rollout_ref.actor.optim.lr=0.00001",
-    )
-    try:
-        await logged(process, log, r"^step +3/")
-        endpoints = json.loads((run / "endpoints.json").read_text())
+        "trainer.resume_mode=auto",
+    ]
+    with threaded_up(load_config(small_assets.config, settings), tmp_path / "up.log") as run:
+        await printed(run, r"^step +3/")
+        endpoints = json.loads((folder / "endpoints.json").read_text())
         async with RunMonitor(endpoints["trainer"], endpoints["reward"]) as monitor:
             assert (await monitor.snapshot()).step >= 3
-        process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(WAIT_S):
-            assert await asyncio.to_thread(process.wait) == 130
-    finally:
-        process.kill()
-    text = log.read_text()
+        pids = [mark.pid for mark in process_marks(folder)]
+        run.interrupt()
+        assert await asyncio.to_thread(run.wait) == 130
+    text = run.printed()
     assert "press Ctrl-C again to end it at once" in text
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     step = summary["checkpoint_step"]
     assert (summary["outcome"], summary["step"]) == ("interrupted", step)
-    assert f"resume      sluice up {run}/config.yaml  # from step {step}\n" in text
-    assert processes_naming(run) == []
+    assert f"resume      sluice up {folder}/config.yaml  # from step {step}\n" in text
+    assert len(pids) == 3
+    assert not any(map(is_running, pids))
 
-    log = tmp_path / "resumed.log"
-    resumed = start(log, f"{run}/config.yaml", f"trainer.total_training_steps={step + 2}")
-    try:
-        async with asyncio.timeout(WAIT_S):
-            assert await asyncio.to_thread(resumed.wait) == 0, log.read_text()
-    finally:
-        resumed.kill()
-    text = log.read_text()
-    assert "has no effect" not in text, "notes on keys were shown at the first start"
+    settings = [f"trainer.total_training_steps={step + 2}"]
+    notices = StringIO()
+    read = partial(checked_run, folder / "config.yaml", settings, Console(file=notices))
+    config = (await asyncio.to_thread(read)).config
+    assert "has no effect" not in notices.getvalue(), "notes on keys were shown before"
+    with threaded_up(config, tmp_path / "resumed.log") as resumed:
+        assert await asyncio.to_thread(resumed.wait) == 0, resumed.printed()
+    text = resumed.printed()
     for done in (step + 1, step + 2):
         assert re.search(rf"^step +{done}/{step + 2}  ", text, re.MULTILINE)
     assert f"finished after step {step + 2} of {step + 2}" in text
-    assert f"report      {run}/report.html\n" in text
-    assert (run / "report.html").is_file()
+    assert f"report      {folder}/report.html\n" in text
+    assert (folder / "report.html").is_file()
 
 
 def test_a_run_whose_output_nobody_reads_any_more_continues_and_saves_at_ctrl_c(

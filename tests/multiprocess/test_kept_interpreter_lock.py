@@ -16,7 +16,7 @@ import pytest
 
 from sluice.concurrency.watchdog import CpuDeadline
 
-TIMEOUT_S = 120.0
+TIMEOUT_S, LIMIT_S = 120.0, 0.25
 REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHED = """
 import asyncio, re, sys, time
@@ -57,7 +57,7 @@ def start(run_dir: Path, work: str, give_up_s: float) -> subprocess.Popen[str]:
 
 
 def test_a_call_that_keeps_the_lock_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
-    process = start(tmp_path, "backtrack", 0.5)
+    process = start(tmp_path, "backtrack", LIMIT_S)
     try:
         process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -67,12 +67,12 @@ def test_a_call_that_keeps_the_lock_ends_the_process_with_its_stacks(tmp_path: P
 
 
 def test_a_process_that_was_stopped_for_longer_than_the_limit_continues(tmp_path: Path) -> None:
-    process = start(tmp_path, "work_in_short_calls", 0.5)
+    process = start(tmp_path, "work_in_short_calls", LIMIT_S)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "begins\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(3.0 * CpuDeadline(0.5).cpu_s)
+        time.sleep(3.0 * CpuDeadline(LIMIT_S).cpu_s)
         process.send_signal(signal.SIGCONT)
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:

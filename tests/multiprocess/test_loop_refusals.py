@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.small_run import Assets, command, processes_naming, run_to_end
+from typer.testing import CliRunner
+
+from sluice.cli.main import commands
+from sluice.errors import SluiceError
+from tests.support.small_run import Assets, processes_naming, run_to_end
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,10 @@ class Refusal:
 
 def up(assets: Assets, tmp_path: Path, *overrides: str) -> Refusal:
     run_dir = tmp_path / "run"
-    ended = command(assets, run_dir, *overrides)
-    return Refusal(ended.returncode, ended.stdout + ended.stderr, run_dir)
+    words = ("up", str(assets.config), f"sluice.run_dir={run_dir}", *overrides)
+    ended = CliRunner().invoke(commands, words)
+    assert isinstance(ended.exception, SluiceError), ended.output
+    return Refusal(ended.exit_code, f"{ended.output}{ended.exception}", run_dir)
 
 
 def ran(assets: Assets, tmp_path: Path, *overrides: str) -> Refusal:
@@ -105,5 +111,5 @@ def test_a_model_that_replicas_cannot_load(small_assets: Assets, tmp_path: Path)
     for file in (small_assets.folder / "model").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "config.json").write_text('{"model_type": "nothing"}', encoding="utf-8")
-    refusal = up(small_assets, tmp_path, f"actor_rollout_ref.model.path={broken}")
+    refusal = ran(small_assets, tmp_path, f"actor_rollout_ref.model.path={broken}")
     refusal.names("actor_rollout_ref.model.path", str(broken))

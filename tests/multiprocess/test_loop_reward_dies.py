@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import Assets, LiveRun, run_to_end
+from tests.support.small_run import SLOWLY, Assets, LiveRun, run_to_end
 
-STEPS = 40
+STEPS = 12
 
 
 async def kill_in_the_middle(run: LiveRun) -> None:
@@ -27,7 +27,8 @@ def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
         tmp_path,
         [
             f"trainer.total_training_steps={STEPS}",
-            "trainer.test_freq=10",
+            "trainer.test_freq=6",
+            SLOWLY,  # or it may end before the kill
             f"sluice.asynchrony.max_staleness={max_staleness}",
         ],
         kill_in_the_middle,

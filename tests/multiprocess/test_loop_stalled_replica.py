@@ -18,7 +18,8 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, rollout_service
 from tests.support.gated_replica import GATE_VARIABLE
-from tests.support.small_run import ENDLESS, Assets, LiveRun, Record, run_to_end
+from tests.support.preloaded import PreloadedHost
+from tests.support.small_run import ENDLESS, SLOWLY, Assets, LiveRun, Record, run_to_end
 
 STEPS_WITHOUT = 3
 NAME = "rollout-7"
@@ -85,7 +86,9 @@ async def gated_replica(run: LiveRun, gate: Path, lines: list[str]) -> AsyncIter
     command = (sys.executable, "-m", "tests.support.gated_replica", *plain.command[3:])
     environment = {**plain.environment, GATE_VARIABLE: str(gate)}
     spec = replace(plain, command=command, environment=environment, restarts=NO_RESTARTS)
-    supervisor = Supervisor([spec], folder / "logs", lambda _, line: lines.append(line), 30.0)
+    supervisor = Supervisor(
+        [spec], folder / "logs", lambda _, line: lines.append(line), 30.0, PreloadedHost()
+    )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(supervisor.run(), name="replica")
         try:
@@ -123,6 +126,7 @@ def stalled(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
         folder / "run",
         [
             *ENDLESS,
+            SLOWLY,
             "sluice.trainer.replica_stall_s=1.5",
             "sluice.trainer.heartbeat_interval_s=0.2",
             "sluice.trainer.replica_ttl_s=2",

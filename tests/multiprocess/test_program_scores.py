@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from services.reward.grading.scorers import program_tests
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -117,7 +118,6 @@ def grade() -> ProgramTests:
         ("import sys\nprint(2 * int(input()))\nsys.stdout.close()", 1.0),
         (LATE, 1.0),
         ("x = 2 * int(input())\nprint(x)\nraise ValueError", 0.0),
-        ("n = int(input())\nwhile n == 2: pass\nprint(2 * n)", 2 / 3),
         ("print(2 * int(input())", 0.0),
         ("import os\nwhile True: os.fork()", 0.0),
         ("while True: print('x' * 1000)", 0.0),
@@ -131,6 +131,14 @@ def test_the_score_is_the_share_of_the_tests_that_a_program_passes(
     grade: ProgramTests, program: str, score: float
 ) -> None:
     assert grade(program, DOUBLES) == pytest.approx(score)
+
+
+def test_a_test_that_takes_too_long_fails_and_the_others_count(
+    grade: ProgramTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_tests, "TEST_S", 1.5)
+    program = "n = int(input())\nwhile n == 2: pass\nprint(2 * n)"
+    assert grade(program, DOUBLES) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def run(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Trace
     folder = tmp_path_factory.mktemp("traced") / "run"
     overrides = [
         *ENDLESS,
+        SLOWLY,
         "trainer.test_freq=2",
         "sluice.telemetry.traces.file=traces.jsonl",
         "sluice.telemetry.traces.sample_ratio=1",

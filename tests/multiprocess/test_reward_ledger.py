@@ -20,8 +20,8 @@ from tests.support.reward_scenarios import identity, mixed
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 BATCH = 8
-ROWS = 400
-PROMPTS = 60
+ROWS = 244
+PROMPTS = 40
 EXHAUSTED = "the data set is exhausted"
 
 
@@ -115,7 +115,7 @@ async def test_kills_at_random_moments_lose_and_double_no_prompt(
     trainer, client = Trainer(replica), Client()
     config = configure(mixed(ROWS), sluice__asynchrony__max_staleness=max_staleness)
     async with scripted_replicas(replica):
-        for _ in range(5):
+        for _ in range(3):
             async with reward_process(config) as service:
                 await service.status()
                 await live(service, trainer, client, 0.05 + moments.random() * 0.6)

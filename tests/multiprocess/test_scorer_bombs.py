@@ -34,6 +34,10 @@ def spin():
     while True:
         pass
 
+def wait():
+    noted()
+    time.sleep(1000)
+
 def child(work):
     if os.fork() == 0:
         try:
@@ -53,19 +57,19 @@ def forks():
 def sessions():
     def leave():
         os.setsid()
-        spin()
+        wait()
     for _ in range(4):
         child(leave)
-    spin()
+    wait()
 
 def orphans():
     def leave_twice():
         os.setsid()
-        child(spin)
+        child(wait)
         os._exit(0)
     for _ in range(4):
         child(leave_twice)
-    spin()
+    wait()
 
 def orphans_of_a_scorer_that_ends():
     heard, tell = os.pipe()
@@ -98,7 +102,7 @@ def memory_of_many():
             time.sleep(0.01)
     for _ in range(4):
         child(hold)
-    spin()
+    wait()
 
 def start_spinning_threads():
     # Small stacks and few: all of them fit into the process's address space.
@@ -135,7 +139,7 @@ def works_with_a_helper():
     noted()
     child(sleep)
     since = time.process_time()
-    while time.process_time() < since + 1.5:
+    while time.process_time() < since + 0.9:
         pass
     return 1.0
 
@@ -218,8 +222,12 @@ async def test_what_a_scorer_left_in_other_sessions_ends_when_the_scorer_does(
 
 @pytest.mark.parametrize("bomb", LEAVES_BEHIND)
 async def test_what_spins_on_after_an_answer_is_ended_and_others_are_scored_meanwhile(
-    bombs: CustomRewardFunctionConfig, bomb: str, caplog: pytest.LogCaptureFixture
+    bombs: CustomRewardFunctionConfig,
+    bomb: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.2)
     limits = ScorerPoolConfig(num_workers=2, timeout_s=30.0, memory_mb=600)
     async with running_scorer_pool(limits, bombs) as pool:
         async with asyncio.TaskGroup() as tasks:
@@ -274,6 +282,7 @@ async def test_a_request_that_comes_while_an_idle_process_is_ended_gets_another(
         asked.set()
 
     monkeypatch.setattr(ScorerWorker, "kill", kill)
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.2)
     limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
     async with running_scorer_pool(limits, bombs) as pool:
         assert reported(await pool.score(items("threads_left_behind"))) == [1.0]

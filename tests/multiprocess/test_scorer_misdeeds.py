@@ -112,7 +112,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return DEEDS[solution_str]()
     return globals()[solution_str]() if solution_str in globals() else float(len(solution_str))
 """
-LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=2.0, memory_mb=600)
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0, memory_mb=600)
 PATIENT = ScorerPoolConfig(num_workers=1, timeout_s=20.0, memory_mb=600)
 GOOD = ("a", "bb", "ccc", "dddd")
 TIMEOUT = (FailureKind.SCORER_TIMEOUT,)

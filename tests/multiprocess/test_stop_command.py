@@ -1,4 +1,4 @@
-"""`sluice scale`, `sluice runs` and `sluice stop` on a run of `sluice up`, each in a process."""
+"""`sluice scale`, `sluice runs` and `sluice stop` on a run of `sluice up`."""
 
 from __future__ import annotations
 
@@ -7,67 +7,44 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+from click.testing import Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
+from sluice.cli.main import commands
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.process import process_marks
+from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.launch.servicer import LAUNCHER_NAME, launcher_of
-from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, processes_naming
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, is_running, processes_naming
+from tests.support.threaded_launch import threaded_up
 
-SLUICE = (sys.executable, "-m", "sluice")
 OUTPUT = "up.log"
-ENVIRONMENT = {**os.environ, "COLUMNS": "400"}
+SETTINGS = (
+    *ENDLESS,
+    SLOWLY,
+    # So slow that it never learns the scorer: a policy that is always right ends the run.
+    "actor_rollout_ref.actor.optim.lr=0.00001",
+)
 
 
-@contextmanager
-def running(assets: Assets, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    arguments = [
-        f"sluice.run_dir={run_dir}",
-        *ENDLESS,
-        SLOWLY,
-        # So slow that it never learns the scorer: a policy that is always right ends the run.
-        "actor_rollout_ref.actor.optim.lr=0.00001",
-    ]
-    # A file, since a pipe that is not read is full after 300 steps, and then the launcher waits.
-    with (run_dir.parent / OUTPUT).open("wb") as output:
-        process = subprocess.Popen(
-            [*SLUICE, "up", str(assets.config), *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=ENVIRONMENT,
-        )
-    with process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-
-
-def sluice(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SLUICE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-        env=ENVIRONMENT,
-    )
+def sluice(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, arguments)
 
 
 async def serving_after_step(
-    process: subprocess.Popen[bytes], run_dir: Path, step: int
+    run_dir: Path, step: int, exit_code: Callable[[], int | None]
 ) -> list[str]:
     """Names of replicas that serve, once the run has made `step` steps."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            if process.poll() is not None:
-                raise AssertionError((run_dir.parent / OUTPUT).read_text(encoding="utf-8"))
+            assert exit_code() is None, (run_dir.parent / OUTPUT).read_text(encoding="utf-8")
             try:
                 location = locate_run(run_dir)
                 async with RunMonitor(location.trainer, location.reward) as monitor:
@@ -93,7 +70,7 @@ def listed(folder: Path) -> list[tuple[str, str]]:
 
 def stopped(run_dir: Path, *options: str) -> dict[str, object]:
     ended = sluice("stop", str(run_dir), "--json", *options)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.exit_code == 0, ended.exception
     found: dict[str, object] = json.loads(ended.stdout)
     assert found["resume"] == f"sluice up {run_dir / 'config.yaml'}"
     return found
@@ -107,39 +84,60 @@ def test_replicas_start_and_drain_while_a_run_continues_and_it_stops_with_a_chec
     small_assets: Assets, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with running(small_assets, run_dir) as process:
-        assert asyncio.run(serving_after_step(process, run_dir, 1)) == ["rollout-0"]
+    config = load_config(small_assets.config, [f"sluice.run_dir={run_dir}", *SETTINGS])
+    with threaded_up(config, tmp_path / OUTPUT) as run:
+
+        def serving_after(step: int) -> list[str]:
+            return asyncio.run(serving_after_step(run_dir, step, run.poll))
+
+        assert serving_after(1) == ["rollout-0"]
         assert is_healthy(launcher_of(run_dir).address)
         up = sluice("scale", "rollout", "3", "--run", str(run_dir))
-        assert (up.returncode, up.stderr) == (0, "")
+        assert (up.exit_code, up.stderr) == (0, "")
         assert "starting rollout-1, rollout-2" in up.stdout
         assert up.stdout.endswith("done: 3 replicas\n")
-        three = asyncio.run(serving_after_step(process, run_dir, 2))
-        assert three == ["rollout-0", "rollout-1", "rollout-2"]
+        assert serving_after(2) == ["rollout-0", "rollout-1", "rollout-2"]
+        started = {mark.name: mark.pid for mark in process_marks(run_dir)}
         down = sluice("scale", "rollout", "1", "--run", str(run_dir))
-        assert (down.returncode, down.stderr) == (0, "")
+        assert (down.exit_code, down.stderr) == (0, "")
         assert "draining rollout-2, rollout-1" in down.stdout
-        assert len([line for line in processes_naming(run_dir) if "rollout-" in line]) == 1
-        assert asyncio.run(serving_after_step(process, run_dir, 3)) == ["rollout-0"]
+        assert {name for name, pid in started.items() if not is_running(pid)} == {
+            "rollout-1",
+            "rollout-2",
+        }
+        assert serving_after(3) == ["rollout-0"]
         assert listed(tmp_path) == [(str(run_dir), "running")]
         found = stopped(run_dir)
-        assert process.wait(WAIT_S) == 0, (tmp_path / OUTPUT).read_text(encoding="utf-8")
+        assert run.wait() == 0, run.printed()
     assert checkpoints(run_dir) == [f"global_step_{found['step']}"]
     assert not (run_dir / LAUNCHER_NAME).exists()
-    assert not processes_naming(run_dir)
+    assert not any(map(is_running, started.values()))
     assert listed(tmp_path) == [(str(run_dir), "stopped")]
     again = sluice("stop", str(run_dir))
-    assert again.stderr.endswith("is not active; there is nothing to stop\n")
+    assert str(again.exception).endswith("is not active; there is nothing to stop")
 
 
 def test_a_run_that_is_stopped_now_ends_without_a_checkpoint_and_leaves_no_process(
     small_assets: Assets, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with running(small_assets, run_dir) as process:
-        asyncio.run(serving_after_step(process, run_dir, 1))
-        assert stopped(run_dir, "--now")["step"] is None
-        assert process.wait(WAIT_S) == 130
+    command = (sys.executable, "-m", "sluice", "up", str(small_assets.config))
+    with (
+        # A file: a pipe that is not read is full after 300 steps, and then the launcher waits.
+        (tmp_path / OUTPUT).open("wb") as output,
+        subprocess.Popen(
+            [*command, f"sluice.run_dir={run_dir}", *SETTINGS],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "400"},
+        ) as process,
+    ):
+        try:
+            asyncio.run(serving_after_step(run_dir, 1, process.poll))
+            assert stopped(run_dir, "--now")["step"] is None
+            assert process.wait(WAIT_S) == 130
+        finally:
+            process.terminate()
     assert checkpoints(run_dir) == []
     assert not processes_naming(run_dir)
     assert listed(tmp_path) == [(str(run_dir), "stopped")]

@@ -12,7 +12,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.small_run import ENDLESS, Assets, LiveRun, Record, run_to_end
 
-VALIDATED, STEPS_BESIDE, ROWS = 4, 3, 300
+VALIDATED, STEPS_BESIDE, ROWS = 4, 3, 60
 
 SCORER = """
 import pathlib

@@ -14,7 +14,8 @@ from services.rollout.engines.embedded.loop import GenerationLoop
 from sluice.concurrency.process import leave
 
 GATE_VARIABLE = "SLUICE_TEST_GATE"
-_POLL_S = 0.02
+# A step takes so long that who looks finds the replica at work, also in a run of few samples.
+_POLL_S, _STEP_S = 0.02, 0.04
 
 
 def hang_while(gate: Path) -> None:
@@ -24,11 +25,17 @@ def hang_while(gate: Path) -> None:
     def gated(loop: GenerationLoop) -> None:
         while gate.exists():
             time.sleep(_POLL_S)
+        time.sleep(_STEP_S)
         step(loop)
 
     GenerationLoop.step = gated  # type: ignore[method-assign, assignment]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs a replica with a gate."""
     hang_while(Path(os.environ[GATE_VARIABLE]))
-    leave(replica.main)
+    replica.main()
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -29,7 +29,11 @@ _CONTEXT.set_forkserver_preload(
         "tests.support.late_imports",
     ]
 )
-_SERVICES = ("services.trainer", "services.rollout", "services.reward", "services.evaluation")
+# By what follows `python -m`, the module of their `main`.
+_SERVICES = {
+    f"services.{name}": f"services.{name}.__main__"
+    for name in ("trainer", "rollout", "reward", "evaluation")
+} | {"tests.support.gated_replica": "tests.support.gated_replica"}
 _END_S = 180.0
 
 
@@ -186,4 +190,4 @@ def _serve(
     supervised = environment | {SUPERVISOR_VARIABLE: str(os.getppid())}
     nothing = Connection(os.open(os.devnull, os.O_RDONLY), writable=False)
     errors = Connection(os.dup(output.fileno()), readable=False)
-    _run(f"{module}.__main__", arguments, supervised, (nothing, output, errors))
+    _run(_SERVICES[module], arguments, supervised, (nothing, output, errors))

@@ -11,10 +11,8 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -319,24 +317,6 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def command(
-    assets: Assets, run_dir: Path, *arguments: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`sluice up` in a process of its own, to its end."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "sluice.cli.main", "up", str(assets.config)),
-            f"sluice.run_dir={run_dir}",
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-        env={**os.environ, "COLUMNS": "400", **(environment or {})},
-    )
 
 
 def processes_naming(run_dir: Path) -> list[str]:

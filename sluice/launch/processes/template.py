@@ -41,11 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     """Import, then fork on request until the other end is closed."""
     end_with_supervisor()
     requests = socket.socket(fileno=int(arguments[0]))
+    gc.disable()  # collections find nothing in what is imported, and take a tenth of the time
     for module in arguments[1:-1]:
         with suppress(ImportError):  # the service reports what is missing, in its own words
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy the pages of all objects
+    gc.enable()
     _serve(requests)
     return 0
 

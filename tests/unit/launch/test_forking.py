@@ -56,6 +56,9 @@ if what == "interrupt":
 if what == "draw":
     import numpy
     print(numpy.random.random())
+if what == "collects":
+    import gc
+    print(gc.isenabled(), gc.get_freeze_count() > 0)
 if what == "error":
     raise ValueError("broken")
 """
@@ -288,6 +291,13 @@ async def test_an_interrupt_that_a_program_does_not_handle_ends_it_as_a_signal(
 ) -> None:
     code, lines = await outcome(await machine.start(forked("interrupt")))
     assert (code, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+
+
+async def test_a_fork_collects_garbage_though_the_imports_are_no_part_of_it(folder: Path) -> None:
+    machine = ForkingMachine(("forked",), ("heavy",), 1)
+    code, lines = await outcome(await machine.start(forked("collects")))
+    machine.release("a")
+    assert (code, lines[1:]) == (0, ["True True"])
 
 
 async def test_forks_draw_different_numbers(folder: Path) -> None:
