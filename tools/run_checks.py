@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 from xml.etree import ElementTree
@@ -53,6 +53,7 @@ FAST_TIERS = ["tests/unit", "tests/parity"]
 LIMIT_S = 4200.0
 _RUNNING: set[subprocess.Popen[bytes]] = set()
 """The checks under way."""
+_IS_ENDING = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Re
             return Result(name, False, 0.0, missing)
         late = ""
         _RUNNING.add(running)
+        if _IS_ENDING.is_set():
+            running.kill()
         try:
             running.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -113,9 +116,9 @@ def _end(running: subprocess.Popen[bytes]) -> None:
     running.wait()
 
 
-def end_all(pool: ThreadPoolExecutor, number: int, _frame: object) -> NoReturn:
+def end_all(number: int, _frame: object) -> NoReturn:
     """End every check with its workers as Ctrl-C does, start no other, and leave."""
-    pool.shutdown(wait=False, cancel_futures=True)
+    _IS_ENDING.set()
     checks = list(_RUNNING)
     for running in checks:
         _signal([*_children(running), running.pid], signal.SIGINT)
@@ -272,7 +275,7 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        signal.signal(signal.SIGTERM, partial(end_all, pool))
+        signal.signal(signal.SIGTERM, end_all)
         results = _run_all(arguments, pool)
     _print_line("\nsummary")
     for result in results:

@@ -2,9 +2,10 @@
 
 For each seed, in turn: `sluice quickstart`, and verl's `main_ppo` on the same model, data, batch
 sizes, learning rate and group filter, in an environment of its own, with vLLM, FSDP2 and Ray. Both
-validate every 5 batches, whose time counts for neither. verl has no CPU platform: `on_cpu.py` has
-what it lacks. A model of 0.1M parameters shows what each system adds around a model, and nothing of
-a GPU. The last line printed is one JSON object; its lists are in the order of the seeds.
+validate every 5 batches: verl between steps, off their clock, and sluice beside them. verl has no
+CPU platform: `on_cpu.py` has what it lacks. A model of 0.1M parameters shows what each system adds
+around a model, and nothing of a GPU. The last line printed is one JSON object; its lists are in the
+order of the seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -54,15 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     for seed in parsed.seeds:
         run_dir = parsed.output / f"seed-{seed}"
         print_line(f"seed {seed}: sluice")
-        began = time.monotonic()
         quickstart(run_dir, seed, [f"trainer.total_training_steps={parsed.steps}"])
         record = read_progress(run_dir)
-        rows = [*record.validations, *record.steps]
-        found["sluice"].append(_figures(rows, time.monotonic() - began, parsed.target))
+        found["sluice"].append(_figures([*record.validations, *record.steps], parsed.target))
         print_line(f"seed {seed}: verl, with its log in {run_dir / 'verl.log'}")
-        began = time.monotonic()
-        rows = _run_verl(seed, run_dir, parsed)
-        found["verl"].append(_figures(rows, time.monotonic() - began, parsed.target))
+        found["verl"].append(_figures(_run_verl(seed, run_dir, parsed), parsed.target))
     return print_report(_report(found, parsed), parsed.output)
 
 
@@ -110,7 +106,7 @@ def _run_verl(seed: int, run_dir: Path, parsed: argparse.Namespace) -> list[Row]
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 
-def _figures(rows: Sequence[Row], seconds: float, target: float) -> dict[str, object]:
+def _figures(rows: Sequence[Row], target: float) -> dict[str, object]:
     """Return what one run took, from the metrics' names that sluice and verl share."""
     until, curve = 0.0, list[Point]()
     # Of a batch its seconds come before its validation.
@@ -119,7 +115,6 @@ def _figures(rows: Sequence[Row], seconds: float, target: float) -> dict[str, ob
         if (accuracy := accuracy_of(row)) is not None:
             curve.append((int(row["step"] or 0), round(until, 1), accuracy))
     return {
-        "seconds": round(seconds, 1),
         "seconds_training": round(until, 1),
         "seconds_to_target": next((at for _, at, found in curve if found >= target), None),
         "curve": curve,

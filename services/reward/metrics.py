@@ -289,7 +289,7 @@ def work_state(app: RewardApp, patience_s: float) -> WorkState:
     """
     groups = app.groups
     has_fleet = bool(app.queue.fleet.announced)
-    is_outside = app.dispatcher.awaited_outside is not None
+    is_outside = app.dispatcher.awaited_outside is not None and not app.queue.is_busy
     generates = groups.counts[GroupState.GENERATING] > 0 and has_fleet and not is_outside
     progress = (groups.policy_version, groups.num_kept, app.counters.progress)
     has_work = generates or groups.counts[GroupState.GRADING] > 0

@@ -109,8 +109,9 @@ def refuse_other_ledger(config: RunConfig) -> None:
     if config.sluice.reward.ledger != "sqlite" or not file.is_file():
         return
     with file.open("rb") as opened:
-        found = int.from_bytes(opened.read(64)[60:], "big")
-    if found not in (0, LEDGER_FORMAT):
+        header = opened.read(64)
+    found = int.from_bytes(header[60:], "big")
+    if header.startswith(b"SQLite format 3\0") and found not in (0, LEDGER_FORMAT):
         raise ConfigError(
             f"{file}: format {found}, and this version of sluice reads {LEDGER_FORMAT}; use the "
             "version that wrote it, give another sluice.run_dir, or move the file away to start "

@@ -116,6 +116,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
         given = read_run(base, [*settings, *overrides])
+        refuse_other_ledger(given.config)
         notes = launch_notes(given.config, read_settings(base, overrides))
     config = examined_to_start(given, console, notes, is_local=False, grades=False).config
     try_scorer(config, ())
@@ -136,7 +137,6 @@ def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
 
 def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
     """Write the files of a new run."""
-    refuse_other_ledger(config)
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")
     write_config(config, written)

@@ -260,9 +260,11 @@ def _hint(value: object, annotation: object) -> str:
         return "put the value in quotes"
     if isinstance(value, str) and isinstance(parse_word(value), int | float):
         return "write it without quotes"
-    if isinstance(value, str):
+    if isinstance(value, str) and wanted.startswith(("an integer", "a number")):
         number = parse_scalar(re.sub(r"^([-+]?)0+(?=\d)", r"\1", value))
-        if isinstance(number, int | float):
+        if isinstance(number, int):
+            return f"write {number}; {value} is text to Hydra, and octal in a YAML file of verl's"
+        if isinstance(number, float):
             return f"write {number}; {value} is text to Hydra"
     if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
         return "write it without a decimal point"
