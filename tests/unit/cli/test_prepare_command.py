@@ -70,15 +70,20 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     assert location.config.sluice.run_dir == str(run_dir)
 
 
-def test_a_folder_with_a_ledger_of_another_format_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_active", [False, True])
+def test_a_folder_with_a_ledger_of_another_format_stays_as_it_is(
+    is_active: bool, tmp_path: Path
+) -> None:
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    if is_active:
+        prepare("--run-dir", run_dir, *job)
     (run_dir / LEDGER_NAME).parent.mkdir(parents=True)
     with closing(sqlite3.connect(run_dir / LEDGER_NAME)) as database:
         database.execute("PRAGMA user_version = 3")
     refused = CliRunner().invoke(commands, ["prepare", "--run-dir", str(run_dir), *job])
     assert isinstance(refused.exception, ConfigError)
     assert "format 3, and this version of sluice reads" in str(refused.exception)
-    assert not (run_dir / CONFIG_NAME).exists()
+    assert (run_dir / CONFIG_NAME).exists() is is_active
 
 
 def test_a_scorer_that_cannot_be_loaded_is_refused_before_a_run_begins(

@@ -68,6 +68,13 @@ def test_what_is_no_key_is_an_error_that_helps(asked: str, answer: str) -> None:
         explain_key(asked)
 
 
+@pytest.mark.parametrize("backend", ["fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"])
+def test_another_backend_of_verls_is_a_notice(backend: str) -> None:
+    setting = f"actor_rollout_ref.actor.strategy={backend}"
+    load_config(None, [setting])
+    assert any("strategy" in str(one) for one in notices(settings_of({}, [setting])))
+
+
 def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
     quiet = [
         "actor_rollout_ref.actor.fsdp_config.param_offload=False",

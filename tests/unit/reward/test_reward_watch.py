@@ -180,6 +180,7 @@ async def test_a_validation_that_replicas_sample_hides_no_agent_that_training_wa
         validation = tasks.create_task(app.dispatcher.generate(validated), name="validation")
         await settled(lambda: bool(client.calls))
         assert app.queue.is_busy
+        assert work_state(app, 600.0).has_work
         assert [wait.phase for wait in work_state(app, 600.0).waits] == ["taking samples"]
         assert not fleet_facts(app, 0).is_starved
         gate.set()
