@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="verl's trainer ranks and replicas")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench-verl")
     parser.add_argument("--verl-python", required=True, help="of an environment with verl")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if shutil.which(parsed.verl_python) is None:
+        parser.error(
+            f"--verl-python {parsed.verl_python}: no such program; `make bench-verl` makes one"
+        )
+    return parsed
 
 
 def _run_verl(seed: int, run_dir: Path, parsed: argparse.Namespace) -> list[Row]:
