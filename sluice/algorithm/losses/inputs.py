@@ -101,8 +101,8 @@ class MetricMean:
 class Correction:
     """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``).
 
-    Means of extremes and of deviations are no metrics of a mini-batch. Merge the statistics, of
-    which the metrics are made, over micro-batches and ranks.
+    The metrics are readings of the statistics. Merge these over micro-batches and ranks: the mean
+    of two maxima is no maximum.
     """
 
     weights: torch.Tensor | None = None  # float [N], without gradient
