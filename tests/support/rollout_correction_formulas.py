@@ -109,9 +109,10 @@ def rejection(
         **spread_metrics(f"{name}_seq", of_rows),
         f"{name}_seq_max_deviation": np.abs(of_rows).max(),
         f"{name}_seq_fraction_high": (of_rows > upper).mean(),
-        f"{name}_seq_fraction_low": (of_rows < least).mean(),
         **masked_fractions(name, kept, mask),
     }
+    if lower is not None:
+        metrics[f"{name}_seq_fraction_low"] = (of_rows < lower).mean()
     return kept, metrics
 
 

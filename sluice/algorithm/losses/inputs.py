@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sluice.algorithm.rollout_correction.statistics import Statistics
+
 
 def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Sum of each row's tokens, [rows]; 0 for a row without tokens."""
@@ -97,11 +99,16 @@ class MetricMean:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``)."""
+    """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``).
+
+    The metrics are readings of the statistics. Merge these over micro-batches and ranks: the mean
+    of two maxima is no maximum.
+    """
 
     weights: torch.Tensor | None = None  # float [N], without gradient
     keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
     metrics: Mapping[str, MetricMean] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
 
 
 Corrector = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]

@@ -5,13 +5,14 @@ the total with the entropy bonus and the divergence from the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
+from sluice.algorithm.rollout_correction.statistics import Statistics
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
@@ -85,10 +86,14 @@ def surrogate_terms(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyObjective:
-    """This micro-batch's share of the mini-batch's loss (0-d, to differentiate) and metrics."""
+    """This micro-batch's share of the mini-batch's loss (0-d, to differentiate) and metrics.
+
+    `statistics` are those of a `Correction` within the loss.
+    """
 
     loss: torch.Tensor
     metrics: Mapping[str, MetricMean]
+    statistics: Statistics = field(default_factory=dict)
 
 
 ObjectiveFunction = Callable[[LossInputs, GlobalCounts, PolicyLossSettings], PolicyObjective]

@@ -334,7 +334,8 @@ def bypass_mode_objective(
         inputs = inputs.keeping(found.keep)
     optimise = _reinforce if settings.bypass_loss == "reinforce" else vanilla_objective
     objective = optimise(inputs, counts, settings)
-    return PolicyObjective(objective.loss, {**objective.metrics, **found.metrics})
+    metrics = {**objective.metrics, **found.metrics}
+    return PolicyObjective(objective.loss, metrics, found.statistics)
 
 
 def _reinforce(

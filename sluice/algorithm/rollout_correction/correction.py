@@ -256,6 +256,9 @@ def _rule_statistics(
     # k2 and k3 are never negative: without a lower bound the clamp starts at 0.
     lowest = 0.0 if rule.lower == -torch.inf else rule.lower
     clamped = Moments.of(of_tokens.clamp(lowest, rule.upper))
+    of_bounds = _fractions(f"{name}_seq", of_rows, rule.lower, rule.upper)
+    if rule.lower == -torch.inf:  # as in verl, where only this share is left out then
+        del of_bounds[f"{name}_seq_fraction_low"]
     return {
         f"{name}_mean": Statistic(Moments.of(of_tokens), Reading.MEAN),
         f"{name}_max": Statistic(extremes, Reading.MAX),
@@ -264,7 +267,7 @@ def _rule_statistics(
         **_fractions(name, judged, rule.lower, rule.upper),
         **_spread(f"{name}_seq", of_row, Reading.SAMPLE_STD),
         f"{name}_seq_max_deviation": Statistic(Moments.of(of_rows.abs()), Reading.MAX),
-        **_fractions(f"{name}_seq", of_rows, rule.lower, rule.upper),
+        **of_bounds,
     }
 
 
@@ -293,9 +296,7 @@ def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
     """Return a corrector of one micro-batch at a time.
 
     It compares the current policy with the engine's. `rollout_is_batch_normalize` divides by the
-    micro-batch's mean, since the policy moves between micro-batches of different steps. Metrics
-    that are means add up exactly; of the others (extremes, standard deviations, sample size) the
-    loss reports the mean over micro-batches.
+    micro-batch's mean, since the policy moves between micro-batches of different steps.
     """
 
     def correct(
@@ -313,7 +314,7 @@ def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
             for name, one in found.statistics.items()
             if one.moments.count
         }
-        return Correction(weights=weights, keep=found.kept, metrics=metrics)
+        return Correction(weights, found.kept, metrics, found.statistics)
 
     return correct
 

@@ -87,6 +87,12 @@ def test_a_group_that_differs_by_its_penalty_only_is_kept_by_reward(metric: str)
     assert filter_scores(scores, metric=metric) is None
 
 
+def test_rewards_that_the_trainer_cannot_tell_apart_are_uniform() -> None:
+    rewards = [scored(0.1 + 0.2), scored(0.3)]
+    assert filter_scores(rewards, metric="reward") is PromptEnd.FILTERED_UNIFORM
+    assert filter_scores(rewards, metric="score") is None
+
+
 @pytest.mark.parametrize("metric", ["acc", "score"])
 def test_a_group_that_differs_by_its_penalty_only_is_filtered_by_grade(metric: str) -> None:
     scores = [scored(1.0, acc=1.0), scored(1.0, penalty=-0.5, acc=1.0)]

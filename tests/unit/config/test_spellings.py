@@ -46,6 +46,11 @@ def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
         ),
         (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type=cosine"),
         (f"+{ACTOR}.optim.override_optimizer_config.eps=1e-15", f"{ACTOR}.optim.eps=1e-15"),
+        (
+            f"+{ACTOR}.optim.override_optimizer_config={{betas: [0.9, 0.95], weight_decay: 0.2}}",
+            f"{ACTOR}.optim={{betas: [0.9, 0.95], weight_decay: 0.2}}",
+        ),
+        ("critic.optim.override_optimizer_config.lr=3e-6", "critic.optim.lr=3e-6"),
         (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.5"),
         ("critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
         ("+critic.optim.grad_clip=0.5", "critic.optim.clip_grad=0.5"),

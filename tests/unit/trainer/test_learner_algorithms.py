@@ -91,6 +91,7 @@ def test_every_estimator_trains(model_folder: Path, name: str) -> None:
     assert metrics["actor/grad_norm"] > 0.0
     assert math.isfinite(metrics["critic/advantages/mean"])
     assert ("critic/vf_loss" in metrics) == (name == "gae")
+    assert metrics.get("critic/loss") == metrics.get("critic/vf_loss")
     assert ("gdpo/acc/mean" in metrics) == (name == "gdpo")
 
 
@@ -346,6 +347,28 @@ def test_the_bypass_loss_alone_corrects_like_bypass_mode(model_folder: Path) -> 
     one, other = train(named, make_batch(4))[1], train(switched, make_batch(4))[1]
     assert one["actor/grad_norm"] == other["actor/grad_norm"]
     assert one["rollout_corr/rollout_is_mean"] == other["rollout_corr/rollout_is_mean"]
+
+
+def test_what_bypass_mode_reports_does_not_depend_on_the_cut(model_folder: Path) -> None:
+    correction = {"bypass_mode": True, "rollout_is": "sequence", "rollout_is_threshold": "0.9_1.1"}
+    rejection = {"rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": "1.05,0.001"}
+    cuts: list[dict[str, Any]] = [
+        {"ppo_max_token_len_per_gpu": 4096},
+        {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1},
+    ]
+    whole, cut = (
+        train(
+            configured(
+                model_folder, correction={**correction, **rejection}, ppo_mini_batch_size=4, **one
+            ),
+            make_batch(4),
+        )[1]
+        for one in cuts
+    )
+    names = [name for name in whole if name.startswith("rollout_corr/")]
+    assert "rollout_corr/rollout_is_max" in names
+    expected = {name: whole[name] for name in names}
+    assert {name: cut[name] for name in names} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_token_baselines_weigh_energies_with_the_importance_weights(model_folder: Path) -> None:

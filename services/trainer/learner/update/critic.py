@@ -36,7 +36,9 @@ from sluice.device.protocol import Device
 from sluice.errors import ConfigError
 from sluice.types import TrainBatch
 
-_LOSS = "critic/vf_loss"
+_LOSSES = ("critic/vf_loss", "critic/loss")
+"""The same number: the critic's loss has one term. verl shows it by both names."""
+
 _TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
 
 
@@ -158,7 +160,7 @@ class Critic:
             mask: bool [rows, W], false at tokens that are left out; denominators still count them.
 
         Returns:
-            ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.
+            ``critic/vf_loss``, ``loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm``, ``lr``.
         """
         with self.trained.host.present(self._weights):
             return self._steps(values, returns, mask, step)
@@ -215,7 +217,7 @@ class Critic:
         vectors = self._parallel.gather_rows([*own, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
         means = {n: t / max(tokens, 1.0) for n, t in zip(_TOKEN_MEANS, totals, strict=True)}
-        return {_LOSS: loss / max(num_steps, 1), **means}
+        return {**dict.fromkeys(_LOSSES, loss / max(num_steps, 1)), **means}
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:

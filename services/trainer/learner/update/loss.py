@@ -21,6 +21,7 @@ from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective
 from sluice.algorithm.rollout_correction.correction import RolloutCorrection, rollout_correction
+from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     ProbsDiffSums,
@@ -187,11 +188,13 @@ class LossTerms:
             row_advantages=torch.zeros(samples),
         )
         counts = GlobalCounts(tokens=2 * samples, rows=samples, groups=1)
-        return tuple(self._objective(inputs, counts, self._settings.loss).metrics)
+        found = self._objective(inputs, counts, self._settings.loss)
+        # What is made of statistics is no mean.
+        return tuple(name for name in found.metrics if name not in metrics_of(found.statistics))
 
     def no_corrections(self) -> Statistics:
-        """Return the statistics of `correct` for no tokens."""
-        if self._settings.old_is_behavior:
+        """Return the statistics of `correct`, or of a loss that corrects, for no tokens."""
+        if self._settings.old_is_behavior and self._settings.loss_mode != BYPASS_LOSS_MODE:
             return {}
         found: RolloutCorrection = rollout_correction(
             torch.zeros(2), torch.zeros(2), torch.tensor([0, 1]), self._settings.correction

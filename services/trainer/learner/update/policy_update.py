@@ -477,6 +477,8 @@ class PolicyUpdate:
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
             sums.add_loss(total, objective.metrics, prepared.micro_batch.source)
+            if objective.statistics:
+                sums.add_correction(lambda: objective.statistics)
             return total.total
 
         passes = [
