@@ -156,13 +156,16 @@ def test_after_nccl_gave_up_a_collective_no_result_and_no_other_error_counts(
     expected: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def train(ranks: TorchDistributed) -> None:
+        with ranks.naming_failures("training step 1"):
+            if seen is not None:
+                raise seen
+
     with (
         _first_of_two_on_gpus(monkeypatch, found) as ranks,
-        pytest.raises(expected, match="trainer rank.*training step 1"),
-        ranks.naming_failures("training step 1"),
+        pytest.raises(expected, match=r"trainer rank.*training step 1"),
     ):
-        if seen is not None:
-            raise seen
+        train(ranks)
 
 
 def test_a_ranks_own_error_stays_where_every_collective_is_well(
