@@ -434,8 +434,8 @@ class TorchDistributed(DataParallel):
             is_late = given_up == ErrorType.TIMEOUT or _LATE in text.lower()
             self._fail(error, phase, peer, is_late=is_late)
         if (given_up := self._given_up()) is not None:
-            error = RuntimeError(f"NCCL gave up a collective: {given_up.name}")
-            self._fail(error, phase, peer, is_late=given_up == ErrorType.TIMEOUT)
+            why = RuntimeError(f"NCCL gave up a collective: {given_up.name}")
+            self._fail(why, phase, peer, is_late=given_up == ErrorType.TIMEOUT)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -481,8 +481,7 @@ class TorchDistributed(DataParallel):
             return None
         device = torch.device(self.device_type)
         backends = [group._get_backend(device) for group in self._own_groups]
-        # The stubs have no method of NCCL's own.
-        found = [one.get_error() for one in backends]  # type: ignore[attr-defined]
+        found = [one.get_error() for one in backends]
         return next((one for one in found if one != ErrorType.SUCCESS), None)
 
     def _fail(self, error: Exception, phase: str, peer: str, *, is_late: bool) -> NoReturn:
