@@ -40,6 +40,12 @@ def full(weight: torch.Tensor) -> torch.Tensor:
             id="four ranks, experts, sequences and two copies",
         ),
         pytest.param(
+            2,
+            {"ulysses_sequence_parallel_size": 2},
+            marks=pytest.mark.devices(2),
+            id="two ranks, sequences",
+        ),
+        pytest.param(
             2, {"tensor_parallel_size": 2}, marks=pytest.mark.devices(2), id="two ranks, tensor"
         ),
         pytest.param(
