@@ -4,9 +4,11 @@ Each part is a process of its own with a deadline. The last line is one JSON obj
 written to ``report.json``, with date and device. A part that lacks something, such as a third GPU
 or vLLM, is in ``missing`` with the reason and has not passed.
 
-ranks       2 and 4 ranks that divide experts beside FSDP's shards have one rank's losses; a rank
-            that is killed in an exchange of tokens is named in time, and the others end
-weights     from a GPU into an embedded engine on another, and into vLLM on two, by NCCL: bit-equal
+ranks       2 and 4 ranks that divide a model by shards, experts, layers cut or stages have one
+            rank's losses and saved weights; a rank that is killed in an exchange of tokens is named
+            in time, and the others end
+weights     from a GPU into an embedded engine on another, and into vLLM on two, by NCCL: bit-equal;
+            a replica that is killed in a transfer ends the epoch alone
 vllm        the engine contract and the other tests of vLLM, on CUDA
 quickstart  trainer and embedded engine on a GPU each
 quickstart_vllm     trainer and vLLM on a GPU each
@@ -26,8 +28,8 @@ _QUICKSTART = (*PYTHON, "benchmarks.gpu_smoke.quickstart")
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 _VLLM = "tests/engine_vendor"
 _PARTS: Mapping[str, Part] = {
-    "ranks": Part(400, (*PYTEST, "tests/gpu/test_gpu_ranks.py"), devices=2),
-    "weights": Part(400, (*PYTEST, "tests/gpu/test_gpu_weights.py"), None, 2, None, _EXACT),
+    "ranks": Part(700, (*PYTEST, "tests/gpu/test_gpu_ranks.py"), devices=2),
+    "weights": Part(500, (*PYTEST, "tests/gpu/test_gpu_weights.py"), None, 2, None, _EXACT),
     "vllm": Part(
         1800,
         (*PYTEST, _VLLM),

@@ -49,6 +49,10 @@ class CpuDevice:
         """Keep the memory of freed tensors. Every thread is on the one CPU device already."""
         keep_freed_memory()
 
+    def use_own_stream(self) -> None:
+        """Do as `set_device`: threads of the CPU wait for none."""
+        self.set_device()
+
     def synchronize(self) -> None:
         """Do nothing: CPU kernels are finished when they return."""
 

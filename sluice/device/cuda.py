@@ -52,6 +52,7 @@ class Accelerator:
         self.collective_backend = BACKENDS[kind]
         self._kind, self._index = kind, index
         self._runtime, self._peaks = runtime, peaks
+        self._own_stream: object | None = None
 
     @property
     def name(self) -> str:
@@ -63,6 +64,12 @@ class Accelerator:
 
     def set_device(self) -> None:
         self._runtime.set_device(self._index)
+
+    def use_own_stream(self) -> None:
+        self.set_device()
+        # One for all threads: torch keeps freed memory for the stream that it was allocated on.
+        self._own_stream = self._own_stream or self._runtime.Stream(self._index)
+        self._runtime.set_stream(self._own_stream)
 
     def synchronize(self) -> None:
         self._runtime.synchronize(self._index)

@@ -32,6 +32,9 @@ from sluice.device.ascend_environment import (
 from sluice.errors import ConfigError
 
 CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+NCCL_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+NCCL_DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+NCCL_DUMP_WAIT_VARIABLE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _log = logging.getLogger(__name__)
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
@@ -100,6 +103,27 @@ def launch_environment(
     return import_environment(has_torch_npu=has_torch_npu(), given=given)
 
 
+def nccl_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to `given` before a process forms its first group of NCCL.
+
+    When a collective fails or is late, torch's watchdog waits a minute for a record of collectives
+    to be written. The first group of the process then waits eight more, and ends the process,
+    which outlives its transfer groups. Who sets the first variable wants that record.
+    """
+    if NCCL_DUMP_VARIABLE in given:
+        return {}
+    return {NCCL_DUMP_VARIABLE: "0", NCCL_DUMP_WAIT_VARIABLE: "0"}
+
+
+def outlive_collectives(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's watchdog give up NCCL's late collectives, of groups formed from now on.
+
+    By default it ends the process then, and torchrun asks for the same.
+    """
+    environment.update(nccl_environment(environment))
+    environment[NCCL_ERRORS_VARIABLE] = "2"
+
+
 def prepare_process(
     config: RunConfig,
     device: str | None,
@@ -109,15 +133,17 @@ def prepare_process(
     runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set what CANN will read in this process, and check the host if an NPU is configured.
+    """Set what CANN or NCCL will read in this process; check the host if an NPU is configured.
 
-    Do nothing for other devices. With ``auto`` nothing is fatal: detection may skip the NPU and
-    logs why; findings about vLLM are logged too.
+    With ``auto`` nothing is fatal: detection may skip the NPU and logs why; findings about vLLM are
+    logged too.
 
     Raises:
         ConfigError: everything that is wrong, each with its remedy.
     """
     if not wants_npu(device, environment):
+        if collectives_on_device and device != "cpu":
+            environment.update(nccl_environment(environment))
         return
     environment.update(hccl_environment(config, endpoint, environment))
     captures_graphs = runs_vllm and not config.actor_rollout_ref.rollout.enforce_eager

@@ -53,6 +53,14 @@ class Device(Protocol):
         """Make it the calling thread's current device."""
         ...
 
+    def use_own_stream(self) -> None:
+        """Make it the calling thread's current device, beside what other threads compute there.
+
+        What the thread starts on the device then waits for no kernel of theirs, nor for their
+        tensors: it must allocate its own.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything queued on it is done."""
         ...

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from sluice.device.ascend_environment import hccl_group_config
+from sluice.device.host import outlive_collectives
 from sluice.device.npu import hccl_options
 from sluice.errors import ConfigError
 
@@ -219,8 +220,7 @@ def _nccl(membership: Membership) -> ProcessGroup:
             f'collective backend "nccl": torch {torch.__version__} is built without NCCL; install '
             'a CUDA build, or use the device "cpu" with "gloo"'
         )
-    # By torch's default a timeout of NCCL ends the process, which must outlive its transfer groups.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    outlive_collectives()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
     group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)

@@ -169,7 +169,8 @@ class TransferGroup:
 
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
-        self.device.set_device()
+        # Or every bucket would wait for the kernels of the training step beside it.
+        self.device.use_own_stream()
         self._store = EpochStore(spec, phase, self.peers, stop_reason)
         gather(self._store, spec, self._names)
         try:

@@ -203,7 +203,6 @@ class RankSender:
         should_stop: threading.Event,
         change: SparseUpdate | None,
     ) -> SentStream:
-        bucket_port = self._port(plan, weights, change)
         whole = tuple(bucket.num_bytes for bucket in plan.buckets)
         sizes, base = (whole, None) if change is None else (change.sizes, change.base)
         header = UpdateHeader(version, sizes, base, keep=self._keeps_base)
@@ -211,6 +210,7 @@ class RankSender:
 
         def send_all() -> WeightDigests:
             send(group, header.encode(), phase, "the header", should_stop)
+            bucket_port = self._port(plan, weights, change)  # on the stream of this thread
             digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
             trailer = Trailer(version, plan.total_bytes, digests.parts)
             send(group, trailer.encode(), phase, "the trailer", should_stop)

@@ -193,7 +193,8 @@ def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffe
                 f"weights: {name} has shape {tuple(tensor.shape)}{twice}, planned was "
                 f"{tuple(target.tensors[name].shape)}"
             )
-        rows[start:stop].copy_(given)
+        # A copy that converts would bring the wider values to pageable memory, and convert there.
+        rows[start:stop].copy_(given if given.device.type == "cpu" else given.to(rows.dtype))
         written[name] = stop
         del tensor, given  # a stream makes the next rows meanwhile
     return {n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]}

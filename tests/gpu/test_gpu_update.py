@@ -197,3 +197,15 @@ def test_grouped_products_in_bfloat16_are_each_experts_own_in_float32() -> None:
         assert half.grad is not None
         assert one.grad is not None
         assert (half.grad.float() - one.grad).norm() / one.grad.norm() < 0.01
+
+
+def test_experts_without_any_row_have_gradients_of_zero() -> None:
+    """As on a rank whose experts no token of a pass has chosen."""
+    rows = torch.empty(0, 64, device=accelerator(), dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.randn(4, 96, 64, device=accelerator(), dtype=torch.bfloat16).requires_grad_()
+    ends = torch.zeros(4, device=accelerator(), dtype=torch.int32)
+    found = experts._products(rows, weights, ends)
+    assert found.shape == (0, 96)
+    found.sum().backward()
+    assert weights.grad is not None
+    assert not weights.grad.any()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from services.rollout.engines.vllm.client import installed_vllm
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
+from sluice.device.select import select_device
+from sluice.errors import WeightSyncError
+from sluice.weights.plan import tensor_specs
+from sluice.weights.sender import WeightSender
 from tests.support.accelerator import is_rehearsal, numbered
 from tests.support.engine_contract_weights import UpdateContract
 from tests.support.engine_contract_world import (
@@ -24,6 +33,11 @@ from tests.support.engine_contract_world import (
     contract_world,
     save_contract_config,
 )
+from tests.support.weight_buffers import buffer_of
+from tests.support.weight_fleet import PeerProcess, peer_processes
+
+_NEVER = threading.Event()
+_MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="class"),
@@ -86,3 +100,29 @@ class TestIntoTwoWorkersOfVllm(UpdateContract):
             folder, _two_workers, _blind, ranks=2, sender=numbered(2)
         ) as running:
             yield running
+
+
+async def _form(
+    sender: WeightSender, epoch: int, peer: PeerProcess, weights: dict[str, torch.Tensor]
+) -> None:
+    spec = sender.form_group(epoch, [peer.name], tensor_specs(weights.items()))[peer.name]
+    peer.join(spec)
+    await asyncio.to_thread(sender.join, _NEVER)
+    assert peer.answer()["ok"]
+
+
+@pytest.mark.devices(2)
+async def test_a_replica_that_is_killed_in_a_transfer_ends_the_epoch_and_not_the_trainer() -> None:
+    weights = {"w": torch.arange(64 * _MIB, dtype=torch.float32)}
+    sender = WeightSender(device=select_device(numbered(0)), bucket_bytes=4 * _MIB, timeout_s=20.0)
+    with closing(sender):
+        with peer_processes(["first"], forked=False, device=numbered(1)) as (first,):
+            await _form(sender, 1, first, weights)
+            first.stage(1, signal=int(signal.SIGKILL), bucket=3)
+            with pytest.raises(WeightSyncError, match="first failed in phase broadcasting"):
+                await asyncio.to_thread(sender.broadcast, buffer_of(weights), 1, _NEVER)
+        with peer_processes(["second"], forked=False, device=numbered(1)) as (second,):
+            await _form(sender, 2, second, weights)
+            second.stage(1)
+            sent = await asyncio.to_thread(sender.broadcast, buffer_of(weights), 1, _NEVER)
+            assert second.answer()["digest"] == sent.bases[0].digest

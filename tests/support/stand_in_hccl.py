@@ -33,6 +33,7 @@ class FakeNpus:
         self.current: int | None = None
         self.device_name = "Ascend910B3"
         self.emptied: list[int | None] = []
+        self.streams: list[tuple[int | None, str]] = []
         self.peaks = {index: 20 + index for index in range(count)}
 
     def is_available(self) -> bool:
@@ -43,6 +44,12 @@ class FakeNpus:
 
     def set_device(self, device: int) -> None:
         self.current = device
+
+    def Stream(self, device: int) -> str:
+        return f"stream of {device}"
+
+    def set_stream(self, stream: str) -> None:
+        self.streams.append((self.current, stream))
 
     def synchronize(self, device: int) -> None:
         assert device == self.current

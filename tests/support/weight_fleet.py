@@ -19,8 +19,8 @@ _MODULE = "tests.support.weight_peer"
 class PeerProcess(SteeredProcess):
     """One receiver in a process of its own; `name` is the member's."""
 
-    def __init__(self, name: str, *, forked: bool = True) -> None:
-        super().__init__(name, _MODULE, [], {}, forked=forked)
+    def __init__(self, name: str, *, forked: bool = True, device: str = "cpu") -> None:
+        super().__init__(name, _MODULE, [device], {}, forked=forked)
 
     def join(self, spec: TransferGroupSpec) -> None:
         """Begin to join; the answer comes when the group is formed."""
@@ -49,11 +49,13 @@ class PeerProcess(SteeredProcess):
 
 
 @contextmanager
-def peer_processes(names: Sequence[str], *, forked: bool = True) -> Iterator[list[PeerProcess]]:
+def peer_processes(
+    names: Sequence[str], *, forked: bool = True, device: str = "cpu"
+) -> Iterator[list[PeerProcess]]:
     """Start a process for each name, wait until they listen; all are gone when the block ends."""
     peers: list[PeerProcess] = []
     try:
-        peers.extend(PeerProcess(name, forked=forked) for name in names)
+        peers.extend(PeerProcess(name, forked=forked, device=device) for name in names)
         for peer in peers:
             # Importing torch takes seconds, which no deadline of a group is meant to cover.
             assert peer.answer() == {"op": "ready"}

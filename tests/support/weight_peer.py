@@ -1,4 +1,5 @@
-"""A replica's end of the weight wire as a process, steered by JSON lines.
+"""A replica's end of the weight wire as a process on the device of its argument, steered by JSON
+lines.
 
 Commands on stdin:
 
@@ -28,7 +29,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sluice.device.cpu import CpuDevice
+from sluice.device.select import select_device
 from sluice.errors import InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import Bucket
@@ -136,7 +137,7 @@ def _write(answer: dict[str, Any], lock: threading.Lock) -> None:
 def main() -> None:
     """Serve commands until stdin ends; each in its own thread, so that ``abort`` gets through."""
     torch.set_num_threads(1)
-    peer, lock = _Peer(CpuDevice()), threading.Lock()
+    peer, lock = _Peer(select_device(sys.argv[1])), threading.Lock()
     _write({"op": "ready"}, lock)
     for line in sys.stdin:
         threading.Thread(target=_answer, args=(peer, json.loads(line), lock)).start()

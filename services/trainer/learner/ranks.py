@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import ErrorType, HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.learner.rank_rendezvous import (
@@ -37,8 +37,9 @@ from services.trainer.learner.rank_shares import ImageRanks, SequenceShare, Tens
 from sluice.concurrency.process import ENDED, START_FIELD, ProcessMark, host_of_pids, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.parallel_layout import ParallelLayout
+from sluice.device.host import outlive_collectives
 from sluice.device.protocol import Device, rank_backends
-from sluice.errors import DeadlineError, PeerError, WeightSyncError
+from sluice.errors import DeadlineError, PeerError, SluiceError, WeightSyncError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -291,7 +292,10 @@ class TorchDistributed(DataParallel):
         super().__init__(device.torch_device.type)
         self._meshes: dict[tuple[int | str, ...], DeviceMesh] = {}
         self._group: ProcessGroup | None = None  # all ranks, as torch forms it
+        self._own_groups: list[ProcessGroup] = []
         backend = rank_backends(device.torch_device.type)
+        if self.device_type == "cuda":
+            outlive_collectives()  # a rank ends with an error that names the one that is late
         device.set_device()  # before the group exists: its backend binds to the current device
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
@@ -302,6 +306,8 @@ class TorchDistributed(DataParallel):
         except BaseException:
             self._leave_rendezvous()
             raise
+        assert dist.group.WORLD is not None
+        self._own_groups.append(dist.group.WORLD)
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self._processes: list[ProcessMark] = []
@@ -410,15 +416,26 @@ class TorchDistributed(DataParallel):
     def naming_failures(self, phase: str, peer: str = "a trainer rank") -> Iterator[None]:
         """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others.
 
-        `peer` is named if no rank has ended.
+        NCCL's watchdog gives up a collective that is late or has failed, and lets its kernels end.
+        What this rank computes from then on means nothing, so that is its error, whatever else it
+        seems to be, and also if there seems to be none. `peer` is named if no rank has ended.
         """
         try:
             yield
-        except RuntimeError as error:
-            text = str(error)
-            if not (isinstance(error, dist.DistError) or _GLOO in text):
+        except SluiceError:
+            raise
+        except Exception as error:
+            given_up, text = self._given_up(), str(error)
+            is_backend = isinstance(error, RuntimeError) and (
+                isinstance(error, dist.DistError) or _GLOO in text
+            )
+            if given_up is None and not is_backend:
                 raise
-            self._fail(error, phase, peer, is_late=_LATE in text.lower())
+            is_late = given_up == ErrorType.TIMEOUT or _LATE in text.lower()
+            self._fail(error, phase, peer, is_late=is_late)
+        if (given_up := self._given_up()) is not None:
+            why = RuntimeError(f"NCCL gave up a collective: {given_up.name}")
+            self._fail(why, phase, peer, is_late=given_up == ErrorType.TIMEOUT)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -458,7 +475,16 @@ class TorchDistributed(DataParallel):
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
             self._fail(error, phase, peer, is_late=is_late)
 
-    def _fail(self, error: RuntimeError, phase: str, peer: str, *, is_late: bool) -> NoReturn:
+    def _given_up(self) -> ErrorType | None:
+        """Return why NCCL's watchdog gave up a collective of this rank; ``None``: it did not."""
+        if self.device_type != "cuda":
+            return None
+        device = torch.device(self.device_type)
+        backends = [group._get_backend(device) for group in self._own_groups]
+        found = [one.get_error() for one in backends]
+        return next((one for one in found if one != ErrorType.SUCCESS), None)
+
+    def _fail(self, error: Exception, phase: str, peer: str, *, is_late: bool) -> NoReturn:
         ended = self._ended(0.0 if is_late else _ENDING_S) or peer
         seen = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
@@ -524,6 +550,7 @@ class TorchDistributed(DataParallel):
         for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
             group = self._new_group(ranks)
             if self.rank in ranks:
+                self._own_groups.append(group)
                 found = group, ranks
         assert found is not None
         return found

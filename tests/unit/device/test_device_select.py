@@ -10,6 +10,7 @@ import torch
 
 from sluice.device import npu, select
 from sluice.device.cpu import used_memory_bytes
+from sluice.device.host import nccl_environment, outlive_collectives
 from sluice.device.npu import NpuDevice
 from sluice.device.select import select_device
 from sluice.errors import ConfigError
@@ -148,3 +149,17 @@ def test_a_broken_torch_npu_is_reported_and_passed_over_by_detection(
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=f'"{name}": unknown; use "auto", "cpu"'):
         select_device(name)
+
+
+def test_a_late_collective_of_nccl_ends_no_process_whatever_torchrun_asks_for() -> None:
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # torchrun's: end the process
+    outlive_collectives(environment)
+    assert environment == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    }
+
+
+def test_who_wants_a_record_of_late_collectives_gets_it_as_torch_writes_it() -> None:
+    assert nccl_environment({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}) == {}

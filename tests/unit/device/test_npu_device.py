@@ -32,6 +32,15 @@ def test_memory_goes_back_on_the_devices_own_index(npus: FakeNpus) -> None:
     assert npus.emptied == [1]
 
 
+def test_threads_that_want_a_stream_of_their_own_share_one_on_the_devices_index(
+    npus: FakeNpus,
+) -> None:
+    device = NpuDevice(1)
+    device.use_own_stream()
+    device.use_own_stream()
+    assert npus.streams == [(1, "stream of 1")] * 2
+
+
 @pytest.mark.usefixtures("npus")
 def test_peaks_are_those_of_the_devices_own_index_since_the_last_time() -> None:
     device = NpuDevice(1)

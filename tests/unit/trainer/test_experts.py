@@ -73,6 +73,22 @@ def test_a_loop_replaces_grouped_products_where_torch_has_none(
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
+def test_experts_that_get_no_row_at_all_are_no_grouped_product_and_have_gradients_of_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experts_module, "_grouped_mm", None)
+    monkeypatch.setattr(torch.Tensor, "tensor_split", None)
+    rows = torch.empty(0, 4, requires_grad=True)
+    weights = torch.randn(3, 5, 4, requires_grad=True)
+    found = experts_module._products(rows, weights, torch.zeros(3, dtype=torch.int32))
+    assert found.shape == (0, 5)
+    found.sum().backward()
+    assert rows.grad is not None
+    assert weights.grad is not None
+    assert rows.grad.shape == (0, 4)
+    assert not weights.grad.any()
+
+
 def test_the_text_of_a_vision_language_model_gets_them_too(tmp_path: Path) -> None:
     model = tiny_vision.save_model("qwen3_vl_moe", tmp_path)
     names = model.state_dict().keys()

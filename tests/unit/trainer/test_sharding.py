@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,7 +31,7 @@ from services.trainer.learner.weight_stream import cut_buckets
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.config.schema.actor import OptimConfig
 from sluice.device.select import select_device
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, DeadlineError, PeerError
 
 
 @contextmanager
@@ -116,6 +118,64 @@ def test_neighbors_cut_layers_and_the_next_ones_share_sequences_of_the_same_rows
             assert (ranks.tensor.rank, ranks.share.rank) == (within % 2, within // 2)
             shards = ranks.shard_mesh(4).mesh
             assert torch.equal(shards, torch.arange(8).view(4, 2))
+
+
+@contextmanager
+def _first_of_two_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, error: ErrorType
+) -> Iterator[TorchDistributed]:
+    """Return a rank in whose second group NCCL's watchdog found an error."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with Alone() as ranks:
+        ranks.divide(ParallelLayout(2, sequence=2))
+        assert ranks.share is not None
+        assert [dist.get_process_group_ranks(one) for one in ranks._own_groups] == [[0, 1]] * 2
+        found = dict(zip(ranks._own_groups, (ErrorType.SUCCESS, error), strict=True))
+
+        def backend(group: object, _: torch.device) -> object:
+            return SimpleNamespace(get_error=lambda: found[cast("dist.ProcessGroup", group)])
+
+        with monkeypatch.context() as patched:
+            patched.setattr(dist.ProcessGroup, "_get_backend", backend)
+            patched.setattr(ranks, "device_type", "cuda")
+            yield ranks
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(ErrorType.TIMEOUT, DeadlineError), (ErrorType.COMM_ERROR, PeerError)],
+)
+@pytest.mark.parametrize(
+    "seen", [None, RuntimeError("CUDA out of memory"), OverflowError("too many rows")], ids=str
+)
+def test_after_nccl_gave_up_a_collective_no_result_and_no_other_error_counts(
+    seen: Exception | None,
+    found: ErrorType,
+    expected: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(ranks: TorchDistributed) -> None:
+        with ranks.naming_failures("training step 1"):
+            if seen is not None:
+                raise seen
+
+    with (
+        _first_of_two_on_gpus(monkeypatch, found) as ranks,
+        pytest.raises(expected, match=r"trainer rank.*training step 1"),
+    ):
+        train(ranks)
+
+
+def test_a_ranks_own_error_stays_where_every_collective_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with _first_of_two_on_gpus(monkeypatch, ErrorType.SUCCESS) as ranks:
+        with pytest.raises(RuntimeError, match="out of memory"), ranks.naming_failures("training"):
+            raise RuntimeError("CUDA out of memory")
+        with ranks.naming_failures("training"):
+            pass
 
 
 class SeenUpdates(TorchDispatchMode):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, SluiceError
 from sluice.weights.backend import Membership, create_process_group
 from sluice.weights.plan import tensor_specs
+from sluice.weights.rank_sender import RankSender
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.sender import WeightSender
+from sluice.weights.transfer import BucketPort
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.stand_in_hccl import (
     FakeNpus,
@@ -98,6 +101,31 @@ def test_weights_cross_a_group_of_hccl_bit_for_bit(
     assert all(sum(group.broadcast_bytes) > 20_000 for group in groups)
     # Buckets of 4 KiB; a MB is the least that HCCL takes.
     assert [group.group_options for group in groups] == [GroupOptions({"hccl_buffer_size": 1})] * 2
+
+
+@pytest.mark.usefixtures("torch_npu")
+def test_what_a_sender_moves_is_made_in_the_thread_that_has_a_stream_of_its_own(
+    ends: tuple[WeightSender, WeightReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_stream: set[threading.Thread] = set()
+    makers: list[threading.Thread] = []
+    monkeypatch.setattr(
+        CpuDevice, "use_own_stream", lambda _: with_stream.add(threading.current_thread())
+    )
+    make = RankSender._port
+
+    def noted(*arguments: Any) -> BucketPort:
+        makers.append(threading.current_thread())
+        return make(*arguments)
+
+    monkeypatch.setattr(RankSender, "_port", noted)
+    with ThreadPoolExecutor(2) as pool:
+        _form(ends, pool)
+        staging = pool.submit(ends[1].stage, 7)
+        ends[0].broadcast(buffer_of(_WEIGHTS), 7, _NEVER)
+        staging.result(5)
+    assert len(makers) == 1
+    assert with_stream.issuperset(makers)
 
 
 def test_the_communicator_is_made_in_the_formation_not_by_the_first_bucket(

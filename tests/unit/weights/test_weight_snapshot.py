@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.snapshot import SnapshotBuffers
+from tests.support.second_device import SECOND, second_device
 
 
 def _buffers() -> SnapshotBuffers:
@@ -28,6 +32,32 @@ def test_a_snapshot_holds_the_weights_in_their_wire_dtype() -> None:
     assert snapshot.version == buffers.version == 4
     assert torch.equal(snapshot.weights.tensors["embed"], expected)
     assert snapshot.weights.tensors["steps"].item() == 3
+
+
+class _CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that copies read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.total += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_a_device_leave_it_in_their_wire_dtype() -> None:
+    weight = torch.randn(1000)
+    buffers = SnapshotBuffers([TensorSpec("w", "bfloat16", (1000,))])
+    with second_device():
+        there = weight.to(SECOND)
+        with _CopiedBytes() as copied:
+            snapshot = buffers.write([("w", there)], version=1, timeout_s=0.0)
+    assert copied.total == 2000
+    assert torch.equal(snapshot.weights.tensors["w"], weight.bfloat16())
 
 
 def test_a_version_stays_readable_while_the_next_is_written() -> None:

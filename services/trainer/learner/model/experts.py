@@ -498,6 +498,8 @@ def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows [n, in] of each expert by its weight: [experts, out, in] -> [n, out]."""
     rows = rows.to(weights.dtype)
+    if not len(rows):  # no token came to this rank; CUDA's kernels refuse products over no rows
+        return rows @ weights[0].t()
     if _grouped_mm is not None and weights.dtype in _GROUPED_DTYPES:
         found: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
         return found
