@@ -75,10 +75,14 @@ SAME = [
     (r"\mathbf{(3, -1)}", "(3, -1)"),
     ("{3:4}", "3:4"),
     (r"\frac{9\sqrt{5}}{3}.", r"\frac{9\sqrt{5}}{3}"),
+    (r"35\frac{1}{17} miles", r"35 \frac { 1 } { 17 }"),
+    (r"\text{\frac{\sqrt{7}}{5}}", r"\frac { \sqrt { 7 } } { 5 }"),
+    (r"\text{52.50\text{ feet}}", "52.5"),
+    (r"25\text{ cm}^2", "25"),
+    (r"\left(\frac {5}{6}, 1\right) cm^2", r"(\frac {5}{6}, 1)"),
 ]
 SAME_HERE_ONLY = [
     (r"\pi 8", r"8 \pi"),
-    (r"50^{\circ}", "50 degrees"),
     ("1/3", "0.3333333333333333"),
 ]
 DIFFERENT = [
@@ -87,6 +91,11 @@ DIFFERENT = [
     (r"\sqrt{4}", "2"),  # an integer must be written as one
     ("2/4", "1/2"),  # and a fraction reduced
     ("2^3", "8"),
+    (r"\frac{40}{6}", r"\frac { 20 } { 3 }"),
+    (r"\sqrt12", r"\sqrt{12}"),  # TeX's argument is one digit
+    (r"25\text{cm}^2", "25"),  # what is left of the unit is a power
+    (r"5\sqrt{3}\text{ cm}^2", r"5 \sqrt { 3 }"),
+    (r"50.0^{\circ}", "50"),  # an integer in one spelling of degrees only
     ("0.33", "1/3"),
     ("(1,2)", "(2,1)"),
     ("[1,2]", "(1,2)"),

@@ -333,7 +333,7 @@ def _samples(
         DumpedSample(
             input="\n".join(message.content for message in prompt.messages),
             output=transcript(rollout),
-            gts=prompt.ground_truth,
+            gts=prompt.truth,
             score=outcome.score,
             extras={
                 **outcome.metrics,

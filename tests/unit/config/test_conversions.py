@@ -166,6 +166,7 @@ def value(config: RunConfig, key: str) -> object:
             "R2",
         ),
         (["reward_model.num_workers=5"], "reward.scorer_pool.num_workers", 5),
+        (["+reward.timeout=60", "+reward.max_rpm=500"], "reward.scorer_pool.timeout_s", 60),
         (["trainer.remove_previous_ckpt_in_save=true"], "trainer.max_actor_ckpt_to_keep", 1),
         (["+algorithm.scale_rewards=group"], "algorithm.norm_adv_by_std_in_grpo", True),
         (["algorithm.scale_rewards=false"], "algorithm.norm_adv_by_std_in_grpo", False),

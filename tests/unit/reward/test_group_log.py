@@ -12,16 +12,17 @@ import msgspec
 import pytest
 
 from services.reward.app import RunFiles
-from services.reward.records.group_log import GroupLog
+from services.reward.records.group_log import GroupLog, SampleDumps
 from services.reward.servicer import RewardServicer
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import RolloutConfig
-from sluice.types import PromptEnd
+from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin, RolloutGroup, Scored
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
+from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
 
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
@@ -175,3 +176,18 @@ async def test_samples_of_a_trained_batch_are_written_though_the_acknowledgement
         await servicer.AcknowledgeBatch(request, context)
         await settled((tmp_path / "1.jsonl").exists)
     assert len(lines(tmp_path / "1.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "is_json", "value"),
+    [("72", False, "72"), ("72", True, 72), ('{"target": ["a"]}', True, {"target": ["a"]})],
+)
+def test_dumps_hold_the_ground_truth_as_the_row_does(
+    text: str, is_json: bool, value: object
+) -> None:
+    messages = (ChatMessage("user", "?"),)
+    prompt = Prompt("p", 0, messages, "mine", text, PromptOrigin.DATASET, 0, truth_is_json=is_json)
+    group = RolloutGroup(prompt, PROMPT_TOKENS, (rollout_of("text", 0, 0, 0, 3),))
+    dumps = SampleDumps(None, Path("unused"))
+    (sample,) = dumps.of_validation(group, (Scored(1.0, 1.0, {}),))
+    assert sample.gts == value

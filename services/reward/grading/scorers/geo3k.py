@@ -29,22 +29,23 @@ RELATIVE_TOLERANCE = 1e-12
 MAX_UNKNOWNS = 2
 POINTS = ((0.7390851332, 1.3247179572), (2.2360679775, 0.5772156649), (1.6180339887, 3.3598856662))
 
-_TEXT = re.compile(r"\\text\{(.+?)\}")
+_TEXT = re.compile(r"\\text\{(.*?)\}")
 _UNIT_NAMES = (
     *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week"),
     *("month", "year", "foot", "feet", "inch", "yard"),
 )
 _UNITS = tuple(re.compile(rf"{name}(es)?(s)? *(\^[0-9]+)?") for name in _UNIT_NAMES)
-_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})|\\degrees?(?![A-Za-z])")
+_DEGREES = re.compile(r"\^ *\\circ|\\degrees?(?![A-Za-z])")
 _SPACE = re.compile(r"\\[,:; ()\[\]]|\\$|\\q?quad(?![A-Za-z])|~")  # \\$: a backslash at the end
 _EMPTY = re.compile(r"\{ *\}|(?<=\})\.$")  # what a unit leaves, and the full stop after a command
 _FONT = re.compile(r"\\(text|math)(rm|bf|it)(?=\{)|\\(boldsymbol|bold|underline|boxed|fbox)(?=\{)")
+_BARE_ROOT = re.compile(r"\\sqrt *([0-9])(?=[0-9])")  # TeX's argument is one digit
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
 _MIXED_NUMBER = re.compile(r"(?<=\d) +(?=\d)")
 _FRACTION = re.compile(r"-?[0-9]+/0*[1-9][0-9]*")
 _INTEGER = re.compile(r"(?:\+|(-?))0*([0-9]*?)(?<=[0-9])(?:\.0*)?")
-_MIXED_FRACTION = re.compile(r"(?<=\d) *(?=\\[dt]?frac\{\d+\}\{\d+\})")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_MIXED_FRACTION = re.compile(r"(?<=\d) *(?=\\[dt]?frac *\{ *\d+ *\} *\{ *\d+ *\})")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac *\{ *(\d+) *\} *\{ *(\d+) *\}")
 
 _FORM_BEGINS = "<think>"
 _FORM_REST = ("</think>", "\\boxed{", "}")
@@ -98,12 +99,15 @@ def _spelled(answer: str) -> str:
 
 def _plain(answer: str) -> str:
     """Lower-case text without units and currency; mixed numbers as sums."""
-    answer = _FONT.sub("", _SPACE.sub(" ", _DEGREES.sub("", _TEXT.sub(r"\1", answer))))
-    for sign in ("\\$", "\\%", "$", "%", r"\!"):
-        answer = answer.replace(sign, "")
+    inner = _TEXT.fullmatch(answer)
+    answer = _DEGREES.sub("", inner[1] if inner else answer)
     for unit in _UNITS:
         answer = unit.sub("", answer)
-    answer = _EMPTY.sub("", _THOUSANDS.sub("", answer.replace("{,}", ",")).strip()).strip()
+    answer = _FONT.sub("", _SPACE.sub(" ", _TEXT.sub(r"\1", answer)))
+    for sign in ("\\$", "\\%", "$", "%", r"\!", r"\left", r"\right"):
+        answer = answer.replace(sign, "")
+    answer = _BARE_ROOT.sub(r"\\sqrt{\1}", answer.replace("{,}", ","))
+    answer = _EMPTY.sub("", _THOUSANDS.sub("", answer).strip()).strip()
     while answer.startswith("{") and braced(answer, 0) == answer[1:-1]:
         answer = answer[1:-1].strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
@@ -123,7 +127,6 @@ def _same_elements(answer: str, reference: str) -> bool:
 
 def _elements(text: str) -> list[str]:
     """Return the elements of ``(a,b)`` or ``[a,b)``; any other text is one element."""
-    text = text.replace(r"\left", "").replace(r"\right", "")
     inner = text[1:-1]
     if inner and text[0] in "([" and text[-1] in ")]" and not set("()[]") & set(inner):
         return inner.split(",")
