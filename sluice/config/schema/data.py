@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -12,20 +14,31 @@ FileList = str | list[str]
 
 
 def file_list(files: str | list[str] | None) -> list[str]:
-    """Return the files of a key that takes one, several or none."""
-    return [files] if isinstance(files, str) else files or []
+    """Return the files of a key that takes one, several or none, in their order.
+
+    A pattern such as ``rows/*.parquet`` stands for the files that match it, by name.
+    """
+    named = [files] if isinstance(files, str) else files or []
+    return [file for name in named for file in _matching(name)]
+
+
+def _matching(name: str) -> list[str]:
+    """Return the files of a pattern; any other name as it is, a pattern of no file too."""
+    if not glob.has_magic(name) or Path(name).exists():
+        return [name]
+    return sorted(glob.glob(name, recursive=True)) or [name]
 
 
 class DataConfig(Section, frozen=True):
     """Data sets in verl's Parquet format, and the batch size."""
 
     train_files: FileList | None = None
-    """Parquet file or files of training prompts, read in this order; none: the run trains only on
-    prompts that clients submit.
+    """Parquet file or files of training prompts, or patterns, read in this order; none: the run
+    trains only on prompts that clients submit.
     """
 
     val_files: FileList | None = None
-    """Parquet file or files of validation prompts; none: no validation."""
+    """Parquet file or files of validation prompts, or patterns; none: no validation."""
 
     prompt_key: str = "prompt"
     """Column that holds the chat messages of a prompt."""

@@ -145,6 +145,23 @@ def numbered(count: int) -> list[dict[str, object]]:
     return prompt_rows([f"row {i}" for i in range(count)])
 
 
+def test_a_pattern_stands_for_its_files_by_name(files: list[str], tmp_path: Path) -> None:
+    pattern = str(Path(files[0]).with_name("*.parquet"))
+
+    named = training_files(DataConfig(train_files=files))
+    assert training_files(DataConfig(train_files=pattern)) == named
+    assert training_files(DataConfig(train_files=[pattern])) == named
+    odd = Path(files[1]).rename(tmp_path / "b[1].parquet")  # a file's own name comes first
+    try:
+        alone = training_files(DataConfig(train_files=str(odd)))
+    finally:
+        odd.rename(files[1])
+    assert alone is not None
+    assert alone.num_rows == ROWS - 23
+    with pytest.raises(DataError, match=r"no file .*none-\*\.parquet"):
+        training_files(DataConfig(train_files=str(tmp_path / "none-*.parquet")))
+
+
 def test_copies_are_taken_once_an_epoch_where_that_is_asked_for(tmp_path: Path) -> None:
     data = copies(tmp_path)
     opened = training_files(data)
