@@ -125,7 +125,7 @@ def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, obje
         "chunked_prefill_size": tokens if rollout.enable_chunked_prefill else -1,
         "disable_radix_cache": not rollout.enable_prefix_caching,
         "disable_cuda_graph": rollout.enforce_eager,
-        "cuda_graph_bs": rollout.cudagraph_capture_sizes,
+        "cuda_graph_bs_decode": rollout.cudagraph_capture_sizes,
         "quantization": rollout.quantization,
         "enable_deterministic_inference": deterministic or None,
     }
