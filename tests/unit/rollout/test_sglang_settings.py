@@ -128,6 +128,15 @@ def test_batch_invariance_is_sglangs_deterministic_inference() -> None:
     assert "enable_deterministic_inference" not in sglang_settings(RunConfig()).arguments
 
 
+def test_workers_whose_channels_sglang_pins_take_no_weights_by_nccl() -> None:
+    invariant = ("sluice.rollout.batch_invariant=true", f"{_ROLLOUT}.tensor_model_parallel_size=2")
+    with pytest.raises(ConfigError, match=r"parallel_size=2.*weights.backend=gloo"):
+        _arguments(*invariant)
+    for permitted in (invariant[:1], invariant[1:], (*invariant, "sluice.weights.backend=gloo")):
+        assert _arguments(*permitted)
+    assert _arguments(*invariant, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("error", "is_missing"),
     [

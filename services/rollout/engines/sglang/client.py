@@ -155,8 +155,8 @@ def engine_environment(
     # SGLang keeps some tokens of its context for itself; see `SglangSettings.engine_arguments`.
     wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not on_cpu:
-        # SGLang would set 0. Then NCCL connects no GPU of this process to one of the trainer's, where
-        # its own choice holds, as with -2.
+        # SGLang would set 0. Then NCCL connects no GPU of this process to one of the trainer's,
+        # where its own choice holds, as with -2.
         wanted["NCCL_CUMEM_ENABLE"] = "-2"
     else:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
