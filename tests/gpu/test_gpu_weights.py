@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from services.rollout.engines.vllm.client import installed_vllm
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
+from sluice.types import TensorSpec
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.accelerator import is_rehearsal, numbered
 from tests.support.engine_contract_weights import UpdateContract
 from tests.support.engine_contract_world import (
@@ -65,6 +68,17 @@ def _two_workers(folder: Path) -> VllmEngine:
 
 def _blind(_: object) -> Insight | None:
     return None
+
+
+@pytest.mark.real_gpu
+async def test_a_gpu_copies_from_and_to_weights_in_host_memory_directly() -> None:
+    gpu = torch.device("cuda", 0)
+    buffer = WeightBuffer(plan_transfer([TensorSpec("a", "float32", (1000, 33))], 4096), beside=gpu)
+    (own,) = buffer.tensors.values()
+    assert own.is_pinned()
+    sent = torch.randn(own.shape, device=gpu)
+    own.copy_(sent)
+    assert torch.equal(own.to(gpu, non_blocking=True), sent)
 
 
 @pytest.mark.devices(2)
