@@ -132,9 +132,9 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
         error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if error:
         raise ConfigError(
-            f"{device}: {memory.nbytes / 2**30:.1f} GiB of host memory for weights cannot be pinned "
-            f"(CUDA error {error}); give the machine or the container more memory (sluice plan says "
-            "how much)"
+            f"{device}: {memory.nbytes / 2**30:.1f} GiB of host memory for weights cannot be "
+            f"pinned (CUDA error {error}); give the machine or the container more memory (sluice "
+            "plan says how much)"
         )
     # At the end of the process the driver may be gone already.
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

@@ -71,7 +71,9 @@ class PolicySnapshots:
                 self.tensors,
                 learner.untrained_names,
                 own,
-                beside=next((one.device for _, one in learner.named_weights() if one.is_cuda), None),
+                beside=next(
+                    (one.device for _, one in learner.named_weights() if one.is_cuda), None
+                ),
             )
 
     @property

@@ -111,9 +111,7 @@ async def test_a_worker_forms_groups_with_nccls_own_settings(
         seen.append("formed")
         return create_process_group(backend, membership)
 
-    monkeypatch.setitem(
-        sys.modules, "vllm.utils.nccl", SimpleNamespace(unpinned_nccl_env=unpinned)
-    )
+    monkeypatch.setitem(sys.modules, "vllm.utils.nccl", SimpleNamespace(unpinned_nccl_env=unpinned))
     worker = VllmWorker()
     worker.rank, worker.device = 0, torch.device("cpu")
     worker.sluice_inbox = WeightInbox(CpuDevice(), forming=worker.sluice_forming)
