@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _HCCL_POLL_S = 0.005
 _GROUP_POLL_S = 0.0005
+_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads it when a group is made
 _LOOK_AGAIN = timedelta(milliseconds=20)
 _GLOO_LANES = 2
 """Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
@@ -219,15 +220,34 @@ def _nccl(membership: Membership) -> ProcessGroup:
             f'collective backend "nccl": torch {torch.__version__} is built without NCCL; install '
             'a CUDA build, or use the device "cpu" with "gloo"'
         )
-    # By torch's default a timeout of NCCL ends the process, which must outlive its transfer groups.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
-    group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)
+    with _outliving_errors():
+        group = dist.ProcessGroupNCCL(
+            membership.store, membership.rank, membership.world_size, options
+        )
     # Create the communicator now: otherwise a missing member would show in the first collective
     # instead of in the formation.
     group.eager_connect_single_device(membership.device)
     return cast("ProcessGroup", group)
+
+
+@contextlib.contextmanager
+def _outliving_errors() -> Iterator[None]:
+    """Let groups of NCCL that are made in the block end alone when a collective fails or is late.
+
+    By torch's default, and by what scripts set for a trainer's own ranks, the process would end
+    too, and it must outlive its transfer groups.
+    """
+    given = os.environ.get(_ERRORS_VARIABLE)
+    os.environ[_ERRORS_VARIABLE] = "2"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_ERRORS_VARIABLE]
+        else:
+            os.environ[_ERRORS_VARIABLE] = given
 
 
 _FACTORIES: dict[str, Callable[[Membership], ProcessGroup]] = {

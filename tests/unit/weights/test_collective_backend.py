@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -63,6 +64,32 @@ def test_a_short_wait_for_another_backend_only_looks() -> None:
             raise AssertionError("a wait with a timeout ends collectives of NCCL")
 
     wait_a_little(Untouchable(), "nccl")
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_a_process_outlives_groups_of_nccl_whatever_is_set_for_its_own(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    seen: list[object] = []
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ[name])
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            seen.append(device)
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    create_process_group("nccl", _membership())
+    assert seen == ["2", torch.device("cpu")]
+    assert os.environ.get(name) == given
 
 
 def test_hccl_is_constructed_through_its_registration_with_everything_it_needs(
