@@ -49,6 +49,9 @@ class CpuDevice:
         """Keep the memory of freed tensors. Every thread is on the one CPU device already."""
         keep_freed_memory()
 
+    def leave_stream(self) -> None:
+        """Do nothing: threads run beside each other."""
+
     def synchronize(self) -> None:
         """Do nothing: CPU kernels are finished when they return."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -65,6 +66,9 @@ class Accelerator:
     def set_device(self) -> None:
         self._runtime.set_device(self._index)
 
+    def leave_stream(self) -> None:
+        """Stay in the stream that all threads share."""
+
     def synchronize(self) -> None:
         self._runtime.synchronize(self._index)
 
@@ -115,6 +119,15 @@ class CudaDevice(Accelerator):
                 f'"cuda:{count - 1}"; correct the index or {self.visible_devices_variable}'
             )
         super().__init__("cuda", index, torch.cuda, _PEAK_FLOPS)
+
+    def leave_stream(self) -> None:
+        torch.cuda.set_stream(_second_stream(self._index))
+
+
+@cache
+def _second_stream(index: int) -> torch.cuda.Stream:
+    """Return one stream of a GPU for all threads: each has memory that others cannot have."""
+    return torch.cuda.Stream(index)
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:

@@ -53,6 +53,10 @@ class Device(Protocol):
         """Make it the calling thread's current device."""
         ...
 
+    def leave_stream(self) -> None:
+        """Let what this thread starts on it run beside the work of threads that compute."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything queued on it is done."""
         ...

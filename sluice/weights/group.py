@@ -170,6 +170,7 @@ class TransferGroup:
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
         self.device.set_device()
+        self.device.leave_stream()  # else copies and an update or decode steps would take turns
         self._store = EpochStore(spec, phase, self.peers, stop_reason)
         gather(self._store, spec, self._names)
         try:

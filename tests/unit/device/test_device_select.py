@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sluice.device import npu, select
+from sluice.device import cuda, npu, select
 from sluice.device.cpu import used_memory_bytes
 from sluice.device.npu import NpuDevice
 from sluice.device.select import select_device
@@ -148,3 +148,28 @@ def test_a_broken_torch_npu_is_reported_and_passed_over_by_detection(
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=f'"{name}": unknown; use "auto", "cpu"'):
         select_device(name)
+
+
+def test_threads_beside_the_computing_ones_share_one_stream_of_each_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that was freed in one stream serves no other."""
+    made: list[int] = []
+    used: list[object] = []
+
+    def make(index: int) -> SimpleNamespace:
+        made.append(index)
+        return SimpleNamespace(index=index)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "set_stream", used.append)
+    cuda._second_stream.cache_clear()
+    try:
+        for name in ("cuda:1", "cuda:0", "cuda:1"):
+            select_device(name).leave_stream()
+    finally:
+        cuda._second_stream.cache_clear()
+    assert made == [1, 0]
+    assert used[0] is used[2]

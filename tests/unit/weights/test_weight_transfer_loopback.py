@@ -244,6 +244,21 @@ def test_a_formation_ends_by_its_own_deadline_and_names_who_did_not_come() -> No
             sender.join(_NEVER)
 
 
+def test_all_of_a_group_runs_beside_what_the_device_computes(
+    receiver: WeightReceiver, pool: ThreadPoolExecutor
+) -> None:
+    left: list[str] = []
+
+    class Recording(CpuDevice):
+        def leave_stream(self) -> None:
+            left.append(threading.current_thread().name)
+
+    with closing(WeightSender(device=Recording(), bucket_bytes=4096, timeout_s=2.0)) as sender:
+        _form(sender, receiver, pool)
+        (name,) = left
+        assert name.startswith("weights-epoch-1")  # the thread of all collectives
+
+
 def test_what_nccl_found_wrong_is_in_the_error_of_the_formation(
     sender: WeightSender,
     receiver: WeightReceiver,
