@@ -29,6 +29,8 @@ _HCCL_POLL_S = 0.005
 _GROUP_POLL_S = 0.0005
 _ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads it when a group is made
 _LOOK_AGAIN = timedelta(milliseconds=20)
+_NCCL_BLOCKS = 4
+"""Thread blocks of a collective, enough for the rate at which a host and its GPU exchange data."""
 _GLOO_LANES = 2
 """Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
 copies everything to every member in one thread."""
@@ -222,6 +224,9 @@ def _nccl(membership: Membership) -> ProcessGroup:
         )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
+    # A member has a group for each trainer rank that sends, all at work at the same time. A GPU has
+    # room for the blocks of all: groups that wait for each other's room would never end.
+    options.config.max_ctas = _NCCL_BLOCKS
     with _outliving_errors():
         group = dist.ProcessGroupNCCL(
             membership.store, membership.rank, membership.world_size, options

@@ -77,9 +77,10 @@ def test_a_process_outlives_groups_of_nccl_whatever_is_set_for_its_own(
         monkeypatch.setenv(name, given)
 
     class Nccl:
-        Options = SimpleNamespace
+        Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
 
-        def __init__(self, *_: object) -> None:
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            assert options.config.max_ctas == 4  # many groups share a GPU
             seen.append(os.environ[name])
 
         def eager_connect_single_device(self, device: torch.device) -> None:
