@@ -32,6 +32,7 @@ from sluice.device.ascend_environment import (
 from sluice.errors import ConfigError
 
 CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _log = logging.getLogger(__name__)
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
@@ -97,7 +98,13 @@ def launch_environment(
     """
     if wants_npu(device, given):
         return hccl_environment(config, endpoint, given)
-    return import_environment(has_torch_npu=has_torch_npu(), given=given)
+    wanted = import_environment(has_torch_npu=has_torch_npu(), given=given)
+    is_on_gpu = (device or "").startswith("cuda:") or wants_gpu(device, given)
+    if is_on_gpu and CONNECTIONS_VARIABLE not in given:
+        # By default 8 queues of the driver serve all streams. Collectives of several groups that
+        # are in one queue on two GPUs, in another order on each, would wait for each other.
+        wanted[CONNECTIONS_VARIABLE] = "32"
+    return wanted
 
 
 def prepare_process(
