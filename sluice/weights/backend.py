@@ -224,8 +224,8 @@ def _nccl(membership: Membership) -> ProcessGroup:
         )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
-    # A member has a group for each trainer rank that sends, all at work at the same time. A GPU has
-    # room for the blocks of all: groups that wait for each other's room would never end.
+    # A member has a group for each trainer rank that sends, all at work at the same time. Their
+    # blocks have to fit a GPU: groups that wait for each other's space would never end.
     options.config.max_ctas = _NCCL_BLOCKS
     with _outliving_errors():
         group = dist.ProcessGroupNCCL(
