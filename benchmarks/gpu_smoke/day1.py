@@ -31,7 +31,7 @@ _PARTS: Mapping[str, Part] = {
     "ranks": Part(700, (*PYTEST, "tests/gpu/test_gpu_ranks.py"), devices=2),
     "weights": Part(500, (*PYTEST, "tests/gpu/test_gpu_weights.py"), None, 2, None, _EXACT),
     "vllm": Part(
-        1800,
+        3600,  # about thirty starts of vLLM, which compiles and captures graphs at each
         (*PYTEST, _VLLM),
         # `make test-vllm` runs all of them on the CPU.
         (*PYTEST, f"{_VLLM}/test_contract.py", "-k", "qwen3 and greedy"),

@@ -5,6 +5,7 @@ with it: torch drives both by functions of the same names.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -121,3 +122,26 @@ class CudaDevice(Accelerator):
                 f'"cuda:{count - 1}"; correct the index or {self.visible_devices_variable}'
             )
         super().__init__("cuda", index, torch.cuda, _PEAK_FLOPS)
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Let a GPU copy from and to a tensor on the host directly, as long as the tensor lives.
+
+    torch's own pinned memory takes the next power of two, for weights up to twice their bytes.
+
+    Raises:
+        ConfigError: CUDA refuses.
+    """
+    if not memory.nbytes:
+        return
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    with torch.cuda.device(device):  # a thread's first call would take memory of another one
+        error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if error:
+        raise ConfigError(
+            f"{device}: {memory.nbytes / 2**30:.1f} GiB of host memory for weights cannot be "
+            f"pinned (CUDA error {error}); give the machine or the container more memory (sluice "
+            "plan says how much)"
+        )
+    # At the end of the process the driver may be gone already.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

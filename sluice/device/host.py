@@ -35,6 +35,7 @@ CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NCCL_ERRORS_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NCCL_DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 NCCL_DUMP_WAIT_VARIABLE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _log = logging.getLogger(__name__)
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
@@ -100,7 +101,13 @@ def launch_environment(
     """
     if wants_npu(device, given):
         return hccl_environment(config, endpoint, given)
-    return import_environment(has_torch_npu=has_torch_npu(), given=given)
+    wanted = import_environment(has_torch_npu=has_torch_npu(), given=given)
+    is_on_gpu = (device or "").startswith("cuda:") or wants_gpu(device, given)
+    if is_on_gpu and CONNECTIONS_VARIABLE not in given:
+        # By default 8 queues of the driver serve all streams. Collectives of several groups that
+        # are in one queue on two GPUs, in another order on each, would wait for each other.
+        wanted[CONNECTIONS_VARIABLE] = "32"
+    return wanted
 
 
 def nccl_environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -17,7 +20,7 @@ from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
-from sluice.device.host import gpu_numbers
+from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
@@ -98,6 +101,41 @@ def check_extras(examined: Examined) -> Iterator[Finding]:
         for key, extra in needed_extras(examined.config)
         for one in requirements(extra)
     )
+    missing = missing_for_triton(examined.environment)
+    if missing and (keys := [*_compiling_keys(examined)]):
+        yield problem(
+            f"{' and '.join(keys)} on a GPU, and there is no {' and no '.join(missing)}",
+            "Triton compiles kernels with it, and processes end when they start",
+            "install gcc and the headers of this Python (such as the packages gcc and "
+            "python3.11-dev), or name another C compiler in CC",
+        )
+
+
+def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what Triton calls or reads to compile a kernel, and does not find."""
+    names = ("gcc", "clang")
+    compiler = environment.get("CC") or next(filter(None, map(shutil.which, names)), None)
+    # Debian's own scheme names a folder without the headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    found = (("C compiler", compiler is not None), (str(header), header.is_file()))
+    return tuple(name for name, is_there in found if not is_there)
+
+
+def _compiling_keys(examined: Examined) -> Iterator[str]:
+    """Yield what the configuration sets that compiles kernels on NVIDIA GPUs."""
+    config, given = examined.config, examined.environment
+    engine = config.actor_rollout_ref.rollout.name
+    if engine in VENDOR_ENGINES and _is_on_gpu(config.sluice.rollout.device, given):
+        yield f"actor_rollout_ref.rollout.name = {engine}"
+    compiles = config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+    if compiles and _is_on_gpu(config.trainer.device, given):
+        yield "actor_rollout_ref.actor.fsdp_config.use_torch_compile = true"
+
+
+def _is_on_gpu(device: str | None, environment: Mapping[str, str]) -> bool:
+    is_there = (device or "").startswith("cuda:") or wants_gpu(device, environment)
+    return is_there and not is_cpu_torch()
 
 
 def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iterator[Finding]:

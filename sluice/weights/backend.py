@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _HCCL_POLL_S = 0.005
 _GROUP_POLL_S = 0.0005
 _LOOK_AGAIN = timedelta(milliseconds=20)
+_NCCL_BLOCKS = 4
+"""Thread blocks of a collective, enough for the rate at which a host and its GPU exchange data."""
 _GLOO_LANES = 2
 """Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
 copies everything to every member in one thread."""
@@ -223,6 +225,9 @@ def _nccl(membership: Membership) -> ProcessGroup:
     outlive_collectives()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
+    # A member has a group for each trainer rank that sends, all at work at the same time. Their
+    # blocks have to fit a GPU: groups that wait for each other's space would never end.
+    options.config.max_ctas = _NCCL_BLOCKS
     group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)
     # Create the communicator now: otherwise a missing member would show in the first collective
     # instead of in the formation.

@@ -223,7 +223,11 @@ def rank_name(rank: int) -> str:
 
 
 def _summary(error: RuntimeError) -> str:
-    """Return the first line of torch's message, without its leading source location."""
-    line = str(error).strip().partition("\n")[0]
+    """Return the first line of torch's message, without its leading source location, and the line
+    in which NCCL says what was wrong.
+    """
+    line, _, more = str(error).strip().partition("\n")
     location, bracket, text = line.partition("] ")
-    return text if bracket and location.startswith("[/") else line
+    found = text if bracket and location.startswith("[/") else line
+    reason = more.partition("Last error:\n")[2].strip().partition("\n")[0]
+    return f"{found}: {reason}" if reason else found

@@ -19,6 +19,7 @@ from functools import cached_property
 
 import torch
 
+from sluice.device.cuda import pin
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, WeightShare
@@ -291,13 +292,16 @@ class WeightBuffer:
     """CPU memory in the layout of a plan's stream.
 
     `tensors` are views into it, by name and in the order of the plan: packed parts, or the whole
-    tensors. A bucket is a slice of it. `is_pinned`: a device copies from it and to it directly.
+    tensors. A bucket is a slice of it. `beside` is a device that copies from it and to it, a GPU
+    directly.
     """
 
-    def __init__(self, plan: TransferPlan, *, is_pinned: bool = False) -> None:
+    def __init__(self, plan: TransferPlan, *, beside: torch.device | None = None) -> None:
         self.plan = plan
         # Zeros, so that the padding between tensors is the same in every process.
-        self._stream = torch.zeros(plan.total_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._stream = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+        if beside is not None and beside.type == "cuda":
+            pin(self._stream, beside)
         self.tensors: Mapping[str, torch.Tensor] = {
             spec.name: self._stream[offset : offset + size]
             .view(torch_dtype(spec.dtype))

@@ -271,7 +271,7 @@ class WeightReceiver:
             spare, self._held = self._held.buffer, None
         if spare is not None and spare.plan == plan:
             return spare
-        return WeightBuffer(plan, is_pinned=self._device.torch_device.type == "cuda")
+        return WeightBuffer(plan, beside=self._device.torch_device)
 
     def _port_for(
         self,

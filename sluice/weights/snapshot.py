@@ -39,7 +39,7 @@ class SnapshotBuffers:
         tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
         constant: names of those that never change; only the first write needs them.
         holding: the part of the weights that is kept; ``None``: all of them.
-        is_pinned: in memory that a device copies to directly.
+        beside: the device that the weights are on.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SnapshotBuffers:
         constant: Collection[str] = frozenset(),
         holding: Holding | None = None,
         *,
-        is_pinned: bool = False,
+        beside: torch.device | None = None,
     ) -> None:
         specs = tuple(tensors)
         part = held_part(specs, WHOLE, holding)
@@ -58,7 +58,7 @@ class SnapshotBuffers:
         plan = plan_transfer(part[0], MIN_BUCKET_BYTES, part[1])
         self.plan = plan
         self._constant = frozenset(constant) & {spec.name for spec in plan.tensors}
-        slots = [_SnapshotSlot(WeightBuffer(plan, is_pinned=is_pinned)) for _ in range(2)]
+        slots = [_SnapshotSlot(WeightBuffer(plan, beside=beside)) for _ in range(2)]
         self._slots = (slots[0], slots[1])
         self._newest: _SnapshotSlot | None = None
         self._released = threading.Condition()

@@ -16,9 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
-from tests.engine_vendor.vendor import VENDOR, VLLM, VendorInsight, make_engine, worker_processes
+from tests.engine_vendor.vendor import (
+    ON_GPU,
+    VENDOR,
+    VLLM,
+    VendorInsight,
+    make_engine,
+    worker_processes,
+)
 from tests.support.causal_lms import expected_logprobs, request
 from tests.support.engine_contract_world import (
     PLAIN,
@@ -100,6 +108,29 @@ async def test_without_recomputation_running_samples_keep_their_cache(
     exact = np.array(expected_logprobs(world.second, (5, 9, 23, 54), tokens, PLAIN))
     start = chunks[0].token_ids.size
     assert np.abs(exact[start:] - chunks[1].behavior_logprobs).max() > 1e-2
+
+
+@pytest.mark.skipif(not ON_GPU or VENDOR != VLLM, reason="only vLLM sleeps, and only on a GPU")
+async def test_vllm_gives_its_memory_back_and_wakes_for_new_weights_where_samples_run(
+    folder: Path,
+) -> None:
+    make = partial(make_engine, max_model_len=512, sleeps=True)
+    async with contract_world(folder, make, VendorInsight) as world:
+        await world.serve(world.first)
+        async with asyncio.TaskGroup() as tasks:
+            before = world.engine.load().generated_tokens
+            running = tasks.create_task(chunks_of(world.engine, request(max_tokens=400)))
+            await until(lambda: world.engine.load().generated_tokens > before or running.done())
+            free, whole = torch.cuda.mem_get_info()
+            assert await world.engine.sleep()
+            assert torch.cuda.mem_get_info()[0] - free > 0.2 * whole  # it had 0.3
+            await world.serve(world.second)
+        assert sum(chunk.token_ids.size for chunk in running.result()) == 400
+        for prompt in ([5], list(range(8, 48))):
+            wanted = request(prompt, max_tokens=20)
+            ((tokens, logprobs),) = (await generate(world.engine, wanted)).values()
+            exact = expected_logprobs(world.second, prompt, tokens, PLAIN)
+            np.testing.assert_allclose(logprobs, exact, atol=1e-4)
 
 
 async def test_a_later_turn_finds_its_history_in_the_cache_and_is_counted(
@@ -219,7 +250,7 @@ async def test_a_killed_worker_fails_what_runs_and_all_that_follows(world: Contr
 async def test_a_full_cache_preempts_and_loses_nothing(folder: Path) -> None:
     few: dict[str, object] = {"max_total_tokens": 1024}
     if VENDOR == VLLM:
-        few = {"num_gpu_blocks_override": 32}
+        few = {"num_gpu_blocks_override": 32, "block_size": 32}
     # Without shared prompts, each sample needs memory of its own.
     make = partial(make_engine, max_model_len=512, shares_prompts=False, **few)
     async with contract_world(folder, make, VendorInsight) as world:

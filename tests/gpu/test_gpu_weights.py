@@ -20,7 +20,8 @@ from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.device.select import select_device
 from sluice.errors import WeightSyncError
-from sluice.weights.plan import tensor_specs
+from sluice.types import TensorSpec
+from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.sender import WeightSender
 from tests.support.accelerator import is_rehearsal, numbered
 from tests.support.engine_contract_weights import UpdateContract
@@ -79,6 +80,17 @@ def _two_workers(folder: Path) -> VllmEngine:
 
 def _blind(_: object) -> Insight | None:
     return None
+
+
+@pytest.mark.real_gpu
+async def test_a_gpu_copies_from_and_to_weights_in_host_memory_directly() -> None:
+    gpu = torch.device("cuda", 0)
+    buffer = WeightBuffer(plan_transfer([TensorSpec("a", "float32", (1000, 33))], 4096), beside=gpu)
+    (own,) = buffer.tensors.values()
+    assert own.is_pinned()
+    sent = torch.randn(own.shape, device=gpu)
+    own.copy_(sent)
+    assert torch.equal(own.to(gpu, non_blocking=True), sent)
 
 
 @pytest.mark.devices(2)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,7 @@ class WeightInbox:
         model: the one that may borrow received memory, if it is in this process.
         share: the part of the weights that is received, for an engine that copies it out and
             merges adapters itself; ``None``: all of them are, and adapters are merged here.
+        forming: entered while groups are formed.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class WeightInbox:
         device: Device,
         model: LiveWeights | None = None,
         share: WeightShare | None = None,
+        forming: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model = model
+        self._forming = forming
         self._merges = share is None
         self._receiver = WeightReceiver(device, share or WHOLE, in_place=model is None)
         self._thread = OwnerThread("weight-inbox")
@@ -155,7 +159,8 @@ class WeightInbox:
 
         def join_unless_superseded() -> str:
             check_epoch(spec.epoch, self.epoch, "joining")
-            return self._receiver.join(spec, left)
+            with self._forming():
+                return self._receiver.join(spec, left)
 
         return self._thread.submit(join_unless_superseded)
 

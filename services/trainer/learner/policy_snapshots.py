@@ -71,7 +71,9 @@ class PolicySnapshots:
                 self.tensors,
                 learner.untrained_names,
                 own,
-                is_pinned=any(one.is_cuda for _, one in learner.named_weights()),
+                beside=next(
+                    (one.device for _, one in learner.named_weights() if one.is_cuda), None
+                ),
             )
 
     @property

@@ -150,6 +150,23 @@ def test_only_processes_on_npus_get_hccls_variables(config: RunConfig, devices: 
     assert launch_environment(config, "cpu", endpoint, {}) == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "added"),
+    [
+        ("cuda", {}, "32"),
+        ("cuda:1", {}, "32"),
+        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
+        ("cpu", {}, None),
+    ],
+)
+def test_streams_of_a_gpu_have_queues_of_their_own(
+    device: str, given: dict[str, str], added: str | None
+) -> None:
+    config = RunConfig()
+    found = launch_environment(config, device, config.sluice.trainer.endpoint, given)
+    assert found.get("CUDA_DEVICE_MAX_CONNECTIONS") == added
+
+
 def test_a_process_configured_for_an_npu_begins_with_all_faults(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

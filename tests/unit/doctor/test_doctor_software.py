@@ -16,6 +16,7 @@ from sluice.doctor.packages import (
     check_extras,
     check_torch,
     is_older,
+    missing_for_triton,
     needed_extras,
     requirement_findings,
     requirements,
@@ -26,6 +27,48 @@ from tests.support.source_tree import ROOT
 WITH_GPUS = TorchBuild(cuda="12.9", num_usable=2)
 OLD_DRIVER = TorchBuild(cuda="12.9", reason="The NVIDIA driver on your system is too old")
 FOR_CPU = TorchBuild(reason="Torch not compiled with CUDA enabled")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with torch for CUDA, without a C compiler."""
+    monkeypatch.setattr(packages, "is_cpu_torch", lambda: False)
+    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
+    monkeypatch.setattr(packages.Path, "is_file", lambda _: True)
+    monkeypatch.setattr(packages, "requirements", lambda _: iter(()))
+
+
+_COMPILED = "actor_rollout_ref.actor.fsdp_config.use_torch_compile=true"
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    ("overrides", "environment", "needs"),
+    [
+        (("actor_rollout_ref.rollout.name=vllm", "sluice.rollout.device=cuda"), {}, True),
+        (("actor_rollout_ref.rollout.name=sglang", "sluice.rollout.device=cuda:1"), {}, True),
+        ((_COMPILED, "trainer.device=cuda"), {}, True),
+        ((_COMPILED, "trainer.device=cuda"), {"CC": "/opt/cc"}, False),
+        (("trainer.device=cuda", "sluice.rollout.device=cuda"), {}, False),
+        (("actor_rollout_ref.rollout.name=vllm", "sluice.rollout.device=cpu"), {}, False),
+    ],
+)
+def test_what_triton_compiles_on_gpus_needs_a_compiler(
+    overrides: tuple[str, ...], environment: dict[str, str], needs: bool
+) -> None:
+    found = [*check_extras(run_of(*overrides, environment=environment))]
+    assert severities(found) == ["ok", *(["problem"] if needs else [])]
+    if needs:
+        assert found[1].what.endswith("on a GPU, and there is no C compiler")
+        assert "gcc" in found[1].remedy
+
+
+def test_headers_of_python_that_are_not_there_are_named(
+    no_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages.Path, "is_file", lambda _: False)
+    (headers,) = missing_for_triton({"CC": "/opt/cc"})
+    assert headers.endswith("Python.h")
 
 
 @pytest.mark.parametrize(

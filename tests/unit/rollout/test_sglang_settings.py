@@ -33,7 +33,7 @@ def _arguments(*overrides: str, device: str = "cuda") -> dict[str, object]:
         ("enable_chunked_prefill=false", "chunked_prefill_size", -1),
         ("enable_prefix_caching=false", "disable_radix_cache", True),
         ("enforce_eager=true", "disable_cuda_graph", True),
-        ("cudagraph_capture_sizes=[1,2,4]", "cuda_graph_bs", [1, 2, 4]),
+        ("cudagraph_capture_sizes=[1,2,4]", "cuda_graph_bs_decode", [1, 2, 4]),
         ("quantization=fp8", "quantization", "fp8"),
         ("dtype=float32", "dtype", "float32"),
         ("seed=7", "random_seed", 7),
@@ -53,9 +53,16 @@ def test_a_float32_head_is_asked_for() -> None:
 def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for_itself() -> None:
     arguments = _arguments(f"{_ROLLOUT}.max_model_len=4096")
     assert arguments["context_length"] == 4096 + 8
-    assert engine_environment({}, on_cpu=False, threads=1) == {
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"
-    }
+    allowed = engine_environment({}, on_cpu=False, threads=1)
+    assert allowed["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+
+
+def test_nccl_chooses_the_memory_of_its_buffers_here_as_it_does_in_the_trainer() -> None:
+    """SGLang sets 0 where nothing is set, and such ends cannot connect their GPUs."""
+    assert engine_environment({}, on_cpu=False, threads=1)["NCCL_CUMEM_ENABLE"] == "-2"
+    given = {"NCCL_CUMEM_ENABLE": "0"}  # the trainer has it too
+    assert "NCCL_CUMEM_ENABLE" not in engine_environment(given, on_cpu=False, threads=1)
+    assert "NCCL_CUMEM_ENABLE" not in engine_environment({}, on_cpu=True, threads=1)
 
 
 async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
@@ -119,6 +126,15 @@ def test_batch_invariance_is_sglangs_deterministic_inference() -> None:
     settings = sglang_settings(load_config(None, ["sluice.rollout.batch_invariant=true"]))
     assert settings.arguments["enable_deterministic_inference"] is True
     assert "enable_deterministic_inference" not in sglang_settings(RunConfig()).arguments
+
+
+def test_workers_whose_channels_sglang_pins_take_no_weights_by_nccl() -> None:
+    invariant = ("sluice.rollout.batch_invariant=true", f"{_ROLLOUT}.tensor_model_parallel_size=2")
+    with pytest.raises(ConfigError, match=r"parallel_size=2.*weights.backend=gloo"):
+        _arguments(*invariant)
+    for permitted in (invariant[:1], invariant[1:], (*invariant, "sluice.weights.backend=gloo")):
+        assert _arguments(*permitted)
+    assert _arguments(*invariant, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -20,12 +22,14 @@ from services.rollout.engines.vendor_engines.weight_worker import (
     WeightWorker,
     rank_in_group,
 )
-from services.rollout.engines.vllm.worker_extension import WorkerFeatures
+from services.rollout.engines.vllm.worker_extension import VllmWorker, WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE
+from sluice.weights import group
+from sluice.weights.backend import Membership, ProcessGroup, create_process_group
 from sluice.weights.sender import WeightSender
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
@@ -89,6 +93,35 @@ async def test_a_version_is_staged_in_the_background_and_proven(
     assert torch.equal(staged["a"], _WEIGHTS["a"])
     inbox.release(staged)
     assert "nothing is staged" in str(worker.sluice_check_staged(3)["error"])
+
+
+async def test_a_worker_forms_groups_with_nccls_own_settings(
+    sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its own groups vLLM may have others, which the trainer does not have."""
+    seen: list[str] = []
+
+    @contextmanager
+    def unpinned() -> Iterator[None]:
+        seen.append("unpinned")
+        yield
+        seen.append("pinned")
+
+    def create(backend: str, membership: Membership) -> ProcessGroup:
+        seen.append("formed")
+        return create_process_group(backend, membership)
+
+    monkeypatch.setitem(sys.modules, "vllm.utils.nccl", SimpleNamespace(unpinned_nccl_env=unpinned))
+    worker = VllmWorker()
+    worker.rank, worker.device = 0, torch.device("cpu")
+    worker.sluice_inbox = WeightInbox(CpuDevice(), forming=worker.sluice_forming)
+    try:
+        monkeypatch.setattr(group, "create_process_group", create)
+        await _form(sender, worker, 1)
+    finally:
+        worker.sluice_close()
+    # The sender's is made in this process too, once the worker has come.
+    assert seen == ["unpinned", "formed", "formed", "pinned"]
 
 
 async def test_an_abort_ends_what_waits_and_a_later_epoch_works(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -63,6 +64,31 @@ def test_a_short_wait_for_another_backend_only_looks() -> None:
             raise AssertionError("a wait with a timeout ends collectives of NCCL")
 
     wait_a_little(Untouchable(), "nccl")
+
+
+def test_a_process_outlives_groups_of_nccl_and_many_of_them_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    seen: list[object] = []
+    for one in (name, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):
+        monkeypatch.setenv(one, "1")  # so that it is as before after the test
+    monkeypatch.setenv(name, "1")  # torchrun's: end the process
+
+    class Nccl:
+        Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            assert options.config.max_ctas == 4
+            seen.append(os.environ[name])
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            seen.append(device)
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    create_process_group("nccl", _membership())
+    assert seen == ["2", torch.device("cpu")]
 
 
 def test_hccl_is_constructed_through_its_registration_with_everything_it_needs(

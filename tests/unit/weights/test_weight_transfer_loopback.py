@@ -22,6 +22,7 @@ from sluice.errors import (
     NotReadyError,
     WeightSyncError,
 )
+from sluice.weights import group
 from sluice.weights import rank_sender as sender_module
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
@@ -241,6 +242,30 @@ def test_a_formation_ends_by_its_own_deadline_and_names_who_did_not_come() -> No
         sender.form_group(4, ["rollout-0"], _TENSORS)
         with pytest.raises(DeadlineError, match=r"rollout-0: no answer within 0.2 s.*epoch 4"):
             sender.join(_NEVER)
+
+
+def test_what_nccl_found_wrong_is_in_the_error_of_the_formation(
+    sender: WeightSender,
+    receiver: WeightReceiver,
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch has it in the last line of its message."""
+    mismatch = "Mismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
+
+    def fail(*_: object) -> None:
+        raise torch.distributed.DistBackendError(
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
+            "(run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\nncclInvalidUsage: This "
+            f"usually reflects invalid usage of NCCL library.\nLast error:\n{mismatch}\n"
+        )
+
+    monkeypatch.setattr(group, "create_process_group", fail)
+    spec = sender.form_group(1, ["rollout-0"], _TENSORS)["rollout-0"]
+    joining = pool.submit(receiver.join, spec)
+    for end in (lambda: sender.join(_NEVER), lambda: joining.result(5)):
+        with pytest.raises(WeightSyncError, match=f"version 2.29.7: {mismatch}$"):
+            end()
 
 
 def test_an_epoch_that_failed_is_not_used_again(

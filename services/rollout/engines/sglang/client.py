@@ -154,7 +154,11 @@ def engine_environment(
     """Return variables that SGLang and its processes read when they are imported; set ones stay."""
     # SGLang keeps some tokens of its context for itself; see `SglangSettings.engine_arguments`.
     wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    if on_cpu:
+    if not on_cpu:
+        # SGLang would set 0. Then NCCL connects no GPU of this process to one of the trainer's,
+        # where its own choice holds, as with -2.
+        wanted["NCCL_CUMEM_ENABLE"] = "-2"
+    else:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
         if ranks > 1:  # SGLang itself takes no more of them than the machine has memory nodes
             wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_by_rank(ranks)

@@ -10,6 +10,7 @@ import msgspec
 from services.rollout.engines.settings import FILES_VERSION, VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import RolloutConfig
+from sluice.errors import ConfigError
 
 _RESERVED_TOKENS = 8
 """SGLang refuses prompts that come within 6 tokens of the end of its context."""
@@ -62,6 +63,9 @@ class SglangSettings(VendorSettings):
         Args:
             device_type: ``cpu`` or ``cuda``. On the CPU there are no graphs to capture, torch
                 computes the attention, and the cache holds what the slots need.
+
+        Raises:
+            ConfigError: no weights would come with these.
         """
         fixed: dict[str, object] = {
             "model_path": self.model_path,
@@ -94,11 +98,23 @@ class SglangSettings(VendorSettings):
         if self.float32_head:
             fixed["enable_fp32_lm_head"] = True
         chosen = fixed | dict(self.arguments)
+        self._refuse_pinned_channels(chosen, device_type)
         if device_type == "cpu":
             chosen["disable_cuda_graph"] = True
         elif device_type.startswith("cuda") and self.device and ":" in self.device:
             chosen.setdefault("base_gpu_id", int(self.device.partition(":")[2]))
         return chosen
+
+    def _refuse_pinned_channels(self, arguments: Mapping[str, object], device_type: str) -> None:
+        """Refuse NCCL between a trainer and workers that have their own number of channels."""
+        is_pinned = self.workers > 1 and arguments.get("enable_deterministic_inference")
+        if is_pinned and device_type == "cuda" and self.weights_backend != "gloo":
+            raise ConfigError(
+                "sluice.rollout.batch_invariant with "
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.workers}: SGLang sets "
+                "the number of NCCL's channels for its workers, whose collectives with the trainer "
+                "would never end; set sluice.weights.backend=gloo"
+            )
 
 
 def sglang_settings(config: RunConfig) -> SglangSettings:
@@ -125,7 +141,7 @@ def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, obje
         "chunked_prefill_size": tokens if rollout.enable_chunked_prefill else -1,
         "disable_radix_cache": not rollout.enable_prefix_caching,
         "disable_cuda_graph": rollout.enforce_eager,
-        "cuda_graph_bs": rollout.cudagraph_capture_sizes,
+        "cuda_graph_bs_decode": rollout.cudagraph_capture_sizes,
         "quantization": rollout.quantization,
         "enable_deterministic_inference": deterministic or None,
     }

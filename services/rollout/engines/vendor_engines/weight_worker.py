@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Protocol, TypeVar
 
@@ -89,6 +89,10 @@ class WeightWorker:
             ConfigError: this version of the vendor's engine lacks what is needed.
         """
         raise NotImplementedError
+
+    def sluice_forming(self) -> AbstractContextManager[object]:
+        """Return what is entered while a group with other processes is formed here."""
+        return nullcontext()
 
     def sluice_begin(self, begin: bytes) -> Outcome:
         """Prepare for weights; `begin` is a `WorkerBegin`, JSON.
@@ -196,7 +200,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     tensors = reported.tensors
     share = features.share(tensors, in_files)
     worker.sluice_loading = ShareLoading(tensors, share, in_files)
-    worker.sluice_inbox = WeightInbox(wire, share=share)
+    worker.sluice_inbox = WeightInbox(wire, share=share, forming=worker.sluice_forming)
     return share
 
 

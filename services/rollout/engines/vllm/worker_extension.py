@@ -284,6 +284,14 @@ class VllmWorker(WeightWorker):
         """Return vLLM's model here. Raises ConfigError if this version lacks what is needed."""
         return WorkerFeatures(self)
 
+    def sluice_forming(self) -> AbstractContextManager[object]:
+        """Enter NCCL's own settings: with those of `batch_invariant`, which vLLM has for its own
+        groups, the first collective of a group with the trainer would never end.
+        """
+        unpinned = getattr(_module("vllm.utils.nccl"), "unpinned_nccl_env", nullcontext)
+        context: AbstractContextManager[object] = unpinned()
+        return context
+
     def sluice_check_alive(self) -> int:
         """Return the samples held since the last step; answered in the engine's loop."""
         if self.sluice_features is None:
