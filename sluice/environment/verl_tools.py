@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
 from sluice.config.loading.settings_tree import resolved_document
@@ -130,18 +130,28 @@ def _shown(own: MethodTool) -> Tool:
     for name, written in schema["properties"].items():
         text = written.pop(_DESCRIPTION, "")
         found = _kind(own.hints[name]) or written  # verl refuses what has no type
-        if choices := _CHOICES.search(text):
-            found = found | {_ENUM: json.loads(choices[1])}
-            text = text[: choices.start()].strip()
+        if (choices := _CHOICES.search(text)) and (values := _listed(choices[1])):
+            found, text = found | {_ENUM: values}, text[: choices.start()].strip()
         schema["properties"][name] = found | ({_DESCRIPTION: text} if text else {})
     if not schema["required"]:
         del schema["required"]
     return replace(own.tool, parameters=json.dumps(_parameters(schema), ensure_ascii=False))
 
 
+def _listed(text: str) -> list[object]:
+    """Return the values of a JSON list; none: it is no list."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
+
+
 def _kind(hint: object) -> dict[str, Any]:
     """Return the type of a hint, and its values; empty: it has none."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kind(arguments[0])
     if origin is Literal:
         kinds = list(dict.fromkeys(_KINDS.get(type(one), "object") for one in arguments))
         return {_TYPE: kinds[0] if len(kinds) == 1 else kinds, _ENUM: list(arguments)}

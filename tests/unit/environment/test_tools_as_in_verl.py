@@ -28,6 +28,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "list[str]": {"type": "array"},
     "dict[str, list[int]]": {"type": "object"},
     "tuple[int, str]": {"type": "array"},
+    "Annotated[Optional[bool], 'x']": {"type": "boolean"},
 }
 """By type hint, what `transformers.utils.get_json_schema` and verl's classes of schemas leave."""
 
@@ -72,6 +73,15 @@ def test_choices_of_a_docstring_are_values_and_a_tool_without_arguments_requires
         "type": "object",
         "properties": {"a": {"type": "string", "description": "A drink.", "enum": ["tea", "milk"]}},
     }
+
+
+def test_choices_that_are_no_list_stay_in_the_text(tmp_path: Path) -> None:
+    text = (
+        '@function_tool\ndef f(a: str):\n    """Do.\n\n    Args:\n'
+        '        a: A drink. (choices: tea, milk)\n    """\n'
+    )
+    found = parameters(functions(tmp_path, text))["properties"]["a"]
+    assert found == {"type": "string", "description": "A drink. (choices: tea, milk)"}
 
 
 def test_of_a_given_schema_verls_keys_are_shown_in_its_order(
