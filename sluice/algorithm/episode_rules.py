@@ -57,6 +57,8 @@ class EpisodeRules:
 
     Args:
         max_sequence_tokens: most tokens of a conversation, what it only read included.
+        max_response_tokens: most tokens beyond the row's prompt, what it only read included, as
+            verl counts a response; ``None``: no bound of its own.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
             ``None``: no bound.
         grades_whole_text: scorers get the text of all turns, with what the policy read between
@@ -64,6 +66,7 @@ class EpisodeRules:
     """
 
     max_sequence_tokens: int
+    max_response_tokens: int | None = None
     max_trained_tokens: int | None = None
     max_assistant_turns: int | None = None
     max_user_turns: int | None = None

@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sluice.algorithm.episode_rules import ASSISTANT, TOOL, Observation
 from sluice.config.loading.settings_tree import resolved_document
 from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
+    MAX_ERROR_CHARS,
     AuthorCalls,
     CallResult,
     Environment,
@@ -31,8 +34,19 @@ from sluice.environment.episodes import (
     with_reward,
 )
 from sluice.environment.loading import file_module
-from sluice.environment.schemas import json_object, method_tool, openai_call, openai_tool
-from sluice.errors import ConfigError, SluiceError
+from sluice.environment.schemas import (
+    MethodTool,
+    json_object,
+    method_tool,
+    openai_call,
+    openai_tool,
+)
+from sluice.errors import (
+    ConfigError,
+    EnvironmentDefectError,
+    EnvironmentUnavailable,
+    SluiceError,
+)
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -40,6 +54,18 @@ CLASSES_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 NAME = "tool_agent"
 _NATIVE = "native"
 _DATA = "agent_data"
+_TYPE, _DESCRIPTION, _ENUM = "type", "description", "enum"
+_KINDS: Mapping[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    NoneType: "null",
+}
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +73,11 @@ class VerlTool:
     """A tool of verl's form.
 
     Args:
-        arguments: reads a call's JSON.
         function: a function; ``None``: `state` has it.
         state: an instance of a `BaseTool` class.
     """
 
     tool: Tool
-    arguments: Callable[[str], dict[str, Any]]
     function: Callable[..., object] | None = None
     state: Any = None
 
@@ -95,9 +119,51 @@ def _functions(path: str) -> list[VerlTool]:
 
 def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
     if found.tool_schema is not None:  # the author's own, or verl has derived it
-        return VerlTool(_tool(found.tool_schema, path), json_object, found.fn)
+        return VerlTool(_tool(found.tool_schema, path), found.fn)
     own = method_tool(found.fn, f"{path}: {found.name}", name=found.name, is_method=False)
-    return VerlTool(own.tool, own.arguments, found.fn)
+    return VerlTool(_shown(own), found.fn)
+
+
+def _shown(own: MethodTool) -> Tool:
+    """Return a function's tool as verl shows it to the policy."""
+    schema: dict[str, Any] = json.loads(own.tool.parameters)
+    for name, written in schema["properties"].items():
+        text = written.pop(_DESCRIPTION, "")
+        found = _kind(own.hints[name]) or written  # verl refuses what has no type
+        if (choices := _CHOICES.search(text)) and (values := _listed(choices[1])):
+            found, text = found | {_ENUM: values}, text[: choices.start()].strip()
+        schema["properties"][name] = found | ({_DESCRIPTION: text} if text else {})
+    if not schema["required"]:
+        del schema["required"]
+    return replace(own.tool, parameters=json.dumps(_parameters(schema), ensure_ascii=False))
+
+
+def _listed(text: str) -> list[object]:
+    """Return the values of a JSON list; none: it is no list."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _kind(hint: object) -> dict[str, Any]:
+    """Return the type of a hint, and its values; empty: it has none."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kind(arguments[0])
+    if origin is Literal:
+        kinds = list(dict.fromkeys(_KINDS.get(type(one), "object") for one in arguments))
+        return {_TYPE: kinds[0] if len(kinds) == 1 else kinds, _ENUM: list(arguments)}
+    if origin not in (Union, UnionType):
+        kind = _KINDS.get(origin or hint)
+        return {_TYPE: kind} if kind else {}
+    parts = [_kind(one) for one in arguments if one is not NoneType]
+    if len(parts) == 1:
+        return parts[0]
+    named = [part.get(_TYPE) for part in parts if part.keys() == {_TYPE}]
+    kinds = sorted({kind for kind in named if isinstance(kind, str)})
+    return {_TYPE: kinds} if len(named) == len(parts) else {}
 
 
 def _classes(path: str) -> list[VerlTool]:
@@ -132,7 +198,7 @@ def _class(entry: Mapping[str, Any], path: str) -> VerlTool:
             "module.Class, below the working directory or PYTHONPATH (of verl's own modules only "
             "the base classes are there without verl)"
         ) from error
-    return VerlTool(_tool(state.tool_schema, path), json_object, state=state)
+    return VerlTool(_tool(state.tool_schema, path), state=state)
 
 
 def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
@@ -140,7 +206,22 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
     function = written.get("function", {})
     if "name" not in function:
         raise ConfigError(f"{path}: a tool_schema without function.name; write OpenAI's form")
+    parameters = function.get("parameters")
+    if parameters and isinstance(parameters.get("properties"), dict):
+        function = {**function, "parameters": _parameters(parameters)}
     return openai_tool(function)
+
+
+def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what verl keeps of a schema, in its order."""
+    properties = {
+        name: {key: one[key] for key in (_TYPE, _DESCRIPTION, _ENUM) if one.get(key) is not None}
+        if isinstance(one, dict) and _TYPE in one
+        else one
+        for name, one in schema["properties"].items()
+    }
+    kept = {_TYPE: schema.get(_TYPE, "object"), "properties": properties}
+    return kept | {key: schema[key] for key in ("required",) if key in schema}
 
 
 class VerlEpisode:
@@ -176,7 +257,9 @@ class VerlEpisode:
         """Make the calls of an answer; text without calls ends the episode."""
         if not answer.tool_calls and not answer.tool_error:
             return Observation(done=finish is not FinishReason.LENGTH)
-        readers = {name: one.arguments for name, one in self._tools.items()}
+        # A tool that is not there says so itself.
+        names = (*self._tools, *(call.name for call in answer.tool_calls))
+        readers = dict.fromkeys(names, json_object) if self._tools else {}
         made = list(map(openai_call, answer.tool_calls))
         said = {"role": ASSISTANT, "content": answer.content, "tool_calls": made}
         self._data.messages.append(said)
@@ -203,10 +286,19 @@ class VerlEpisode:
             raise errors[0]
 
     async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
-        one = self._tools[call.name]
-        if one.function is not None:
-            return _response(call, await self._calls.run(one.function, **arguments))
-        return _response(call, await self._executed(call.name, one, arguments))
+        """Make a call; what fails reads as in verl."""
+        one = self._tools.get(call.name)
+        if one is None:
+            known = list(self._tools)
+            return _failed(call, f"Unknown function '{call.name}'. Available tools: {known}")
+        try:
+            if one.function is not None:
+                return _response(call, await self._calls.run(one.function, **arguments))
+            return _response(call, await self._executed(call.name, one, arguments))
+        except (EnvironmentUnavailable, EnvironmentDefectError):
+            raise
+        except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
+            return _failed(call, f"Error executing tool '{call.name}': {error}")
 
     async def _executed(self, name: str, one: VerlTool, arguments: Mapping[str, Any]) -> object:
         given = self._given(name, "execute_kwargs")
@@ -218,6 +310,11 @@ class VerlEpisode:
     def _given(self, name: str, kind: str) -> dict[str, Any]:
         found = self._kwargs.get(name)
         return dict(found.get(kind) or {}) if isinstance(found, Mapping) else {}
+
+
+def _failed(call: ToolCall, text: str) -> CallResult:
+    content = text_of(call.name, text[:MAX_ERROR_CHARS])
+    return ChatMessage(TOOL, content, tool_call_id=call.call_id, is_error=True), None
 
 
 def _response(call: ToolCall, returned: object) -> CallResult:

@@ -371,12 +371,15 @@ class Episode:
 
     def _tokens_left(self, parent: int | None) -> int:
         """Return the most tokens of a sequence that continues `parent`, beside the others."""
-        rules = self._rules
+        rules, most = self._rules, self._rules.max_sequence_tokens
+        prompt = self._request.progress.prompt_token_ids
+        if rules.max_response_tokens is not None and prompt is not None:
+            most = min(most, prompt.size + rules.max_response_tokens)
         if rules.max_trained_tokens is None:
-            return rules.max_sequence_tokens
+            return most
         inner = {parent, *(turn.parent for turn in self._turns)}
         others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
-        return min(rules.max_sequence_tokens, rules.max_trained_tokens - others)
+        return min(most, rules.max_trained_tokens - others)
 
     def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn, with what it read beyond the turn that it continues."""

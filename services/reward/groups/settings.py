@@ -143,8 +143,10 @@ def episode_rules(config: RunConfig) -> EpisodeRules:
     turns, environment = config.actor_rollout_ref.rollout.multi_turn, config.sluice.environment
     actor, longest = config.actor_rollout_ref.actor, max_row_tokens(config.data)
     pass_tokens = actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
+    has_verls_tools = bool(turns.function_tool_path or turns.tool_config_path)
     return EpisodeRules(
         max_sequence_tokens=longest,
+        max_response_tokens=config.data.max_response_length if has_verls_tools else None,
         max_trained_tokens=max(longest, pass_tokens),
         max_assistant_turns=turns.max_assistant_turns,
         max_user_turns=turns.max_user_turns,
@@ -153,7 +155,7 @@ def episode_rules(config: RunConfig) -> EpisodeRules:
         truncate_side=turns.tool_response_truncate_side,
         max_invalid_calls=environment.max_invalid_calls,
         timeout_s=environment.episode_timeout_s,
-        grades_whole_text=bool(turns.function_tool_path or turns.tool_config_path),
+        grades_whole_text=has_verls_tools,
     )
 
 

@@ -369,7 +369,7 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert texts[:2] == ["35", '{"found": "x", "count": 3}']
         # The instance lives as long as the episode, and each episode has its own.
         assert texts[2:4] == ["['a', 'b'] 2", "['a', 'b', 'c'] 2"]
-        assert texts[4].startswith("Error: KeyError")
+        assert texts[4] == "Error executing tool 'note': 'text'"
         assert seen.reward == 0.5
         assert (await played.step(1, Answer("35"), STOP)).done
         assert await played.close() is None

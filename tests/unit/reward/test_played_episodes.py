@@ -321,6 +321,7 @@ async def test_a_group_that_is_over_aborts_the_episodes_that_wait(tmp_path: Path
     [
         ({"max_assistant_turns": 2}, EpisodeEnd.MAX_TURNS, 2),
         ({"max_sequence_tokens": 260}, EpisodeEnd.MAX_TOKENS, None),
+        ({"max_response_tokens": 150}, EpisodeEnd.MAX_TOKENS, None),
     ],
 )
 async def test_limits_end_an_episode_and_it_is_graded(
@@ -334,7 +335,9 @@ async def test_limits_end_an_episode_and_it_is_graded(
     assert isinstance(rollout.outcome, Scored)
     assert turns is None or len(rollout.turns) == turns
     last = read_by(group.prompt_token_ids, rollout, len(rollout.turns) - 1)
-    assert len(last) + rollout.turns[-1].token_ids.size <= limits.get("max_sequence_tokens", 4000)
+    size = len(last) + rollout.turns[-1].token_ids.size
+    assert size <= limits.get("max_sequence_tokens", 4000)
+    assert size - len(group.prompt_token_ids) <= limits.get("max_response_tokens", 4000)
     assert len(world.steps) == len(rollout.turns)
     assert list(world.closed.values()) == [False]
 
