@@ -14,6 +14,7 @@ from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
+from sluice.doctor.configuration import of_other_keys
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.errors import ConfigError
@@ -47,7 +48,7 @@ def checked_run(
     if where := last_seen(run_dir):
         spoils = "if they still run there, end this start: two runs spoil one folder"
         print_line(console, f"notice: {where}; {spoils}")
-    notes = launch_notes(run.config, run.settings)
+    notes = of_other_keys(launch_notes(run.config, run.settings), run.problems)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()

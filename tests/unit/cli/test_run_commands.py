@@ -88,6 +88,27 @@ def test_two_different_runs_and_no_run_at_all_are_refused() -> None:
         named_run(None)
 
 
+def test_a_configuration_of_the_users_means_the_run_that_it_has_started() -> None:
+    past("a", 60.0)
+    past("b")
+    Path("run.yaml").write_text("sluice: {run_dir: runs/a}\n")
+    Path("later.yaml").write_text("sluice: {run_dir: runs/later}\n")
+    assert sluice("status", "run.yaml").stdout.startswith("runs/a: finished")
+    assert named_run(Path("runs/a/config.yaml")) == Path("runs/a/config.yaml")
+    refused = str(sluice("status", "later.yaml").exception)
+    assert "sluice.run_dir = runs/later holds no started run" in refused
+    assert "`sluice up later.yaml`" in refused
+
+
+def test_a_run_that_does_not_exist_is_refused_with_the_nearest_that_does() -> None:
+    past("first")
+    past("other")
+    assert str(sluice("status", "runs/frist").exception) == (
+        "run: runs/frist does not exist; did you mean runs/first?"
+    )
+    assert "give a run's sluice.run_dir" in str(sluice("status", "nowhere").exception)
+
+
 def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None:
     past("done", 7200.0)
     past("early", 60.0, steps=9)
@@ -150,6 +171,7 @@ def test_logs_are_shown_of_all_services_or_of_one_with_escapes_made_visible() ->
     assert sluice("logs", f"{run}/config.yaml").stdout.splitlines() == everything
     assert sluice("logs", run, "trainer", "-n", "1").stdout == "three\n"
     assert sluice("logs", "reward").stdout == "four\n"
+    assert sluice("logs", "reward", run).stdout == "four\n"
     shown = sluice("logs", "reward", "--json").stdout
     assert json.loads(shown) == {"service": "reward", "line": "four"}
 
@@ -158,6 +180,8 @@ def test_a_service_without_a_log_is_refused_with_those_that_have_one() -> None:
     logged()
     refused = sluice("logs", "rollout-9")
     assert "has no log of 'rollout-9'; it has reward, trainer" in str(refused.exception)
+    refused = sluice("logs", "reward", "runs/other")
+    assert str(refused.exception).startswith("run: runs/other/logs holds no logs")
 
 
 def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
