@@ -8,13 +8,14 @@ import re
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import checked_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import status as status_module
@@ -23,6 +24,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.servicer import LauncherAddress, write_launcher
+from sluice.service_contract import TRACKER_NAME
 from tests.support.run_folder import run_folder
 
 NOWHERE = ["sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1"]
@@ -253,6 +255,34 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     (run / "processes" / "reward.json").unlink()
     (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "failed"}')
     assert "starts it again" in sluice("status", str(run)).stdout, "its end was noted"
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
+def test_a_runs_own_file_resumes_from_its_newest_checkpoint_however_the_run_began(
+    mode: str,
+) -> None:
+    run = past("a").absolute()
+    file, path = run / "config.yaml", "elsewhere" if mode == "resume_path" else "null"
+    began = [f"trainer.resume_mode={mode}", f"trainer.resume_from_path={path}"]
+    write_config(load_config(None, [f"sluice.run_dir={run}", *began]), file)
+    assert read_to_start(file, []).config.trainer.resume_mode == mode, "it has no checkpoint yet"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / TRACKER_NAME).write_text("2")
+    again = read_to_start(file, ["trainer.test_freq=3"]).config.trainer
+    assert (again.resume_mode, again.resume_from_path, again.test_freq) == ("auto", None, 3)
+    chosen = read_to_start(file, ["trainer.resume_mode=disable"]).config.trainer
+    assert chosen.resume_mode == "disable", "the user's words win"
+
+
+def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
+    run, copy = past("a").absolute(), Path("runs/copied").absolute()
+    write_config(load_config(None, [f"sluice.run_dir={run}"]), run / "config.yaml")
+    copytree(run, copy)
+    with pytest.raises(ConfigError, match="copied or moved; add") as refused:
+        read_to_start(copy / "config.yaml", [])
+    assert f"add sluice.run_dir={copy} to continue" in str(refused.value)
+    here = read_to_start(copy / "config.yaml", [f"sluice.run_dir={copy}"])
+    assert here.config.sluice.run_dir == str(copy)
 
 
 def test_init_writes_a_launch_with_comments_and_replaces_no_file() -> None:
