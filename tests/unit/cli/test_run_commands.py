@@ -105,8 +105,8 @@ def test_a_configuration_of_the_users_means_the_run_that_it_has_started() -> Non
 def test_a_run_that_does_not_exist_is_refused_with_the_nearest_that_does() -> None:
     past("first")
     past("other")
-    assert str(sluice("status", "runs/frist").exception) == (
-        "run: runs/frist does not exist; did you mean runs/first?"
+    assert str(sluice("status", "runs/frst").exception) == (
+        "run: runs/frst does not exist; did you mean runs/first?"
     )
     assert "give a run's sluice.run_dir" in str(sluice("status", "nowhere").exception)
 
