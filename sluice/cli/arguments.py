@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from sluice.client.run_address import run_started_from
 from sluice.config.loading.keys import all_names
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR
 from sluice.errors import ConfigError
@@ -163,7 +164,8 @@ def started_runs(folder: Path = RUNS) -> list[Path]:
 def named_run(argument: Path | None, option: Path | None = None) -> Path:
     """Return the run that a command means: the named one, ``$SLUICE_RUN``, or the newest.
 
-    A run that was not named is reported on standard error.
+    A run that was not named is reported on standard error. A configuration means the run that it
+    has started.
 
     Raises:
         ConfigError: two different runs are named, or none is and none was started here.
@@ -172,7 +174,8 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
         raise ConfigError(f"run: named twice, {argument} and --run {option}; leave one out")
     named = argument or option
     if named is not None:
-        return named
+        is_configuration = named.suffix in {".yaml", ".yml"} and named.is_file()
+        return run_started_from(named) if is_configuration else named
     variable = os.environ.get(RUN_VARIABLE)
     runs = [Path(variable)] if variable else started_runs()
     if not runs:

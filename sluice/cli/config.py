@@ -256,7 +256,7 @@ def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None)
     return replace(
         report,
         problems=(*wrong, *broken, *errors(found)),
-        notes=(*report.notes, *notes),
+        notes=(*of_other_keys(report.notes, run.problems), *notes),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from sluice.config.addresses import peer_address
@@ -64,6 +65,11 @@ def locate_run(run: Path) -> RunLocation:
         ConfigError: nothing was started from there.
     """
     file = run / CONFIG_NAME if run.is_dir() else run
+    if not run.exists():
+        started = [found.parent.name for found in run.parent.glob(f"*/{CONFIG_NAME}")]
+        near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
+        meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
+        raise ConfigError(f"run: {run} does not exist; {meant}")
     if not file.is_file():
         raise ConfigError(
             f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
@@ -76,6 +82,26 @@ def locate_run(run: Path) -> RunLocation:
         peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
     )
+
+
+def run_started_from(file: Path) -> Path:
+    """Return the folder of the run that a configuration of the user's has started.
+
+    A file that names the trainer's address, such as a run's own, is returned as it is.
+
+    Raises:
+        ConfigError: nothing was started from there.
+    """
+    service = load_config(file, ()).sluice
+    folder, trainer = Path(service.run_dir), service.trainer.endpoint
+    if trainer.port or trainer.advertise:
+        return file
+    if not (folder / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"run: {file} is a configuration, and its sluice.run_dir = {folder} holds no started "
+            f"run; start it with `sluice up {file}`, or give the folder of a run"
+        )
+    return folder
 
 
 def address_of_run(run: Path) -> RunAddress:

@@ -27,6 +27,7 @@ _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 # Loggers of `trainer.logger` whose extra has their name.
 _LOGGERS = ("wandb", "mlflow", "swanlab", "trackio")
+_ENGINE = "actor_rollout_ref.rollout.name"
 
 _PROBE_S = 110.0
 # torch's own message distinguishes a missing driver from an old one.
@@ -151,10 +152,11 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
             fit[one.name] = f"{one.name} {one.installed}"
         elif one.name not in unmet:
             unmet.add(one.name)
+            without = f"set {_ENGINE}=torch" if extra in VENDOR_ENGINES else "take the key out"
             yield problem(
                 f"{key} needs a package: {one.defect}",
                 "processes end where they import it",
-                f"pip install 'sluice[{extra}]', or take the key out",
+                f"pip install 'sluice[{extra}]', or {without}",
             )
     if not unmet:
         yield fine(", ".join(fit.values()) or "the configuration needs none")
@@ -164,7 +166,7 @@ def needed_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield keys that are set, and the extra that each needs."""
     services, engine = config.sluice, config.actor_rollout_ref.rollout.name
     if engine in VENDOR_ENGINES:
-        yield f"actor_rollout_ref.rollout.name = {engine}", engine
+        yield f"{_ENGINE} = {engine}", engine
     for name in config.trainer.logger:
         if name in _LOGGERS or name == "tensorboard":
             yield f"trainer.logger = {name}", "train" if name == "tensorboard" else name

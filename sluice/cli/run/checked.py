@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.running_run import last_seen
+from sluice.cli.running_run import last_seen, newest_step
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
+from sluice.config.loading.override_values import override_value
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
+from sluice.doctor.configuration import of_other_keys
 from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
+from sluice.report.run_record import METRICS_NAME
 from sluice.service_contract import CONFIG_NAME, LEDGER_FORMAT, LEDGER_NAME
 
+# What decides where a run begins, and the words that resume it from its newest checkpoint.
+_START_KEYS = frozenset({"trainer.resume_mode", "trainer.resume_from_path"})
+_RESUMES = ("trainer.resume_mode=auto", "trainer.resume_from_path=null")
 _OF_REWARD_SERVICE = frozenset({"reward", "environment"})
 
 
@@ -41,18 +48,44 @@ def checked_run(
         ConfigError: lists all problems of keys, values, rules, files, packages and devices; or
             another run is active in the folder.
     """
-    run = read_run(file, overrides)
+    run = read_to_start(file, overrides)
     run_dir = Path(run.config.sluice.run_dir).absolute()
     asyncio.run(refuse_beside_another(run_dir))
     if where := last_seen(run_dir):
         spoils = "if they still run there, end this start: two runs spoil one folder"
         print_line(console, f"notice: {where}; {spoils}")
-    notes = launch_notes(run.config, run.settings)
+    notes = of_other_keys(launch_notes(run.config, run.settings), run.problems)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()
         notes = [note for note in notes if note.key in chosen]
     return examined_to_start(run, console, notes, is_local=is_local)
+
+
+def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
+    """Return a run as read; its own file resumes from its newest checkpoint, however it began.
+
+    Raises:
+        ConfigError: of `read_run`; or the file was copied or moved with the folder of its run.
+    """
+    run = read_run(file, overrides)
+    chosen = set(read_settings(None, overrides).by_key())
+    if file is None:
+        return run
+    run_dir, folder = Path(run.config.sluice.run_dir), file.absolute().parent
+    is_of_a_run = file.name == CONFIG_NAME and (folder / METRICS_NAME).is_file()
+    if not is_of_a_run or not run_dir.is_absolute():
+        return run
+    if folder == run_dir or (run_dir.is_dir() and folder.samefile(run_dir)):
+        resumes = not chosen & _START_KEYS and newest_step(run.config) is not None
+        return read_run(file, [*overrides, *_RESUMES]) if resumes else run
+    if "sluice.run_dir" not in chosen:
+        here = shlex.quote(f"sluice.run_dir={override_value(str(folder))}")
+        raise ConfigError(
+            f"{file}: sluice.run_dir = {run_dir}: the run's folder was copied or moved; add {here} "
+            f"to continue in this one, or start {run_dir / CONFIG_NAME}"
+        )
+    return run
 
 
 def examined_to_start(

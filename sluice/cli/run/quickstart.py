@@ -23,6 +23,7 @@ from sluice.config.loading.override_values import override_value
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import local_devices
 from sluice.quickstart.settings import PrepareProgress
+from sluice.service_contract import TRACKER_NAME
 
 if TYPE_CHECKING:
     from sluice.quickstart.prepare import QuickstartAssets
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MARKER = ".sluice-run"
 _MARKER_TEXT = "Made by sluice, which replaces the results in this folder at its next start here.\n"
 _RESULTS = (
+    f"checkpoints/{TRACKER_NAME}",
     "metrics.jsonl",
     "accounts.json",
     "summary.json",

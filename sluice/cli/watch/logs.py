@@ -44,16 +44,16 @@ def logs(
 ) -> None:
     """Print the logs of a run's services.
 
-    The files are RUN/logs/SERVICE.log; a run's first argument may also be a service of the newest
-    run.
+    The files are RUN/logs/SERVICE.log. A service alone is one of the newest run's; it may also
+    come before the run.
 
     \b
     Examples:
       sluice logs runs/quickstart
       sluice logs trainer -f -n 20
     """
-    if run is not None and service is None and _is_service_name(run):
-        run, service = None, str(run)
+    if run is not None and _is_service_name(run) and (service is None or _is_path(service)):
+        run, service = None if service is None else Path(service), str(run)
     named = named_run(run, run_option)
     folder = (named.parent if named.is_file() else named) / "logs"
     show = partial(_print, has_name=service is None, as_json=as_json)
@@ -70,6 +70,10 @@ def _is_service_name(named: Path) -> bool:
     return len(named.parts) == 1 and not (named / CONFIG_NAME).is_file() and not named.exists()
 
 
+def _is_path(named: str) -> bool:
+    return len(Path(named).parts) > 1 or Path(named).exists()
+
+
 def _print(file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_json: bool) -> None:
     """Print lines; `has_name`: with the name of their service."""
     name = file.name.removesuffix(_SUFFIX)
@@ -83,14 +87,14 @@ def _print(file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_
 def _files(folder: Path, service: str | None) -> list[Path]:
     """Return the log files. Raise ConfigError without any, or if the service has none."""
     files = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not files:
+        raise ConfigError(f"run: {folder} holds no logs; give the folder of a started run")
     if service is not None:
         chosen = [file for file in files if file.name == f"{service}{_SUFFIX}"]
         if not chosen:
-            names = ", ".join(file.name.removesuffix(_SUFFIX) for file in files) or "none"
+            names = ", ".join(file.name.removesuffix(_SUFFIX) for file in files)
             raise ConfigError(f"service: {folder.parent} has no log of {service!r}; it has {names}")
         return chosen
-    if not files:
-        raise ConfigError(f"run: {folder} holds no logs; give the folder of a started run")
     return files
 
 

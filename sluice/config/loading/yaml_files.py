@@ -52,7 +52,8 @@ def _mapping_in(path: Path) -> tuple[dict[str, object], str]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"configuration file {path} does not exist; give the path of a YAML file"
+            f"configuration file {path} does not exist; give the path of a YAML file "
+            "or a launch script"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -120,6 +120,9 @@ def test_a_rule_about_a_wrong_value_is_not_applied_to_its_default() -> None:
     lone = (*SOUND, "algorithm.filter_groups.enable=true")
     assert "samples of a group of one never differ" in check(*lone, f"{ROLLOUT}.n=1")[1]
     assert "never differ" not in check(*lone, f"{ROLLOUT}.n=four")[1]
+    noted = "nothing to compare with"
+    assert noted in check(*SOUND, f"{ROLLOUT}.n=1")[1]
+    assert noted not in check(*SOUND, f"{ROLLOUT}.n=four")[1]
 
 
 @pytest.fixture

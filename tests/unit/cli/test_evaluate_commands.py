@@ -36,7 +36,7 @@ def test_help_lists_the_commands_below() -> None:
 def test_a_run_whose_folder_has_a_commands_name_can_be_named(tmp_path: Path) -> None:
     code, text = invoke("--run", "compare")
     assert code == 1
-    assert "compare holds no config.yaml" in text
+    assert "run: compare does not exist" in text
 
 
 def test_means_and_differences_are_printed_with_their_errors(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import re
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import checked_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import status as status_module
@@ -23,6 +24,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.servicer import LauncherAddress, write_launcher
+from sluice.service_contract import TRACKER_NAME
 from tests.support.run_folder import run_folder
 
 NOWHERE = ["sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1"]
@@ -88,6 +90,27 @@ def test_two_different_runs_and_no_run_at_all_are_refused() -> None:
         named_run(None)
 
 
+def test_a_configuration_of_the_users_means_the_run_that_it_has_started() -> None:
+    past("a", 60.0)
+    past("b")
+    Path("run.yaml").write_text("sluice: {run_dir: runs/a}\n")
+    Path("later.yaml").write_text("sluice: {run_dir: runs/later}\n")
+    assert sluice("status", "run.yaml").stdout.startswith("runs/a: finished")
+    assert named_run(Path("runs/a/config.yaml")) == Path("runs/a/config.yaml")
+    refused = str(sluice("status", "later.yaml").exception)
+    assert "sluice.run_dir = runs/later holds no started run" in refused
+    assert "`sluice up later.yaml`" in refused
+
+
+def test_a_run_that_does_not_exist_is_refused_with_the_nearest_that_does() -> None:
+    past("first")
+    past("other")
+    assert str(sluice("status", "runs/frst").exception) == (
+        "run: runs/frst does not exist; did you mean runs/first?"
+    )
+    assert "give a run's sluice.run_dir" in str(sluice("status", "nowhere").exception)
+
+
 def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None:
     past("done", 7200.0)
     past("early", 60.0, steps=9)
@@ -150,6 +173,7 @@ def test_logs_are_shown_of_all_services_or_of_one_with_escapes_made_visible() ->
     assert sluice("logs", f"{run}/config.yaml").stdout.splitlines() == everything
     assert sluice("logs", run, "trainer", "-n", "1").stdout == "three\n"
     assert sluice("logs", "reward").stdout == "four\n"
+    assert sluice("logs", "reward", run).stdout == "four\n"
     shown = sluice("logs", "reward", "--json").stdout
     assert json.loads(shown) == {"service": "reward", "line": "four"}
 
@@ -158,6 +182,8 @@ def test_a_service_without_a_log_is_refused_with_those_that_have_one() -> None:
     logged()
     refused = sluice("logs", "rollout-9")
     assert "has no log of 'rollout-9'; it has reward, trainer" in str(refused.exception)
+    refused = sluice("logs", "reward", "runs/other")
+    assert str(refused.exception).startswith("run: runs/other/logs holds no logs")
 
 
 def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +255,34 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     (run / "processes" / "reward.json").unlink()
     (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "failed"}')
     assert "starts it again" in sluice("status", str(run)).stdout, "its end was noted"
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
+def test_a_runs_own_file_resumes_from_its_newest_checkpoint_however_the_run_began(
+    mode: str,
+) -> None:
+    run = past("a").absolute()
+    file, path = run / "config.yaml", "elsewhere" if mode == "resume_path" else "null"
+    began = [f"trainer.resume_mode={mode}", f"trainer.resume_from_path={path}"]
+    write_config(load_config(None, [f"sluice.run_dir={run}", *began]), file)
+    assert read_to_start(file, []).config.trainer.resume_mode == mode, "it has no checkpoint yet"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / TRACKER_NAME).write_text("2")
+    again = read_to_start(file, ["trainer.test_freq=3"]).config.trainer
+    assert (again.resume_mode, again.resume_from_path, again.test_freq) == ("auto", None, 3)
+    chosen = read_to_start(file, ["trainer.resume_mode=disable"]).config.trainer
+    assert chosen.resume_mode == "disable", "the user's words win"
+
+
+def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
+    run, copy = past("a").absolute(), Path("runs/copied").absolute()
+    write_config(load_config(None, [f"sluice.run_dir={run}"]), run / "config.yaml")
+    copytree(run, copy)
+    with pytest.raises(ConfigError, match="copied or moved; add") as refused:
+        read_to_start(copy / "config.yaml", [])
+    assert f"add sluice.run_dir={copy} to continue" in str(refused.value)
+    here = read_to_start(copy / "config.yaml", [f"sluice.run_dir={copy}"])
+    assert here.config.sluice.run_dir == str(copy)
 
 
 def test_init_writes_a_launch_with_comments_and_replaces_no_file() -> None:

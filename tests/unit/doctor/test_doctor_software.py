@@ -109,6 +109,9 @@ def test_an_engine_needs_its_package(engine: str) -> None:
     assert list(needed_extras(run.config)) == [
         (f"actor_rollout_ref.rollout.name = {engine}", engine)
     ]
+    missing = ("a key", engine, Requirement(engine, "1", None))
+    found = only(requirement_findings([missing]), "problem")
+    assert found.remedy.endswith(f"'sluice[{engine}]', or set actor_rollout_ref.rollout.name=torch")
 
 
 def test_an_engine_without_an_adapter_is_a_problem() -> None:
