@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.concurrency.process import ENDED, MARKS_FOLDER, process_marks
+from sluice.device.host import available_memory
 from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError, SluiceError
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name, replica_number
@@ -31,6 +33,8 @@ _SERVICE = "sluice.api.launch.v1.LaunchService"
 _HOST = "127.0.0.1"
 _MAX_MESSAGE_BYTES = 1 << 20
 _LAST_ANSWERS_S = 1.0
+_PROC = Path("/proc")
+_OWN_MEMORY = re.compile(r"^Pss_Anon:\s+(\d+) kB$", re.MULTILINE)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -81,6 +85,37 @@ def check_number(wanted: int) -> None:
         raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
 
 
+def check_memory(added: int, pids: Sequence[int]) -> None:
+    """Refuse more replicas than this machine has memory for, each as large as the smallest one.
+
+    Args:
+        added: how many would start.
+        pids: of the replicas that serve; with none there is nothing to compare with.
+
+    Raises:
+        InvalidRequestError: with both numbers.
+    """
+    free, sizes = available_memory(), [size for size in map(_memory_of, pids) if size]
+    if free is None or not sizes or added * min(sizes) <= free:
+        return
+    raise InvalidRequestError(
+        f"replicas: {added} more would take at least {added * min(sizes) / 2**30:.1f} GiB, each as "
+        f"much as the smallest that serves, and this machine has {free / 2**30:.1f} GiB free; "
+        f"start at most {free // min(sizes)} more"
+    )
+
+
+def _memory_of(pid: int) -> int:
+    """Return the memory of a process and its children, bytes; shared pages count in part."""
+    found = 0
+    with suppress(OSError):  # it has ended, or the system has no such files
+        children = (_PROC / f"{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        for one in (str(pid), *children):
+            match = _OWN_MEMORY.search((_PROC / one / "smaps_rollup").read_text(encoding="ascii"))
+            found += int(match[1]) * 1024 if match else 0
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaScale:
     """Starts and drains replicas.
@@ -89,18 +124,20 @@ class ReplicaScale:
         processes: of the run.
         make_replica: returns the specification of the replica with a number.
         has_fixed_port: whether all replicas would listen on the same port, or answer probes there.
+        is_local: whether they run on this machine, whose memory is looked at before more start.
     """
 
     processes: Processes
     make_replica: Callable[[int], ServiceSpec]
     has_fixed_port: bool = False
+    is_local: bool = False
 
     def set(self, wanted: int) -> ScaleChange:
         """Start or drain replicas until `wanted` are left; return the changes begun.
 
         Raises:
             ConfigError: no device is left for a replica; none is started.
-            InvalidRequestError: a number that a run cannot have.
+            InvalidRequestError: a number that a run cannot have, or more than memory is left for.
             NotReadyError: the run is starting or ending.
         """
         check_number(wanted)
@@ -110,12 +147,18 @@ class ReplicaScale:
                 "sluice.rollout.endpoint.port=0, sluice.rollout.endpoint.health_port=0 and no "
                 "fixed sluice.rollout.endpoint.metrics_port"
             )
-        serving: list[int] = []
+        serving: dict[int, int | None] = {}  # process ids
         draining: list[int] = []
         for state in self.processes.services():
-            if (number := replica_number(state.name)) is not None:
-                (draining if state.is_draining else serving).append(number)
-        change = scale_change(serving, draining, wanted)
+            if (number := replica_number(state.name)) is None:
+                continue
+            if state.is_draining:
+                draining.append(number)
+            else:
+                serving[number] = state.pid
+        change = scale_change([*serving], draining, wanted)
+        if self.is_local:
+            check_memory(len(change.start), [pid for pid in serving.values() if pid is not None])
         for replica in [self.make_replica(number) for number in change.start]:
             self.processes.add(replica)
         for number in change.drain:

@@ -35,6 +35,7 @@ from sluice.launch.cluster.placement import parse_demands
 from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
 from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
+from sluice.launch.processes.child import ThisMachine
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import ReplicaScale, launch_service
@@ -330,7 +331,10 @@ async def _supervise(
         expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
     scale = ReplicaScale(
-        supervisor, plan.make_replica, has_fixed_port=bool(fixed_ports(service.rollout))
+        supervisor,
+        plan.make_replica,
+        has_fixed_port=bool(fixed_ports(service.rollout)),
+        is_local=isinstance(plan.host, ThisMachine),
     )
     control = launch_service(run_dir, scale)
     forget_targets(run_dir)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import ConfigError, InvalidRequestError
+from sluice.launch import servicer
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import ReplicaScale, ScaleChange, scale_change
@@ -21,7 +24,7 @@ class Processes:
         self.draining: dict[str, bool] = dict.fromkeys(names, False)
 
     def services(self) -> tuple[ServiceState, ...]:
-        return tuple(ServiceState(name, 1, 0, d) for name, d in self.draining.items())
+        return tuple(ServiceState(name, os.getpid(), 0, d) for name, d in self.draining.items())
 
     def add(self, spec: ServiceSpec) -> None:
         self.draining[spec.name] = False
@@ -81,6 +84,34 @@ def test_a_number_that_no_run_can_have_is_refused_with_the_reason(
     with pytest.raises(InvalidRequestError, match=message):
         ReplicaScale(processes, make_replica).set(wanted)
     assert processes.draining == {"rollout-0": False}
+
+
+@pytest.mark.parametrize("names", [("rollout-0",), ()])
+def test_no_more_replicas_start_than_this_machine_has_memory_for(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(servicer, "_memory_of", lambda pid: (1 << 29) if pid == os.getpid() else 0)
+    processes = Processes(*names)
+    scale = ReplicaScale(processes, make_replica, is_local=True)
+    if names:
+        with pytest.raises(
+            InvalidRequestError,
+            match=r"199 more .* 99\.5 GiB.* 2\.0 GiB free; start at most 4 more",
+        ):
+            scale.set(200)
+        assert [*processes.draining] == ["rollout-0"]
+    assert len(scale.set(5).start) == 5 - len(names)
+    elsewhere = ReplicaScale(processes, make_replica)
+    assert len(elsewhere.set(200).start) == 195
+
+
+def test_the_memory_of_a_process_is_its_own_and_that_of_its_children() -> None:
+    before = servicer._memory_of(os.getpid())
+    held = b"1" * (32 << 20)
+    grown = servicer._memory_of(os.getpid()) - before
+    assert grown > 0.9 * len(held)
+    assert servicer._memory_of(2**22 + 1) == 0  # no such process
 
 
 def test_replicas_that_would_share_a_port_are_refused() -> None:
