@@ -1,7 +1,5 @@
 """DAPO and GRPO training of language models: what the three services and their users share."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from sluice.errors import EnvironmentUnavailable
 
 __all__ = [
@@ -16,7 +14,10 @@ UNINSTALLED = "uninstalled"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version in this environment, if there is one; import nothing."""
+    """Return the version in this environment, if there is one; import nothing of it."""
+    # Most processes ask for none; it loads what reads mails and archives.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -4,46 +4,114 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from errno import ENOSPC
 from functools import partial
-from typing import Annotated, NoReturn, TextIO
+from importlib import import_module
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
+from typer.main import get_group
 
 from sluice import own_version
-from sluice.cli.agents import agent_commands
 from sluice.cli.arguments import GroupedCommands
-from sluice.cli.config import config_commands
-from sluice.cli.data import data_commands
-from sluice.cli.doctor import doctor
-from sluice.cli.environment import environment_commands
-from sluice.cli.merge import merge
-from sluice.cli.plan import plan
-from sluice.cli.policy.evaluate import EvaluateCommand, evaluate
-from sluice.cli.policy.generate import generate
-from sluice.cli.policy.score import score
-from sluice.cli.policy.serve_openai import serve_openai
-from sluice.cli.policy.submit import submit
-from sluice.cli.reward import reward_commands
-from sluice.cli.run.certificates import certs
-from sluice.cli.run.control import resume, scale, stop
-from sluice.cli.run.init import init
-from sluice.cli.run.prepare import prepare
-from sluice.cli.run.quickstart import quickstart
-from sluice.cli.run.recipe import recipe_commands
-from sluice.cli.run.up import train, up
-from sluice.cli.simulate import simulate
-from sluice.cli.watch.dashboard import compare, dashboard, open_run, report
-from sluice.cli.watch.logs import logs
-from sluice.cli.watch.status import runs, status
 from sluice.concurrency.process import exit_status
 from sluice.errors import DataError
-from sluice.report.summary import software_versions
+
+_CHECK, _USE = "Check before the start", "Use the policy"
+# By purpose: the module below `sluice.cli` and what it calls the function, or the commands of a
+# group. To import all takes most of a second: a command imports its own.
+_PURPOSES = {
+    "Start": {
+        "quickstart": "run.quickstart:quickstart",
+        "init": "run.init:init",
+        "up": "run.up:up",
+        "train": "run.up:train",
+    },
+    _CHECK: {"doctor": "doctor:doctor", "plan": "plan:plan", "simulate": "simulate:simulate"},
+    "Watch": {
+        "runs": "watch.status:runs",
+        "status": "watch.status:status",
+        "logs": "watch.logs:logs",
+        "open": "watch.dashboard:open_run",
+        "dashboard": "watch.dashboard:dashboard",
+        "compare": "watch.dashboard:compare",
+        "report": "watch.dashboard:report",
+    },
+    "Change a run": {
+        "scale": "run.control:scale",
+        "submit": "policy.submit:submit",
+        "resume": "run.control:resume",
+        "stop": "run.control:stop",
+    },
+    _USE: {
+        "generate": "policy.generate:generate",
+        "score": "policy.score:score",
+        "eval": "policy.evaluate:evaluate",
+        "serve-openai": "policy.serve_openai:serve_openai",
+        "merge": "merge:merge",
+    },
+    "Deploy": {"prepare": "run.prepare:prepare", "certs": "run.certificates:certs"},
+}
+_GROUPS = {
+    "config": ("config:config_commands", _CHECK),
+    "data": ("data:data_commands", _CHECK),
+    "reward": ("reward:reward_commands", _CHECK),
+    "env": ("environment:environment_commands", _CHECK),
+    "recipe": ("run.recipe:recipe_commands", "Start"),
+    "agents": ("agents:agent_commands", _USE),
+}
+_PLACES = {
+    name: (place, purpose) for purpose, named in _PURPOSES.items() for name, place in named.items()
+} | _GROUPS
+_CLASSES = {"eval": "policy.evaluate:EvaluateCommand"}
+
+
+def _imported(place: str) -> Any:  # noqa: ANN401 - a function, or commands
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"sluice.cli.{module}"), name)
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name; to look one up imports it."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - private types
+        if name not in self._built:
+            self._built[name] = _built(name, *_PLACES[name])
+        return self._built[name]
+
+
+def _built(name: str, place: str, purpose: str) -> Any:  # noqa: ANN401 - private types
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    if name in _GROUPS:
+        group = _imported(place)
+        alone.add_typer(group, name=name, cls=GroupedCommands, rich_help_panel=purpose)
+    else:
+        kind = _imported(_CLASSES[name]) if name in _CLASSES else None
+        alone.command(name, cls=kind, rich_help_panel=purpose)(_imported(place))
+    return get_group(alone).commands[name]
+
+
+class _AllCommands(GroupedCommands):
+    """Every command; it imports the one that a command line names, and for its help all."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:  # noqa: ANN401 - typer's arguments
+        super().__init__(*given, **named)
+        self.commands = _Commands()  # type: ignore[assignment]
+
 
 commands = typer.Typer(
     name="sluice",
-    cls=GroupedCommands,
+    cls=_AllCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -71,56 +139,12 @@ def _sluice(
     Example: sluice quickstart
     """
     if show_version:
-        versions = software_versions() if verbose else {"sluice": own_version()}
+        summary = import_module("sluice.report.summary")
+        versions = summary.software_versions() if verbose else {"sluice": own_version()}
         typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
         raise typer.Exit
     if context.invoked_subcommand is None:
         raise typer.BadParameter("name a command; sluice --help lists them")
-
-
-_CHECK = "Check before the start"
-_PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
-    "Start": {
-        "quickstart": quickstart,
-        "init": init,
-        "up": up,
-        "train": train,
-    },
-    _CHECK: {"doctor": doctor, "plan": plan, "simulate": simulate},
-    "Watch": {
-        "runs": runs,
-        "status": status,
-        "logs": logs,
-        "open": open_run,
-        "dashboard": dashboard,
-        "compare": compare,
-        "report": report,
-    },
-    "Change a run": {"scale": scale, "submit": submit, "resume": resume, "stop": stop},
-    "Use the policy": {
-        "generate": generate,
-        "score": score,
-        "eval": evaluate,
-        "serve-openai": serve_openai,
-        "merge": merge,
-    },
-    "Deploy": {"prepare": prepare, "certs": certs},
-}
-_CLASSES = {"eval": EvaluateCommand}
-for _purpose, _commands in _PURPOSES.items():
-    for _name, _command in _commands.items():
-        _register = commands.command(_name, cls=_CLASSES.get(_name), rich_help_panel=_purpose)
-        _register(_command)
-_GROUPS = {
-    "config": (config_commands, _CHECK),
-    "data": (data_commands, _CHECK),
-    "reward": (reward_commands, _CHECK),
-    "env": (environment_commands, _CHECK),
-    "recipe": (recipe_commands, "Start"),
-    "agents": (agent_commands, "Use the policy"),
-}
-for _name, (_group, _purpose) in _GROUPS.items():
-    commands.add_typer(_group, name=_name, cls=GroupedCommands, rich_help_panel=_purpose)
 
 
 def app() -> None:

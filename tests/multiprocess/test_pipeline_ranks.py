@@ -194,7 +194,8 @@ def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
     tmp_path: Path,
 ) -> None:
     folder = save_model(tmp_path / "model", family, **FOUR)
-    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    # No reference, whose passes are those of a policy.
+    settings = {**ACTOR, "use_kl_loss": False, "fsdp_config": {"dtype": "float32"}}
     config = with_critic(make_config(folder, NUM_GROUPS, **settings), **keys)
     single = Learner(config, DataParallel(), total_steps=10)
     cut = settings | {"fsdp_config": {"dtype": "float32", **layout}}

@@ -52,18 +52,20 @@ def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
 
 
 @pytest.mark.parametrize(
-    ("layers", "recompute", "sharding", "cut"),
+    ("layers", "recompute", "stages", "cut"),
     [
         # Enough that the first stage keeps more than the last, which has the logits.
-        (3, True, {"pipeline_parallel_size": 2}, {}),
-        (2, False, {"pipeline_parallel_size": 4}, ENDS),
+        (3, True, 2, {}),
+        (2, False, 4, ENDS),
     ],
 )
 def test_a_plan_counts_each_stage_with_its_own_layers_and_micro_batches_in_flight(
-    layers: int, recompute: bool, sharding: dict[str, Any], cut: dict[str, int]
+    layers: int, recompute: bool, stages: int, cut: dict[str, int]
 ) -> None:
     model = DENSE | {"num_hidden_layers": layers}
-    real, planned = counted_and_planned(model, 4, recompute=recompute, cut=cut, **sharding)
+    real, planned = counted_and_planned(
+        model, stages, recompute=recompute, cut=cut, pipeline_parallel_size=stages
+    )
     assert planned == real
     assert real[0]["kept"] > real[-1]["kept"] > 0
 

@@ -89,10 +89,10 @@ def save_model(folder: Path, family: str = "qwen3", **changes: object) -> Path:
 
 
 def make_config(model: Path, num_groups: int = 6, **actor: object) -> RunConfig:
-    """Two optimizer steps a batch, micro-batches of 5 rows, float32; `actor` changes that."""
+    """Two optimizer steps a batch, of unequal micro-batches, float32; `actor` changes that."""
     settings: dict[str, object] = {
         "ppo_mini_batch_size": num_groups // 2,
-        "ppo_micro_batch_size_per_gpu": 5,
+        "ppo_micro_batch_size_per_gpu": max(5, num_groups * NUM_SAMPLES // 3),
         "clip_ratio_high": 0.28,
         # A large epsilon, or rounding of gradients near 0 would become visible in the weights.
         "optim": {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2},
