@@ -127,7 +127,7 @@ class CudaDevice(Accelerator):
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Let a GPU copy from and to a tensor on the host directly, as long as it or a view of it lives.
+    """Let a GPU copy from and to a tensor on the host directly, while it or a view of it lives.
 
     torch's own pinned memory takes the next power of two, for weights up to twice their bytes.
 

@@ -134,7 +134,7 @@ def prepare_process(
     runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set what CANN, CUDA or NCCL will read in this process; check the host if an NPU is configured.
+    """Set what CANN, CUDA or NCCL will read here; check the host if an NPU is configured.
 
     With ``auto`` nothing is fatal: detection may skip the NPU and logs why; findings about vLLM are
     logged too.

@@ -159,7 +159,7 @@ def test_only_processes_on_npus_get_hccls_variables(config: RunConfig, devices: 
         ("cpu", {}, None),
     ],
 )
-def test_streams_of_a_gpu_have_queues_of_their_own_whoever_starts_the_process(
+def test_streams_of_a_gpu_have_queues_of_their_own_also_without_a_launcher(
     device: str, given: dict[str, str], expected: str | None, config: RunConfig
 ) -> None:
     endpoint, environment = config.sluice.trainer.endpoint, dict(given)
