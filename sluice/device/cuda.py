@@ -69,7 +69,9 @@ class Accelerator:
     def use_own_stream(self) -> None:
         self.set_device()
         # One for all threads: torch keeps freed memory for the stream that it was allocated on.
-        self._own_stream = self._own_stream or self._runtime.Stream(self._index)
+        # Groups of collectives take turns on torch's 32 streams of priority 0: one that got this
+        # stream would hold up the others.
+        self._own_stream = self._own_stream or self._runtime.Stream(self._index, priority=-1)
         self._runtime.set_stream(self._own_stream)
 
     def synchronize(self) -> None:
@@ -125,7 +127,7 @@ class CudaDevice(Accelerator):
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Let a GPU copy from and to a tensor on the host directly, as long as the tensor lives.
+    """Let a GPU copy from and to a tensor on the host directly, while it or a view of it lives.
 
     torch's own pinned memory takes the next power of two, for weights up to twice their bytes.
 
@@ -144,4 +146,5 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
             "plan says how much)"
         )
     # At the end of the process the driver may be gone already.
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    storage = memory.untyped_storage()
+    weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False

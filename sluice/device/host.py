@@ -101,13 +101,7 @@ def launch_environment(
     """
     if wants_npu(device, given):
         return hccl_environment(config, endpoint, given)
-    wanted = import_environment(has_torch_npu=has_torch_npu(), given=given)
-    is_on_gpu = (device or "").startswith("cuda:") or wants_gpu(device, given)
-    if is_on_gpu and CONNECTIONS_VARIABLE not in given:
-        # By default 8 queues of the driver serve all streams. Collectives of several groups that
-        # are in one queue on two GPUs, in another order on each, would wait for each other.
-        wanted[CONNECTIONS_VARIABLE] = "32"
-    return wanted
+    return import_environment(has_torch_npu=has_torch_npu(), given=given)
 
 
 def nccl_environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -140,7 +134,7 @@ def prepare_process(
     runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set what CANN or NCCL will read in this process; check the host if an NPU is configured.
+    """Set what CANN, CUDA or NCCL will read here; check the host if an NPU is configured.
 
     With ``auto`` nothing is fatal: detection may skip the NPU and logs why; findings about vLLM are
     logged too.
@@ -150,6 +144,10 @@ def prepare_process(
     """
     if not wants_npu(device, environment):
         if collectives_on_device and device != "cpu":
+            # By default 8 queues of the driver serve all streams. Collectives of several groups
+            # that are in one queue on two GPUs, in another order on each, would wait for each
+            # other.
+            environment.setdefault(CONNECTIONS_VARIABLE, "32")
             environment.update(nccl_environment(environment))
         return
     environment.update(hccl_environment(config, endpoint, environment))

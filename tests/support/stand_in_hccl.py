@@ -45,8 +45,8 @@ class FakeNpus:
     def set_device(self, device: int) -> None:
         self.current = device
 
-    def Stream(self, device: int) -> str:
-        return f"stream of {device}"
+    def Stream(self, device: int, priority: int = 0) -> str:
+        return f"stream of {device}, priority {priority}"
 
     def set_stream(self, stream: str) -> None:
         self.streams.append((self.current, stream))

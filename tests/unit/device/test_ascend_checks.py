@@ -151,20 +151,20 @@ def test_only_processes_on_npus_get_hccls_variables(config: RunConfig, devices: 
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "added"),
+    ("device", "given", "expected"),
     [
         ("cuda", {}, "32"),
         ("cuda:1", {}, "32"),
-        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
+        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1"),
         ("cpu", {}, None),
     ],
 )
-def test_streams_of_a_gpu_have_queues_of_their_own(
-    device: str, given: dict[str, str], added: str | None
+def test_streams_of_a_gpu_have_queues_of_their_own_also_without_a_launcher(
+    device: str, given: dict[str, str], expected: str | None, config: RunConfig
 ) -> None:
-    config = RunConfig()
-    found = launch_environment(config, device, config.sluice.trainer.endpoint, given)
-    assert found.get("CUDA_DEVICE_MAX_CONNECTIONS") == added
+    endpoint, environment = config.sluice.trainer.endpoint, dict(given)
+    prepare_process(config, device, endpoint, collectives_on_device=True, environment=environment)
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
 def test_a_process_configured_for_an_npu_begins_with_all_faults(
@@ -223,7 +223,8 @@ def test_a_process_on_another_device_gets_no_variable_of_cann(
             collectives_on_device=True,
             environment=environment,
         )
-        assert environment == ({} if device == "cpu" else nccl_environment({}))
+        of_nccl = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", **nccl_environment({})}
+        assert environment == ({} if device == "cpu" else of_nccl)
 
 
 def test_a_queue_with_which_no_graph_is_captured_is_refused_where_vllm_captures_some() -> None:

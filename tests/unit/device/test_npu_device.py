@@ -32,13 +32,14 @@ def test_memory_goes_back_on_the_devices_own_index(npus: FakeNpus) -> None:
     assert npus.emptied == [1]
 
 
-def test_threads_that_want_a_stream_of_their_own_share_one_on_the_devices_index(
+def test_threads_that_want_a_stream_of_their_own_share_one_that_no_group_of_collectives_gets(
     npus: FakeNpus,
 ) -> None:
+    """Torch gives groups streams of priority 0, which it hands out again after 32."""
     device = NpuDevice(1)
     device.use_own_stream()
     device.use_own_stream()
-    assert npus.streams == [(1, "stream of 1")] * 2
+    assert npus.streams == [(1, "stream of 1, priority -1")] * 2
 
 
 @pytest.mark.usefixtures("npus")
