@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sluice.client.run_address import run_started_from
 from sluice.config.loading.keys import all_names
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR
 from sluice.errors import ConfigError
@@ -174,8 +173,11 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
         raise ConfigError(f"run: named twice, {argument} and --run {option}; leave one out")
     named = argument or option
     if named is not None:
-        is_configuration = named.suffix in {".yaml", ".yml"} and named.is_file()
-        return run_started_from(named) if is_configuration else named
+        if named.suffix not in {".yaml", ".yml"} or not named.is_file():
+            return named
+        from sluice.client.run_address import run_started_from  # gRPC, which not all need
+
+        return run_started_from(named)
     variable = os.environ.get(RUN_VARIABLE)
     runs = [Path(variable)] if variable else started_runs()
     if not runs:

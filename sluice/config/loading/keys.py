@@ -148,6 +148,8 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     if repaired:
         return repaired
     elsewhere = _same_branch([key for key in known if key.rpartition(".")[2] == path[-1]], path)
+    own = {key: ".".join(canonical(tuple(key.split(".")))) for key in elsewhere}
+    elsewhere = [key for key in elsewhere if own[key] == key or own[key] not in own]
     return tuple(
         difflib.get_close_matches(wanted, elsewhere, cutoff=0.3)
         or difflib.get_close_matches(wanted, known, cutoff=0.8)
