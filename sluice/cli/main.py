@@ -139,8 +139,9 @@ def _sluice(
     Example: sluice quickstart
     """
     if show_version:
-        summary = import_module("sluice.report.summary")
-        versions = summary.software_versions() if verbose else {"sluice": own_version()}
+        from sluice.report.summary import software_versions
+
+        versions = software_versions() if verbose else {"sluice": own_version()}
         typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
         raise typer.Exit
     if context.invoked_subcommand is None:

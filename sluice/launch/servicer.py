@@ -24,6 +24,7 @@ from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name, replica_number
 from sluice.rpc.credentials import Credentials
 from sluice.rpc.server import RpcServer
+from sluice.sandbox.contained import descendants
 from sluice.security.token_file import GivenToken, write_private
 
 MOST_REPLICAS = 1024
@@ -106,13 +107,12 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the memory of a process and its children, bytes; shared pages count in part."""
+    """Return the memory of a process and its descendants, bytes, without the files that it maps."""
     found = 0
-    with suppress(OSError):  # it has ended, or the system has no such files
-        children = (_PROC / f"{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        for one in (str(pid), *children):
-            match = _OWN_MEMORY.search((_PROC / one / "smaps_rollup").read_text(encoding="ascii"))
-            found += int(match[1]) * 1024 if match else 0
+    for one in descendants(pid):
+        with suppress(OSError):  # it has ended, or the system has no such files
+            text = (_PROC / str(one) / "smaps_rollup").read_text(encoding="ascii")
+            found += int(match[1]) * 1024 if (match := _OWN_MEMORY.search(text)) else 0
     return found
 
 

@@ -21,7 +21,7 @@ from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
-from sluice.report.run_record import METRICS_NAME
+from sluice.report.run_record import METRICS_NAME, read_progress
 from sluice.service_contract import CONFIG_NAME, LEDGER_FORMAT, LEDGER_NAME
 
 # What decides where a run begins, and the words that resume it from its newest checkpoint.
@@ -69,15 +69,15 @@ def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
         ConfigError: of `read_run`; or the file was copied or moved with the folder of its run.
     """
     run = read_run(file, overrides)
-    chosen = set(read_settings(None, overrides).by_key())
     if file is None:
         return run
+    chosen = set(read_settings(None, overrides).by_key())
     run_dir, folder = Path(run.config.sluice.run_dir), file.absolute().parent
     is_of_a_run = file.name == CONFIG_NAME and (folder / METRICS_NAME).is_file()
     if not is_of_a_run or not run_dir.is_absolute():
         return run
     if folder == run_dir or (run_dir.is_dir() and folder.samefile(run_dir)):
-        resumes = not chosen & _START_KEYS and newest_step(run.config) is not None
+        resumes = not chosen & _START_KEYS and _has_saved(run.config)
         return read_run(file, [*overrides, *_RESUMES]) if resumes else run
     if "sluice.run_dir" not in chosen:
         here = shlex.quote(f"sluice.run_dir={override_value(str(folder))}")
@@ -86,6 +86,16 @@ def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
             f"to continue in this one, or start {run_dir / CONFIG_NAME}"
         )
     return run
+
+
+def _has_saved(config: RunConfig) -> bool:
+    """Return whether the newest checkpoint is this run's, not one that it has turned away from.
+
+    A run that began before that step and has saved nothing since has trained fewer steps. The line
+    of one step may be missing: a trainer writes it after the checkpoint.
+    """
+    newest, trained = newest_step(config), read_progress(Path(config.sluice.run_dir)).last_step
+    return newest is not None and newest <= trained + 1
 
 
 def examined_to_start(

@@ -274,6 +274,16 @@ def test_a_runs_own_file_resumes_from_its_newest_checkpoint_however_the_run_bega
     assert chosen.resume_mode == "disable", "the user's words win"
 
 
+def test_a_run_that_went_back_and_has_saved_nothing_since_begins_again_where_it_began() -> None:
+    run = past("a").absolute()  # two steps since it went back
+    began = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=elsewhere"]
+    write_config(load_config(None, [f"sluice.run_dir={run}", *began]), run / "config.yaml")
+    (run / "checkpoints").mkdir()
+    for newest, mode in (("4", "resume_path"), ("3", "auto")):
+        (run / "checkpoints" / TRACKER_NAME).write_text(newest)
+        assert read_to_start(run / "config.yaml", []).config.trainer.resume_mode == mode
+
+
 def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
     run, copy = past("a").absolute(), Path("runs/copied").absolute()
     write_config(load_config(None, [f"sluice.run_dir={run}"]), run / "config.yaml")

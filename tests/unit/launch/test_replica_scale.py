@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 from hypothesis import given
@@ -106,11 +109,21 @@ def test_no_more_replicas_start_than_this_machine_has_memory_for(
     assert len(elsewhere.set(200).start) == 195
 
 
-def test_the_memory_of_a_process_is_its_own_and_that_of_its_children() -> None:
+HOLDS = "import sys; held = b'1' * (32 << 20); print(flush=True); sys.stdin.read()"
+STARTS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLDS!r}])"
+
+
+def test_the_memory_of_a_process_is_its_own_and_that_of_all_below_it() -> None:
     before = servicer._memory_of(os.getpid())
     held = b"1" * (32 << 20)
-    grown = servicer._memory_of(os.getpid()) - before
-    assert grown > 0.9 * len(held)
+    alone = servicer._memory_of(os.getpid())
+    assert alone - before > 0.9 * len(held)
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()  # its own child holds as much
+        assert servicer._memory_of(os.getpid()) - alone > 0.9 * len(held)
+        child.stdin.close()
     assert servicer._memory_of(2**22 + 1) == 0  # no such process
 
 
