@@ -21,7 +21,7 @@ from sluice.dashboard.sample_browser import (
     SampleFilter,
     folders_of_run,
 )
-from sluice.dashboard.sample_lines import DumpRow, dump_row
+from sluice.dashboard.sample_lines import DumpRow, dump_row, shown_truth
 from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, settings_object, side_by_side
 from sluice.dashboard.step_history import StepHistory
 from sluice.report.summary import versions_of_run
@@ -171,7 +171,7 @@ def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
     pairs = [
         {
             "prompt": prompt,
-            "ground_truth": "" if before[prompt].gts is None else str(before[prompt].gts),
+            "ground_truth": shown_truth(before[prompt].gts),
             "before": _response(before[prompt]),
             "after": _response(after[prompt]),
         }

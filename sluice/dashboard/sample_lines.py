@@ -192,9 +192,16 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
         version=first.step,
         ended_at=0.0,
         prompt=first.input,
-        ground_truth="" if first.gts is None else str(first.gts),
+        ground_truth=shown_truth(first.gts),
         responses=[_dumped_response(line, row) for line, row in rows],
     )
+
+
+def shown_truth(gts: object) -> str:
+    """Return a dump's ground truth as records have it: a text as it is, other values as JSON."""
+    if gts is None or isinstance(gts, str):
+        return gts or ""
+    return msgspec.json.encode(gts).decode()
 
 
 def _dumped_response(line: bytes, row: DumpRow) -> SampledResponse:

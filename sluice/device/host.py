@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -38,6 +39,7 @@ NCCL_DUMP_WAIT_VARIABLE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _log = logging.getLogger(__name__)
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+_RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
 _GPU_FILE = re.compile(r"nvidia\d+")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
@@ -239,3 +241,19 @@ def available_memory(root: Path = Path("/")) -> int | None:
     except OSError:
         return None
     return int(match[1]) * 1024 if match else None
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory that new processes may take: the kernel's estimate, or a container's limit.
+
+    Args:
+        root: of the file system with ``proc`` and ``sys``.
+    """
+    found = [available_memory(root)]
+    group = root / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):  # "max": no limit
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
+        found.append(max(0, limit - used + (int(match[1]) if match else 0)))
+    return min((one for one in found if one is not None), default=None)

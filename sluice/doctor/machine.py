@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 
 from sluice.config.addresses import configured_ports
 from sluice.config.derived import adapts, replica_devices
@@ -20,7 +17,7 @@ from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_finding
 from sluice.device.host import (
     CUDA_VISIBLE_VARIABLE,
     ascend_host,
-    available_memory,
+    available_bytes,
     has_torch_npu,
     wants_gpu,
     wants_npu,
@@ -38,7 +35,6 @@ BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 # The trainer has two snapshots; a replica holds the base of deltas and a staged copy.
 COPIES = 2
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
-_RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 
 
 def check_memory(examined: Examined) -> Iterator[Finding]:
@@ -119,22 +115,6 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
 
 def _is_on_device(name: str | None, examined: Examined) -> bool:
     return wants_gpu(name, examined.environment) or wants_npu(name, examined.environment)
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory that new processes may take: the kernel's estimate, or a container's limit.
-
-    Args:
-        root: of the file system with ``proc`` and ``sys``.
-    """
-    found = [available_memory(root)]
-    group = root / "sys/fs/cgroup"
-    with suppress(OSError, ValueError):  # "max": no limit
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
-        found.append(max(0, limit - used + (int(match[1]) if match else 0)))
-    return min((one for one in found if one is not None), default=None)
 
 
 def check_npus(examined: Examined) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import msgspec
 
 from sluice.config.loading.conversions import PATH_KEYS
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import FileList, file_list
 from sluice.config.schema.section import Section
 from sluice.device.host import device_numbers, gpu_numbers
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -29,17 +30,26 @@ _PACKAGE, _FILE = "pkg://", "file://"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the configuration with absolute paths.
+    """Return the configuration with absolute paths, and a pattern's data files in its place.
 
-    Other commands, and processes on other nodes, have another working directory.
+    Other commands, and processes on other nodes, have another working directory. A run keeps the
+    rows that it started with, whatever is added to a folder.
     """
     for key in PATH_KEYS:
         config = _with_absolute(config, key.split("."))
     sources = {
         name: _with_absolute(source, ["files"]) for name, source in config.sluice.sources.items()
     }
-    service = msgspec.structs.replace(config.sluice, sources=sources)
-    return msgspec.structs.replace(config, sluice=service)
+    replace = msgspec.structs.replace
+    sources = {name: replace(one, files=_named(one.files)) for name, one in sources.items()}
+    data = config.data
+    data = replace(data, train_files=_named(data.train_files), val_files=_named(data.val_files))
+    return replace(config, data=data, sluice=replace(config.sluice, sources=sources))
+
+
+def _named(files: FileList | None) -> FileList | None:
+    found = file_list(files)
+    return files if found == ([files] if isinstance(files, str) else files or []) else found
 
 
 def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:

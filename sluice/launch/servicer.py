@@ -18,7 +18,7 @@ from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.concurrency.process import ENDED, MARKS_FOLDER, process_marks
-from sluice.device.host import available_memory
+from sluice.device.host import available_bytes
 from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError, SluiceError
 from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name, replica_number
@@ -96,7 +96,7 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
     Raises:
         InvalidRequestError: with both numbers.
     """
-    free, sizes = available_memory(), [size for size in map(_memory_of, pids) if size]
+    free, sizes = available_bytes(), [size for size in map(_memory_of, pids) if size]
     if free is None or not sizes or added * min(sizes) <= free:
         return
     raise InvalidRequestError(

@@ -155,8 +155,8 @@ def test_a_search_that_takes_long_returns_its_results_so_far_and_continues(tmp_p
 
 def test_dumps_in_verls_columns_are_read_as_groups(tmp_path: Path) -> None:
     rows = [
-        DumpedSample("1 + 1 = ?", f"it is {n}", "2", float(n), {"uid": uid, "acc": True})
-        for uid, n in (("a", 1), ("a", 2), ("b", 3))
+        DumpedSample("1 + 1 = ?", f"it is {n}", truth, float(n), {"uid": uid, "acc": True})
+        for uid, n, truth in (("a", 1, "2"), ("a", 2, "2"), ("b", 3, {"target": ["2"]}))
     ]
     write_dump(tmp_path / "validation", rows, 10)
     browser = read(browser_of(tmp_path))
@@ -166,6 +166,7 @@ def test_dumps_in_verls_columns_are_read_as_groups(tmp_path: Path) -> None:
     first = page.groups[1].group
     assert [response.text for response in first.responses] == ["it is 1", "it is 2"]
     assert (first.ground_truth, first.responses[0].metrics) == ("2", {"acc": 1.0})
+    assert page.groups[0].group.ground_truth == '{"target":["2"]}'
     stamp = (tmp_path / "validation").stat()
     write_dump(tmp_path / "validation", rows[:1], 10)  # a validation that was repeated
     os.utime(tmp_path / "validation", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # in the same tick

@@ -10,12 +10,12 @@ import pytest
 from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import image_encoder, published_encoder
 from sluice.device.ascend_checks import AscendDemand, AscendHost
+from sluice.device.host import available_bytes
 from sluice.doctor import machine
 from sluice.doctor.files import check_disk, checkpoint_bytes, checkpoints_kept, disk_finding
 from sluice.doctor.finding import GIB, MIB, Finding
 from sluice.doctor.machine import (
     BARE_ON_DEVICE_BYTES,
-    available_bytes,
     check_npus,
     memory_finding,
     needed_memory,

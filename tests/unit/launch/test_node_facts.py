@@ -229,3 +229,15 @@ def test_every_relative_path_becomes_absolute_and_others_stay() -> None:
     assert found.sluice.security.token_file == str(here / "tokens")
     assert found.sluice.security.ca_file is None
     assert with_absolute_paths(found) == found
+
+
+def test_a_run_keeps_the_files_of_a_pattern_that_it_started_with(tmp_path: Path) -> None:
+    first, second = (tmp_path / name for name in ("a.parquet", "b.parquet"))
+    second.touch()
+    pattern = str(tmp_path / "*.parquet")
+    config = run(f"data.train_files={pattern}", f"data.val_files=[{pattern}]")
+    kept = with_absolute_paths(config)
+    first.touch()
+    assert kept.data.train_files == kept.data.val_files == [str(second)]
+    assert with_absolute_paths(kept) == kept
+    assert with_absolute_paths(config).data.train_files == [str(first), str(second)]

@@ -93,7 +93,7 @@ def test_a_number_that_no_run_can_have_is_refused_with_the_reason(
 def test_no_more_replicas_start_than_this_machine_has_memory_for(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer, "available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(servicer, "available_bytes", lambda: 2 << 30)
     monkeypatch.setattr(servicer, "_memory_of", lambda pid: (1 << 29) if pid == os.getpid() else 0)
     processes = Processes(*names)
     scale = ReplicaScale(processes, make_replica, is_local=True)
