@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def _no_service_has_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service without TLS notes that for its process, which tests share."""
     monkeypatch.setattr("sluice.rpc.status._run_has_no_tls", False)
+
+
+@pytest.fixture(autouse=True)
+def _logs_go_where_they_went() -> Iterator[None]:
+    """A service or launcher sends the log lines of its process, which tests share, to stderr."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
