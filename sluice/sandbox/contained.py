@@ -211,10 +211,13 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
         elif containment.announces_ready and not output.of(2) and process.stderr is not None:
             # The limit was reached before this stream had its turn.
             with suppress(BlockingIOError):
-                output.chunks[2] = [os.read(process.stderr.fileno(), len(READY))]
+                said = os.read(process.stderr.fileno(), _SHOWN_BYTES)
+                output.chunks[2] = [said[: said.find(READY) + len(READY)]]
         code = process.wait(END_TIMEOUT_S) if end is None else None
     stdout, stderr = output.of(1), output.of(2)
-    if containment.announces_ready and not stderr.startswith(READY):
+    # Threads of this process may log before the wrapper has taken its place: gRPC's do at a fork.
+    _, ready, said = stderr.partition(READY)
+    if containment.announces_ready and not ready:
         if end is SandboxEnd.TIMED_OUT:
             raise SandboxUnavailableError(f"it did not start within {limits.wall_s:g} s")
         raise SandboxUnavailableError(_reason(stderr, code))
@@ -223,7 +226,7 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
     if end is None:
         code = code if code is None or code >= 0 else 128 - code
         end = _end_of(code, limits, time.monotonic() - began_s)
-    stderr = stderr.removeprefix(READY) if containment.announces_ready else stderr
+    stderr = said if containment.announces_ready else stderr
     return Result(end, code if end is SandboxEnd.FINISHED else None, stdout, stderr)
 
 

@@ -14,6 +14,7 @@ from services.reward.grading.scorers import program_runner
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.choice import CommandSandbox
+from sluice.sandbox.contained import Containment, run_contained
 from sluice.sandbox.interpreter import Interpreter
 from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
@@ -81,6 +82,21 @@ def test_a_command_may_say_something_before_python_starts() -> None:
         assert interpreter.run("print(2)").output == "2\n"
     finally:
         interpreter.close()
+
+
+@pytest.mark.parametrize("before", ["", "epoll_wait error"])
+def test_what_is_said_before_the_sandbox_is_ready_is_not_the_programs(before: str) -> None:
+    """A thread of this process may log into the stream of its fork."""
+    script = f"printf %s '{before}' >&2; echo 'sluice: ready' >&2; printf late >&2; exit 3"
+    containment = Containment(["/bin/sh", "-c", script], announces_ready=True)
+    found = run_contained(containment, b"", Limits())
+    assert found == Result(SandboxEnd.FINISHED, 3, b"", b"late")
+
+
+def test_a_wrapper_that_never_gets_ready_is_the_sandboxs_failure() -> None:
+    containment = Containment(["/bin/sh", "-c", "echo no room >&2"], announces_ready=True)
+    with pytest.raises(SandboxUnavailableError, match="before the program: no room"):
+        run_contained(containment, b"", Limits())
 
 
 def test_a_commands_time_limit_is_not_that_of_one_call() -> None:
