@@ -94,8 +94,8 @@ def test_what_is_said_before_the_sandbox_is_ready_is_not_the_programs(before: st
 
 
 def test_a_wrapper_that_never_gets_ready_is_the_sandboxs_failure() -> None:
-    containment = Containment(["/bin/sh", "-c", "echo no room >&2"], announces_ready=True)
-    with pytest.raises(SandboxUnavailableError, match="before the program: no room"):
+    containment = Containment(["/bin/sh", "-c", "echo no disk >&2"], announces_ready=True)
+    with pytest.raises(SandboxUnavailableError, match="before the program: no disk"):
         run_contained(containment, b"", Limits())
 
 
