@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from sluice.client.async_client import AsyncClient
 from sluice.client.run_address import address_of_run, locate_run
 from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, training_run
-from tools.phases import say, tool_parser
+from tools.phases import PhaseError, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON, NODE = "python", "node"
@@ -298,10 +298,12 @@ def fairness(clients: Sequence[Client]) -> dict[str, float]:
 
 
 async def _pace(run: LaunchedRun, work: Awaitable[None]) -> float:
-    """Return training's own steps a minute while `work` is done."""
+    """Return training's steps a minute during `work`, and until one is done; 0: none in time."""
     async with run.monitor() as monitor:
         before, began_s = (await monitor.snapshot()).step, time.monotonic()
         await work
+        with suppress(PhaseError):  # a slow machine may need longer for a step than `work` takes
+            await run.until_training(before + 1, 0, _HOLD_S)
         steps = (await monitor.snapshot()).step - before
     return round(60 * steps / (time.monotonic() - began_s), 2)
 
