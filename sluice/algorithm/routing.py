@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from sluice.types import ReplicaInfo
@@ -31,7 +31,7 @@ _DEMAND_ROUNDING = 1e-9
 _CONTEXTS, _STEP = 256, 0.1
 
 
-class ReplicaUse(Enum):
+class ReplicaUse(StrEnum):
     """The purposes that a replica gets requests for, as far as its version suits them."""
 
     ANY = "any"
@@ -221,13 +221,13 @@ class ReplicaRouter:
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
         """Replace the fleet and end pauses. Return the members that left, marked as removed."""
-        previous, self._members = self._members, {}
+        previous, self._members, self._by_name = self._members, {}, {}
         for replica in replicas:
             key = (replica.info.name, replica.info.instance_id)
             member = previous.pop(key, None) or RoutedReplica(replica)
             member.announced = replica
-            member.paused_until = 0.0
-            self._members[key] = member
+            member.order, member.paused_until = len(self._members), 0.0
+            self._members[key] = self._by_name[replica.info.name] = member
         self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
@@ -274,7 +274,16 @@ class ReplicaRouter:
 
         An idle replica takes a group of any size, so it counts as at least `group_size`.
         """
-        free = self._num_beyond(lowest_version, now, group_size)
+        free = 0
+        if group_size > self._least_capacity:  # what idle ones take of a group beyond their own
+            free = sum(
+                max(0, group_size - member.capacity)
+                for member in self._members.values()
+                if member.num_groups == 0
+                and member.paused_until <= now
+                and member.announced.policy_version >= lowest_version
+                and member.announced.use is not ReplicaUse.VALIDATION
+            )
         for offer, count in self._num_free.items():  # asked at every start: no generator
             if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
@@ -288,19 +297,6 @@ class ReplicaRouter:
             and member.announced.use is not ReplicaUse.VALIDATION
         )
         return free - refused
-
-    def _num_beyond(self, lowest_version: int, now: float, group_size: int) -> int:
-        """Return what idle replicas take of a group beyond their capacity, in sequences."""
-        if group_size <= self._least_capacity:
-            return 0
-        return sum(
-            max(0, group_size - member.capacity)
-            for member in self._members.values()
-            if member.num_groups == 0
-            and member.paused_until <= now
-            and member.announced.policy_version >= lowest_version
-            and member.announced.use is not ReplicaUse.VALIDATION
-        )
 
     def reservation(self, member: RoutedReplica, num_sequences: int) -> Reservation:
         """Reserve capacity for a group on `member`."""
@@ -355,12 +351,11 @@ class ReplicaRouter:
         return member.paused_until
 
     def _arrange(self) -> None:
-        """Count all members again."""
+        """Count the capacity of all members again."""
         self._num_free = Counter()
-        self._by_name = {member.announced.info.name: member for member in self._members.values()}
-        for order, member in enumerate(self._members.values()):
-            info, member.order = member.announced.info, order
-            member.capacity = sequences_at_once(info, self._slack, self._context.expected)
+        for member in self._members.values():
+            info, context = member.announced.info, self._context.expected
+            member.capacity = sequences_at_once(info, self._slack, context)
             self._num_free[member.announced.offer] += member.num_free
         self._least_capacity = min((one.capacity for one in self._members.values()), default=0)
 

@@ -97,13 +97,15 @@ class AnsweredTurn:
     continued_text: str = ""
 
     @classmethod
-    def of(cls, collected: CollectedSamples, sample_index: int) -> AnsweredTurn:
-        """Return a sample of a request."""
+    def of(
+        cls, collected: CollectedSamples, sample_index: int, before_s: float = 0.0
+    ) -> AnsweredTurn:
+        """Return a sample of a request, which it has waited `before_s` seconds for."""
         return cls(
             collected.rollouts[sample_index],
             collected.prompt_token_ids,
             collected.replica,
-            collected.queued_s,
+            before_s + collected.queued_s,
             collected.continued_text,
         )
 
@@ -462,8 +464,7 @@ class Episode:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
         with self._dispatcher.outside[self._request.purpose].waiting(self._failure.value):
-            async with self._request.progress.bounded():
-                return await call
+            return await self._request.progress.bounded(call)
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

@@ -304,9 +304,7 @@ class FirstTurns:
     def _deliver(self, collected: CollectedSamples, index: int, began: float) -> None:
         waiter = self._waiters[index]
         if not waiter.answered.done():
-            turn = AnsweredTurn.of(collected, index)
-            for_siblings_s = began - waiter.since
-            waiter.answered.set_result(replace(turn, queued_s=turn.queued_s + for_siblings_s))
+            waiter.answered.set_result(AnsweredTurn.of(collected, index, began - waiter.since))
 
 
 def _now() -> float:

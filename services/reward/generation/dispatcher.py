@@ -205,37 +205,33 @@ class GroupDispatcher:
             HistoryRewrittenError: the template cannot continue the turn's tokens.
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
-        self._num_collecting[collected.request.purpose] += 1
-        try:
-            await self._collect(collected)
-        finally:
-            self._num_collecting[collected.request.purpose] -= 1
-
-    async def _collect(self, collected: CollectedSamples) -> None:
         request, progress = collected.request, collected.request.progress
         rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
-        failures: list[str] = []
-        while (missing := collected.missing) and not progress.check(_now()):
-            partials = collected.partials()
-            collected.note_version()
-            queued_since = _now()
-            try:
-                async with progress.bounded():
-                    reservation = await self.queue.reserve(request.requirement(len(missing)), rank)
-            except GroupOverError:
-                break
-            finally:
-                collected.queued_s += _now() - queued_since
-            try:
-                failure = await self._attempt(reservation, collected, partials)
-            finally:
-                self.queue.give_back(reservation)
-            if failure is not None:
-                failures.append(failure)
-            if collected.missing and len(failures) >= self._max_attempts:
-                end_without_missing(collected, failures)
-        if collected.missing:
-            end_early(collected)
+        now, failures = asyncio.get_running_loop().time, list[str]()
+        self._num_collecting[request.purpose] += 1
+        try:
+            while (missing := collected.missing) and not progress.check(now()):
+                partials, wanted = collected.partials(), request.requirement(len(missing))
+                collected.note_version()
+                queued_since = now()
+                try:
+                    reservation = await progress.bounded(self.queue.reserve(wanted, rank))
+                except GroupOverError:
+                    break
+                finally:
+                    collected.queued_s += now() - queued_since
+                try:
+                    failure = await self._attempt(reservation, collected, partials)
+                finally:
+                    self.queue.give_back(reservation)
+                if failure is not None:
+                    failures.append(failure)
+                if collected.missing and len(failures) >= self._max_attempts:
+                    end_without_missing(collected, failures)
+            if collected.missing:
+                end_early(collected)
+        finally:
+            self._num_collecting[request.purpose] -= 1
 
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
@@ -284,7 +280,7 @@ class GroupDispatcher:
     ) -> str | None:
         """Store what one stream brings. Return why its early end counts as a failure."""
         info, missing = reservation.member.announced.info, collected.missing
-        progress = collected.request.progress
+        progress, now = collected.request.progress, asyncio.get_running_loop().time
         collected.requested(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
@@ -292,18 +288,18 @@ class GroupDispatcher:
                 async with asyncio.timeout(None) as scope:
                     watch = StreamWatch(
                         *(scope, reservation.member, self.rules, self._backlog),
-                        *(collected.request, missing, _now()),
+                        *(collected.request, missing, now()),
                     )
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
-                            self._store(reservation, watch, collected, event)
+                            self._store(reservation, watch, collected, event, now())
                             del event  # its memory: the next one may take long
-                            if (end := self._reason_to_end(watch, collected)) is not None:
+                            if (end := self._reason_to_end(watch, collected, now())) is not None:
                                 return self._ended(end, watch, collected)
             except TimeoutError:
                 if not scope.expired():
                     raise
-                return self._ended(watch.why_expired(_now()), watch, collected)
+                return self._ended(watch.why_expired(now()), watch, collected)
         if collected.missing:
             raise EngineError(
                 f"{info.name}: its stream ended without {len(collected.missing)} samples"
@@ -319,7 +315,8 @@ class GroupDispatcher:
         finally:
             self._streams.remove(watch)
             watch.close()
-            if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
+            rate = watch.pace.rate(asyncio.get_running_loop().time())
+            if rate is None and (least := watch.pace.least_rate()) is not None:
                 self._note_rate(watch.member, least)
 
     def _note_rate(self, member: RoutedReplica, rate: float) -> None:
@@ -333,8 +330,9 @@ class GroupDispatcher:
         watch: StreamWatch,
         collected: CollectedSamples,
         event: GenerateEvent,
+        now: float,
     ) -> None:
-        now, request, member = _now(), collected.request, reservation.member
+        request, member = collected.request, reservation.member
         if event.started is not None:
             watch.pace.accepted(now)
             self.queue.answered(member)
@@ -346,7 +344,7 @@ class GroupDispatcher:
         if num_finished := len(collected.rollouts) - num_ended:
             # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
-            own = 0 if prompt is None else -(-prompt.size // request.num_samples)
+            own = 0 if prompt is None else -(-prompt.size // len(request.sample_indexes))
             for rollout in event.rollouts:
                 self.queue.fleet.context_ended(own + rollout.num_tokens)
             self.queue.sequences_ended(reservation, num_finished)
@@ -354,31 +352,32 @@ class GroupDispatcher:
             watch.pace.arrived(new_tokens, [one.sample_index for one in event.rollouts], now)
         elif event.engine_tokens is not None:
             watch.pace.engine_progressed(event.engine_tokens, now)
-        watch.reschedule()
 
-    def _reason_to_end(self, watch: StreamWatch, collected: CollectedSamples) -> StreamEnd | None:
+    def _reason_to_end(
+        self, watch: StreamWatch, collected: CollectedSamples, now: float
+    ) -> StreamEnd | None:
         """Note the stream's rate; return why it should end, or ``None``: it continues."""
-        missing = collected.missing
         # Checked after the last sample too: other requests of the group wait for it.
-        is_over = collected.request.progress.check(_now())
-        if not missing:
+        is_over = collected.request.progress.check(now)
+        num_missing = len(collected.request.sample_indexes) - len(collected.rollouts)
+        if not num_missing:
             return None
         if is_over:
             return StreamEnd.GROUP_OVER
-        name, rate = watch.member.announced.info.name, watch.pace.rate(_now())
+        name, rate = watch.member.announced.info.name, watch.pace.rate(now)
         if rate is None:
             return None
         self._note_rate(watch.member, rate)
         is_slow = self.rules.is_slow(rate, self._rates.median_of_others(name))
         if collected.was_moved or not is_slow:
             return None
-        wanted = collected.request.requirement(len(missing))
+        wanted = collected.request.requirement(num_missing)
         return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, wanted) else None
 
     def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
         """Handle the end of a stream; return why it counts as a failure."""
         prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
-        state = watch.state(_now())
+        state = watch.state(asyncio.get_running_loop().time())
         if end is StreamEnd.GROUP_OVER:
             collected.request.progress.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
@@ -396,10 +395,6 @@ class GroupDispatcher:
             collected.was_moved = True
             return None
         return f"{name}: stalled: {state}"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def end_early(collected: CollectedSamples) -> None:

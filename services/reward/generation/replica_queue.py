@@ -145,7 +145,8 @@ class ReplicaQueue:
         asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
     def _capacity_changed(self) -> None:
-        self._serve()
+        if self._waiters:
+            self._serve()
         self.capacity.notify()
 
     def _serve(self) -> None:

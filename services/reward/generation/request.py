@@ -5,11 +5,11 @@ what a replica answers, and the errors that end it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Protocol
+from enum import StrEnum
+from typing import Protocol, TypeVar
 
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
@@ -30,9 +30,10 @@ from sluice.types import (
 )
 
 PHASE = "generating"
+ResultT = TypeVar("ResultT")
 
 
-class Purpose(Enum):
+class Purpose(StrEnum):
     """What samples are for. Those for validation get replicas before those for training."""
 
     VALIDATION = "validation"
@@ -83,7 +84,7 @@ class GroupProgress:
     num_received: int = 0
     num_thrown_away: int = 0
     num_replaced: int = 0
-    _versions: dict[int, int | None] = field(default_factory=dict)  # by part
+    _versions: dict[object, int] = field(default_factory=dict)  # the oldest, by part
     _observers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -98,6 +99,8 @@ class GroupProgress:
 
     def check(self, now: float) -> bool:
         """Return whether the group is over; end it if it has used its time or its tokens."""
+        if not self.rules.end_groups:
+            return False
         over_at = self.over_at
         if (over_at is not None and over_at <= now) or self.rules.is_spent(self.num_tokens):
             self.end()
@@ -120,18 +123,19 @@ class GroupProgress:
         """Add tokens that an earlier service received, the oldest of `version`."""
         self.num_tokens += num_tokens
         self.num_received += num_tokens
-        self.note_version(self.new_part(), version)
+        self.note_version(object(), version)
 
-    def new_part(self) -> int:
-        """Return a number for a part of the group, such as the samples of one request."""
-        self._versions[len(self._versions)] = None
-        return len(self._versions) - 1
+    def note_version(self, part: object, version: int | None) -> None:
+        """Note the oldest version of a part of the group; ``None``: the part holds no token.
 
-    def note_version(self, part: int, version: int | None) -> None:
-        """Note the oldest version of a part of the group; ``None``: the part holds no token."""
-        self._versions[part] = version
-        versions = (v for v in self._versions.values() if v is not None)
-        self.on_oldest_version(min(versions, default=None))
+        Args:
+            part: stands for it, and must not hold it: its samples would live in a cycle.
+        """
+        if version is None:
+            self._versions.pop(part, None)
+        else:
+            self._versions[part] = version
+        self.on_oldest_version(min(self._versions.values(), default=None))
 
     def end(self) -> None:
         """End the group: it has used its time or its tokens."""
@@ -148,13 +152,14 @@ class GroupProgress:
         finally:
             self._observers.remove(observer)
 
-    @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[None]:
-        """End the block when the group has used its time or its tokens.
+    async def bounded(self, work: Awaitable[ResultT]) -> ResultT:
+        """Return the result of `work`; cancel it when the group has used its time or its tokens.
 
         Raises:
-            GroupOverError: it has, before the block has ended.
+            GroupOverError: it has, before the work has ended.
         """
+        if not self.rules.end_groups:
+            return await work
         try:
             async with asyncio.timeout_at(self.over_at) as scope:
 
@@ -163,7 +168,7 @@ class GroupProgress:
                         scope.reschedule(self.over_at)
 
                 with self.observed(reschedule):
-                    yield
+                    return await work
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -227,11 +232,6 @@ class GroupRequest:
     allows_missing: bool = False
     turn: TurnRequest | None = None
     is_baseline: bool = False
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples are requested."""
-        return len(self.sample_indexes)
 
     def requirement(self, num_sequences: int) -> ReplicaRequirement:
         """Return what a replica needs for so many of the samples."""

@@ -61,11 +61,7 @@ class CollectedSamples:
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
     _is_accepted: bool = False  # by the replica of the present stream
-    _part: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        # A number: a progress that held this object would keep its samples alive in a cycle.
-        self._part = self.request.progress.new_part()
+    _part: object = field(default_factory=object)  # what `GroupProgress` knows it by
 
     def note_version(self, *, or_version: int | None = None) -> None:
         """Write the oldest version among its tokens and `or_version` into the group's progress."""
@@ -233,8 +229,8 @@ class CollectedSamples:
         oldest = self.oldest_version()
         version = "no version" if oldest is None else f"version {oldest}"
         return (
-            f"{self.num_tokens} tokens, {num_finished} of {self.request.num_samples} samples "
-            f"finished, {version}"
+            f"{self.num_tokens} tokens, {num_finished} of {len(self.request.sample_indexes)} "
+            f"samples finished, {version}"
         )
 
     def group(self) -> RolloutGroup:

@@ -294,9 +294,9 @@ class GroupRun:
             progress=group.progress,
             allows_missing=not source.settings.needs.whole_groups,
         )
-        group.num_ungraded += request.num_samples + (greedy is not None)
+        group.num_ungraded += len(indexes) + (greedy is not None)
         response: RolloutGroup | None = None
-        with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
+        with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: len(indexes)}):
             if greedy is None:
                 samples = await self._generator.generate(request, on_sample)
             else:

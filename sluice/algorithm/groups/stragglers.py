@@ -42,6 +42,11 @@ class StragglerRules:
     group_deadline_s: float | None = None
     group_token_budget: int | None = None
 
+    @property
+    def end_groups(self) -> bool:
+        """Whether a group may be over before all of its samples have ended."""
+        return self.group_deadline_s is not None or self.group_token_budget is not None
+
     def stalled_at(self, pace: StreamPace) -> float | None:
         """Return when a stream is stalled, unless it sends something before."""
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
@@ -90,17 +95,16 @@ class StreamPace:
 
     Attributes:
         waiting: samples without a token from this stream; they may wait for a slot.
-        running: samples with some of their tokens, but not all.
+        running: samples with some of their tokens, but not all, and when their newest came.
         last_progress: when something came that shows progress of these samples.
         num_tokens: tokens that came.
     """
 
     waiting: set[int]
     last_progress: float
-    running: set[int] = field(default_factory=set)
+    running: dict[int, float] = field(default_factory=dict)
     num_tokens: int = 0
     num_finished: int = 0
-    _newest: dict[int, float] = field(default_factory=dict)  # when a running sample's token came
     _accepted: float | None = None
     _engine_tokens: int | None = None
     _num_arrivals: int = 0
@@ -126,31 +130,34 @@ class StreamPace:
 
     def arrived(self, new_tokens: dict[int, int], finished: Collection[int], now: float) -> None:
         """New tokens came by sample index, and the last of those in `finished`."""
-        grown = [index for index in self.running if new_tokens.get(index)]
-        for index in grown:
-            gap_s = now - self._newest[index]
-            self._grown_tokens += new_tokens[index]
-            self._grown_s += gap_s
-            self._longest_gap_s = max(self._longest_gap_s, gap_s)
-        self._num_arrivals += bool(grown)
-        if self._accepted is not None:
-            self._whole_tokens += sum(new_tokens.get(index, 0) for index in finished)
-            self._whole_s += len(finished) * (now - self._accepted)
-        came = {index for index, count in new_tokens.items() if count}
-        self.waiting -= came | set(finished)
-        self.running = (self.running | came) - set(finished)
-        self._newest = {index: now if index in came else self._newest[index]
-                        for index in self.running}  # fmt: skip
-        self.num_tokens += sum(new_tokens.values())
+        has_grown = False
+        for index, count in new_tokens.items():
+            if not count:
+                continue
+            self.num_tokens += count
+            self.waiting.discard(index)
+            if (newest := self.running.get(index)) is not None:
+                has_grown = True
+                self._grown_tokens += count
+                self._grown_s += now - newest
+                self._longest_gap_s = max(self._longest_gap_s, now - newest)
+            self.running[index] = now
+        self._num_arrivals += has_grown
+        for index in finished:
+            self.waiting.discard(index)
+            self.running.pop(index, None)
+            if self._accepted is not None:
+                self._whole_tokens += new_tokens.get(index, 0)
+                self._whole_s += now - self._accepted
         self.num_finished += len(finished)
         self.last_progress = now
 
     def quietest(self, now: float) -> tuple[int, float] | None:
         """Return the running sample that has had no new token for longest, and for how long."""
-        if not self._newest:
+        if not self.running:
             return None
-        index = min(self._newest, key=self._newest.__getitem__)
-        return index, now - self._newest[index]
+        index = min(self.running, key=self.running.__getitem__)
+        return index, now - self.running[index]
 
     def rate(self, now: float) -> float | None:
         """Return tokens a second and running sample since its first tokens; ``None``: too early.
@@ -160,7 +167,7 @@ class StreamPace:
         """
         if self._num_arrivals < LEAST_ARRIVALS:
             return None
-        silent_s = (now - newest - self._longest_gap_s for newest in self._newest.values())
+        silent_s = (now - newest - self._longest_gap_s for newest in self.running.values())
         seconds = self._grown_s + sum(max(0.0, each) for each in silent_s)
         return self._grown_tokens / seconds if seconds >= LEAST_OBSERVED_S else None
 

@@ -93,7 +93,13 @@ async def test_a_group_carries_the_reward_of_a_greedy_response_to_its_prompt(
     assert sorted(request.prompt.prompt_id for request in greedy) == ["p0", "p1"]
     wanted = (1, 1.0, -1, 30, -1)  # the same bound on versions as the samples
     found = {
-        (r.num_samples, r.sampling.top_p, r.sampling.top_k, r.sampling.max_tokens, r.lowest_version)
+        (
+            len(r.sample_indexes),
+            r.sampling.top_p,
+            r.sampling.top_k,
+            r.sampling.max_tokens,
+            r.lowest_version,
+        )
         for r in greedy
     }
     assert found == {wanted}
@@ -245,7 +251,7 @@ async def test_a_prompt_has_started_when_the_older_of_the_two_has(
     reported: list[int | None] = []
 
     def start(request: GroupRequest) -> None:
-        part = request.progress.new_part()
+        part = object()
         request.progress.note_version(part, None)
         request.progress.note_version(part, greedy if is_greedy(request) else samples)
 
