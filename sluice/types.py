@@ -460,6 +460,8 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens, stop tokens included."""
+        if len(self.turns) == 1:
+            return self.turns[0].token_ids.size
         return sum(turn.token_ids.size for turn in self.turns)
 
     @property
@@ -506,18 +508,6 @@ class RolloutGroup:
     def num_response_tokens(self) -> int:
         """Sum of response lengths."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version that sampled any token of the group.
-
-        Raises:
-            ValueError: no rollout holds a token.
-        """
-        versions = [v for v in (r.oldest_version for r in self.rollouts) if v is not None]
-        if not versions:
-            raise ValueError(f"group {self.prompt.prompt_id} holds no tokens")
-        return min(versions)
 
 
 class FailureKind(StrEnum):
@@ -598,9 +588,11 @@ class GradedGroup:
         Raises:
             ValueError: no sample holds a token.
         """
-        greedy = self.greedy.group.rollouts if self.greedy else ()
-        sampled_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
-        return min([self.group.oldest_version, *sampled_by])
+        rollouts = (*self.group.rollouts, *(self.greedy.group.rollouts if self.greedy else ()))
+        versions = [v for rollout in rollouts if (v := rollout.oldest_version) is not None]
+        if not versions:
+            raise ValueError(f"group {self.group.prompt.prompt_id} holds no tokens")
+        return min(versions)
 
 
 class PromptEnd(StrEnum):

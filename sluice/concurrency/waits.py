@@ -59,7 +59,11 @@ class Wait:
         self.peer = peer
         self.phase = phase
         self.since_s = time.monotonic()
-        self._owner = _present_owner()
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # a thread without an event loop
+            task = None
+        self._owner = threading.current_thread() if task is None else task
         _open[self] = None
 
     def restart(self) -> None:
@@ -107,14 +111,6 @@ def _one_line(group: Sequence[Waiting]) -> Waiting:
     longest = max(group, key=lambda wait: wait.seconds)
     count = sum(wait.count for wait in group)
     return Waiting(longest.peer, longest.phase, longest.seconds, count, longest.task)
-
-
-def _present_owner() -> asyncio.Task[object] | threading.Thread:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # a thread without an event loop
-        task = None
-    return threading.current_thread() if task is None else task
 
 
 def advance() -> None:
@@ -263,19 +259,18 @@ class ChangeSignal:
 
     Args:
         then: notified as well, after this one.
+
+    Attributes:
+        next_change: is set at the first `notify` from now on.
     """
 
     def __init__(self, then: ChangeSignal | None = None) -> None:
-        self._event = asyncio.Event()
+        self.next_change = asyncio.Event()
         self._then = then
-
-    def next_change(self) -> asyncio.Event:
-        """Return an event that is set at the first `notify` from now on."""
-        return self._event
 
     def notify(self) -> None:
         """Wake all waiters."""
-        event, self._event = self._event, asyncio.Event()
+        event, self.next_change = self.next_change, asyncio.Event()
         event.set()
         if self._then is not None:
             self._then.notify()

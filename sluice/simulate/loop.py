@@ -467,7 +467,7 @@ class SimulatedLoop:
         """Lease a batch to the trainer if it waits for one and the rules allow."""
         if self._asked_s is None:
             return
-        if not self._strategy.may_form(self._load(0)):
+        if not self._strategy.may_form(len(self._in_flight)):
             self._check_yield()
             return
         decision = self._batching.decide(self._trained, self._strategy.estimate)

@@ -115,20 +115,24 @@ class Grader:
         """Return one outcome per response to a prompt: its environment's, if that decided one;
         aborted ones are never graded."""
         question = prompt.messages[-1].content if prompt.messages else ""
-        decided = [_decided(rollout) for rollout in rollouts]
-        items = [
-            ScorerInput(
-                prompt.data_source,
-                rollout.text,
-                prompt.ground_truth,
-                prompt.extra_info,
-                question=question,
-                truth_is_json=prompt.truth_is_json,
-                num_turns=2 * len(rollout.turns),
-            )
-            for rollout, outcome in zip(rollouts, decided, strict=True)
-            if outcome is None
-        ]
+        decided: list[Outcome | None] = []
+        items: list[ScorerInput] = []
+        for rollout in rollouts:
+            outcome = rollout.outcome
+            if outcome is None and rollout.finish_reason is FinishReason.ABORTED:
+                outcome = Failed(FailureKind.ABORTED, "generation was ended from outside")
+            decided.append(outcome)
+            if outcome is None:
+                item = ScorerInput(
+                    prompt.data_source,
+                    rollout.text,
+                    prompt.ground_truth,
+                    prompt.extra_info,
+                    question=question,
+                    truth_is_json=prompt.truth_is_json,
+                    num_turns=2 * len(rollout.turns),
+                )
+                items.append(item)
         scored = iter(await self._scored(items) if items else ())
         return tuple(
             self._shaped(next(scored) if outcome is None else outcome, rollout)
@@ -156,13 +160,6 @@ class Grader:
         if self._shaping.log:
             metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
-
-
-def _decided(rollout: Rollout) -> Outcome | None:
-    """Return the outcome of a sample that needs no scorer; ``None``: a scorer grades it."""
-    if rollout.outcome is None and rollout.finish_reason is FinishReason.ABORTED:
-        return Failed(FailureKind.ABORTED, "generation was ended from outside")
-    return rollout.outcome
 
 
 class ScoreRequests:

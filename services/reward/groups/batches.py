@@ -33,7 +33,6 @@ from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
-from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.algorithm.sources import source_metric
 from sluice.concurrency.waits import ChangeSignal, deadline
 from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
@@ -87,18 +86,6 @@ class TrainBatches:
         """Leased batches whose trained version is not announced yet."""
         return max(0, self._next_version() - (self._groups.policy_version or 0))
 
-    def load(self, source: TrainingSource, capacity: int) -> LoopLoad:
-        """Return the loop as the strategy of a source sees it, where the fleet could take
-        `capacity` groups."""
-        groups = source.groups
-        return LoopLoad(
-            num_in_flight=groups.num_in_flight,
-            num_kept=groups.num_kept,
-            num_in_training=self.num_batches_in_training * source.num_groups,
-            capacity=capacity,
-            num_sure=groups.num_sure,
-        )
-
     async def take(self, step: int, version: int, seconds: float) -> TrainBatch:
         """Lease the batch for `version`; the same again until it is acknowledged.
 
@@ -114,7 +101,7 @@ class TrainBatches:
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 while True:
-                    change = self.changes.next_change()
+                    change = self.changes.next_change
                     if self.error is not None:
                         raise self.error
                     batch = self._leased_again(version) or self._formed(version)
@@ -246,15 +233,24 @@ class TrainBatches:
 
         A source that lacks groups keeps the others waiting: without it they would get its share.
         """
-        decisions = [(source, self._decided(source, version)) for source in self._sources.values()]
-        if all(self._is_ready(source, decision) for source, decision in decisions):
-            chosen = interleaved([decision.chosen for _, decision in decisions])
-            return self._lease([self._groups[prompt_id] for prompt_id in chosen], version)
-        for source, decision in decisions:
-            if decision.num_missing:
-                source.guard.check_yield()
-                if source.is_drained:
-                    raise source.guard.exhausted(source.groups.num_kept, source.num_groups)
+        chosen: list[tuple[str, ...]] = []
+        lacking: list[TrainingSource] = []
+        for source in self._sources.values():
+            decision = self._decided(source, version)
+            # The last wave may have too few prompts to count as complete. Its groups are trained
+            # anyway if they fill a batch.
+            is_free = self._was_voided or source.is_drained
+            num_in_flight = source.groups.num_in_flight
+            if decision.chosen and (is_free or source.strategy.may_form(num_in_flight)):
+                chosen.append(decision.chosen)
+            elif decision.num_missing:
+                lacking.append(source)
+        if len(chosen) == len(self._sources):
+            return self._lease([self._groups[one] for one in interleaved(chosen)], version)
+        for source in lacking:
+            source.guard.check_yield()
+            if source.is_drained:
+                raise source.guard.exhausted(source.groups.num_kept, source.num_groups)
         return None
 
     def _decided(self, source: TrainingSource, version: int) -> BatchDecision:
@@ -271,12 +267,6 @@ class TrainBatches:
         self._cancel(ages, decision.without_slot, version)
         return decision
 
-    def _is_ready(self, source: TrainingSource, decision: BatchDecision) -> bool:
-        # The last wave may have too few prompts to count as complete. Its groups are trained anyway
-        # if they fill a batch.
-        is_free = self._was_voided or source.is_drained
-        return bool(decision.chosen) and (is_free or source.strategy.may_form(self.load(source, 0)))
-
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
         """Lease the chosen groups; end the others if the strategy carries none over."""
         if not self._carries_over:
@@ -289,11 +279,7 @@ class TrainBatches:
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
         # The trainer saves this progress with the weights that the batch makes, so the batch's own
         # rows count as ended although they are only leased.
-        progress = self._ledger.progress(
-            (group.prompt.source, group.prompt.position)
-            for group in chosen
-            if group.prompt.position is not None
-        )
+        progress = self._ledger.progress([group.prompt for group in chosen])
         self._groups.lease(batch_id, version, chosen)
         gauges = self._gauges()
         self._batch = TrainBatch(

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -49,7 +50,6 @@ from services.reward.groups.sources import (
     SourceLoad,
     TrainingSource,
     TrainingSources,
-    source_to_start,
 )
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
@@ -60,6 +60,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity
 from sluice.algorithm.sampling.attempt import Attempt, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
+from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.concurrency.waits import Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
@@ -120,7 +121,7 @@ class GroupLoop:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                change = self._queue.capacity.next_change()
+                change = self._queue.capacity.next_change
                 try:
                     if self.batches.error is None:
                         await self._admit(tasks)
@@ -239,17 +240,20 @@ class GroupLoop:
                 return
 
     def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
-        """Return the source whose group starts next; ``None``: none may, or none has a prompt."""
+        """Return the source whose group starts next; ``None``: none may, or none has a prompt.
+
+        It is the one that fills its part of the batches least; the first of several.
+        """
         version = self._groups.policy_version
         if version is None:
             return None
-        loads = {
-            one.name: self._load(one, version)
-            for one in self._sources.values()
-            if one.name not in without_prompt and not one.is_exhausted
-        }
-        name = source_to_start(loads)
-        return None if name is None else self._sources[name]
+        chosen, least = None, math.inf
+        for source in self._sources.values():
+            if source.name not in without_prompt and not source.is_exhausted:
+                load = self._load(source, version)
+                if load.num_to_start > 0 and load.fill < least:
+                    chosen, least = source, load.fill
+        return chosen
 
     def _load(self, source: TrainingSource, version: int) -> SourceLoad:
         """Return the groups of a source that may start now, by its strategy and the capacity of the
@@ -264,10 +268,15 @@ class GroupLoop:
             first_sequences=first_sequences,
             is_idle=not self._groups.num_in_flight,
         )
-        load = self.batches.load(source, capacity)
-        return SourceLoad(
-            load, source.num_groups, strategy.estimate.mean, strategy.num_to_start(load)
+        groups, num_groups = source.groups, source.num_groups
+        load = LoopLoad(
+            num_in_flight=groups.num_in_flight,
+            num_kept=groups.num_kept,
+            num_in_training=self.batches.num_batches_in_training * num_groups,
+            capacity=capacity,
+            num_sure=groups.num_sure,
         )
+        return SourceLoad(load, num_groups, strategy.estimate.mean, strategy.num_to_start(load))
 
     async def _admitted(
         self, tasks: asyncio.TaskGroup, source: TrainingSource, prompt: Prompt

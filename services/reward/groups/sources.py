@@ -8,7 +8,7 @@ starts first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.reward.group_table import SourceGroups
@@ -147,15 +147,6 @@ class SourceLoad:
         return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
 
 
-def source_to_start(loads: Mapping[str, SourceLoad]) -> str | None:
-    """Return the source whose group starts next; ``None``: none may start.
-
-    It is the one that fills its part of the batches least; the first of several.
-    """
-    ready = [name for name, one in loads.items() if one.num_to_start > 0]
-    return min(ready, key=lambda name: loads[name].fill, default=None)
-
-
 def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
     """Return the groups of all sources in one order that keeps each source's own.
 
@@ -167,4 +158,4 @@ def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
         for number, own in enumerate(groups)
         for index, group in enumerate(own)
     ]
-    return [group for _, _, group in sorted(places, key=lambda place: place[:2])]
+    return [group for _, _, group in sorted(places)]

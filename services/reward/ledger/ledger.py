@@ -231,11 +231,18 @@ class PromptLedger:
             InvalidRequestError: a pending prompt or a recently ended prompt of a client has this
                 id, or a client's prompt cannot be encoded.
         """
-        is_written = self._writer is not None
-        body = self._body(prompt) if is_written or prompt.origin is PromptOrigin.CLIENT else None
+        body, is_client = None, prompt.origin is PromptOrigin.CLIENT
+        if self._writer is not None or is_client:
+            try:
+                body = encode_body(prompt)
+            except InvalidRequestError as error:
+                if is_client:
+                    raise
+                # Scorers cannot get such a row either. A restarted service issues it again.
+                logger.warning("%s: %s", prompt.place, error)
         self.check_unused(prompt.prompt_id)
         self._add(prompt)
-        if is_written and body is not None:
+        if body is not None:
             self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
@@ -322,8 +329,8 @@ class PromptLedger:
 
     # ----------------------------------------------------------------------------------- data set
 
-    def progress(self, also_ended: Iterable[tuple[str, int]] = ()) -> DataProgress:
-        """Return which data-set positions ended, `also_ended` (source, position) included."""
+    def progress(self, also_ended: Iterable[Prompt] = ()) -> DataProgress:
+        """Return which data-set positions ended, those of the prompts `also_ended` included."""
         return self._positions.progress(also_ended)
 
     def restart_data(self, progress: DataProgress) -> DataProgress:
@@ -334,8 +341,7 @@ class PromptLedger:
         """
         self._positions = SourcePositions(progress)
         self._write(*self._positions.rewritten())
-        pending = [(p.source, p.position) for p in self._prompts.values() if p.position is not None]
-        return self.progress(pending)
+        return self.progress(self._prompts.values())
 
     def forget_data(self) -> None:
         """Forget the data-set prompts that are pending: their rows are issued again."""
@@ -461,19 +467,6 @@ class PromptLedger:
         self.num_clients_pending -= prompt.origin is PromptOrigin.CLIENT
         self.client_image_bytes -= _client_image_bytes(prompt)
         return prompt
-
-    def _body(self, prompt: Prompt) -> bytes | None:
-        """Encode a prompt; ``None``: a row has no encoding.
-
-        Scorers cannot get such a row either. It is not written, and issued again after a restart.
-        """
-        try:
-            return encode_body(prompt)
-        except InvalidRequestError as error:
-            if prompt.origin is PromptOrigin.CLIENT:
-                raise
-            logger.warning("%s: %s", prompt.place, error)
-            return None
 
     def _write(self, *statements: Statement) -> None:
         """Hand one change to the writer: all of its statements reach the file, or none."""

@@ -393,12 +393,13 @@ class SourcePositions:
             return [(_END, (source, position))]
         return []
 
-    def progress(self, also_ended: Iterable[tuple[str, int]] = ()) -> DataProgress:
-        """Return what ended, `also_ended` (source, position) included."""
+    def progress(self, also_ended: Iterable[Prompt] = ()) -> DataProgress:
+        """Return what ended, the positions of the prompts `also_ended` included."""
         also: dict[str, list[int]] = {}
-        for source, position in also_ended:
-            self._of(source)
-            also.setdefault(source, []).append(position)
+        for prompt in also_ended:
+            if prompt.position is not None:
+                self._of(prompt.source)
+                also.setdefault(prompt.source, []).append(prompt.position)
         found = {name: one.after(also.get(name, ())) for name, one in self._by_source.items()}
         own = found.pop("")
         return DataProgress(own.low_water, own.ended_above, found)

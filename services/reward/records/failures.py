@@ -188,16 +188,16 @@ class YieldGuard:
             detail: why.
             counts_alike: whether it counts among the first groups that may all fail alike.
         """
-        if counts_alike:
-            reason = reason_of(detail)
-            self._first_reason = self._first_reason or reason
-            if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
-                self._num_alike = None
-            elif self._num_alike is not None:
-                self._num_alike += 1
         self._ends.append(_KEPT if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
+        if counts_alike and self._num_alike is not None:
+            if end is PromptEnd.DROPPED_FAILED:
+                reason = reason_of(detail)
+                self._first_reason = self._first_reason or reason
+                self._num_alike = self._num_alike + 1 if reason == self._first_reason else None
+            else:
+                self._num_alike = None
 
     def left_out(self, detail: str) -> None:
         """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""

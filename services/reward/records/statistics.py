@@ -120,18 +120,24 @@ def batch_content_metrics(
     Args:
         num_generated_tokens: tokens generated in the interval, trained on or not.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sampled_by = [versions for rollout in rollouts if (versions := rollout.versions)]
-    staleness = [version - min(versions) for versions in sampled_by]
-    num_trained_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    num_trained_tokens = 0
+    spans, newest, staleness = list[int](), list[int](), list[int]()
+    for group in groups:
+        for rollout in group.rollouts:
+            num_trained_tokens += rollout.num_tokens
+            if versions := rollout.versions:
+                first, last = min(versions), max(versions)
+                spans.append(last - first + 1)
+                newest.append(version - last)
+                staleness.append(version - first)
     mean, largest = sum(staleness) / max(len(staleness), 1), float(max(staleness, default=0))
     return {
         "train/trained_tokens": float(num_trained_tokens),
         "train/generated_per_trained_tokens": num_generated_tokens / max(num_trained_tokens, 1),
         "train/staleness_mean": mean,
         "train/staleness_max": largest,
-        **_ages("trajectory_spans", [max(found) - min(found) + 1 for found in sampled_by]),
-        **_ages("trajectory_staleness", [version - max(found) for found in sampled_by]),
+        **_ages("trajectory_spans", spans),
+        **_ages("trajectory_staleness", newest),
         **_ages("trajectory_staleness_worst", staleness),
         **_repetition(groups),
     }
@@ -150,8 +156,12 @@ def _ages(name: str, ages: Sequence[int]) -> dict[str, float]:
 
 def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
     """Return the mean over some responses: all of them would hold up the event loop."""
-    shown = [group.rollouts[0] for group in groups[:_REPETITION_GROUPS] if group.rollouts]
-    shares = [repetition_share(turn.token_ids) for one in shown for turn in one.turns]
+    shares = [
+        repetition_share(turn.token_ids)
+        for group in groups[:_REPETITION_GROUPS]
+        for rollout in group.rollouts[:1]
+        for turn in rollout.turns
+    ]
     return {"train/repetition_share": fmean(shares)} if shares else {}
 
 
@@ -398,12 +408,7 @@ class GroupStatistics:
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **(self._episodes.take() if self._episodes else {}),
-            **{
-                counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
-                for counter, total in totals.items()
-                if counter.startswith(_OF_SOURCES)
-            },
-            **self._of_sources(groups, version),
+            **(self._of_sources(groups, version, totals) if self._sources else {}),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
@@ -414,9 +419,16 @@ class GroupStatistics:
         self._started_s, self._scorer_seconds_before = now, scorer_seconds
         return statistics
 
-    def _of_sources(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
-        """Return what a batch for `version` has of each of several sources."""
-        found: dict[str, float] = {}
+    def _of_sources(
+        self, groups: Sequence[TrainGroup], version: int, totals: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return what a batch for `version` has of each of several sources, and what was counted
+        since the last batch."""
+        found = {
+            counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
+            for counter, total in totals.items()
+            if counter.startswith(_OF_SOURCES)
+        }
         for source in self._sources:
             own = [group for group in groups if group.source == source]
             values = {
@@ -454,8 +466,10 @@ def _peak_memory_mb() -> float:
     status = Path("/proc/self/status")
     if not status.exists():
         return 0.0
-    lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
-    return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)
+    for line in status.read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
 
 
 def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:

@@ -115,9 +115,10 @@ class OutcomePolicy:
 
         All attempts are over.
         """
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        costly = [o for o in failed if self.rule(o.kind).final is OutcomeAction.DROP_GROUP]
-        return costly[0] if costly else None
+        for one in outcomes:
+            if isinstance(one, Failed) and self.rule(one.kind).final is OutcomeAction.DROP_GROUP:
+                return one
+        return None
 
 
 @dataclass(frozen=True, slots=True)

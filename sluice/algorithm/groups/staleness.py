@@ -111,15 +111,14 @@ class GroupAges:
         kept, oldest_allowed = self._kept.groups, version - self._max_staleness
         dropped = _older_than(kept, oldest_allowed)
         without_slot = self.without_slot(version)
-        eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
-        num_missing = max(0, self.batch_size - sum(len(kept[v]) for v in eligible))
-        if num_missing:
-            return BatchDecision((), dropped, (), without_slot, num_missing)
         needed: list[int] = []  # versions of the oldest groups, as many as fill the batch
-        num_groups = 0
-        while num_groups < self.batch_size:
-            needed.append(eligible[len(needed)])
-            num_groups += len(kept[needed[-1]])
+        num_missing = self.batch_size
+        for oldest_version in sorted(kept):
+            if oldest_allowed <= oldest_version <= version and num_missing > 0:
+                needed.append(oldest_version)
+                num_missing -= len(kept[oldest_version])
+        if num_missing > 0:
+            return BatchDecision((), dropped, (), without_slot, num_missing)
         if self._on_stale == "wait":
             waiting_for = self._last_chance(needed[-1], oldest_allowed, kept_bound)
             if waiting_for:

@@ -246,9 +246,9 @@ class SamplingStrategy:
             grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
             self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
 
-    def may_form(self, load: LoopLoad) -> bool:
+    def may_form(self, num_in_flight: int) -> bool:
         """Return whether a full batch may be taken from the kept groups."""
-        return not self.discards_surplus or self._rounds.has_ended(load.num_in_flight)
+        return not self.discards_surplus or self._rounds.has_ended(num_in_flight)
 
     def batch_formed(self) -> None:
         """Note that a batch was taken from the kept groups."""

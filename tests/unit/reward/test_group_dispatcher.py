@@ -407,7 +407,7 @@ async def test_the_oldest_version_in_a_group_is_reported_through_all_attempts() 
     asked.progress.on_oldest_version = reported.append
     group = await setting.dispatcher.generate(asked)
     assert reported == [None, 3, 3, 3]
-    assert group.oldest_version == 3
+    assert min(one.oldest_version or 0 for one in group.rollouts) == 3
 
 
 async def test_cancelling_a_group_gives_its_capacity_back_at_every_stage() -> None:

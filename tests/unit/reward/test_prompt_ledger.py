@@ -26,6 +26,10 @@ def prompt(ledger: PromptLedger, position: int | None, name: str | None = None) 
     return made
 
 
+def row(position: int) -> Prompt:
+    return Prompt(f"data-{position}", 0, (), "math_dapo", "1", PromptOrigin.DATASET, position)
+
+
 @given(st.lists(st.tuples(st.integers(0, 19), st.sampled_from(PromptEnd))))
 def test_submitted_is_ended_plus_pending_after_every_step(
     steps: list[tuple[int, PromptEnd]],
@@ -71,7 +75,7 @@ def test_a_batchs_progress_counts_its_own_prompts_as_ended() -> None:
     for position in range(4):
         prompt(ledger, position)
     ledger.end("data-1", PromptEnd.FILTERED_ALL_WRONG)
-    assert ledger.progress([("", 0), ("", 3)]) == DataProgress(2, (3,))
+    assert ledger.progress([row(0), row(3)]) == DataProgress(2, (3,))
     assert ledger.progress() == DataProgress(0, (1,))
 
 
@@ -80,7 +84,7 @@ def test_the_progress_of_a_prompt_that_a_later_checkpoint_has_ended_is_that_chec
     for position in range(3):
         prompt(ledger, position)
     assert ledger.restart_data(DataProgress(5, (7,))) == DataProgress(5, (7,))
-    assert ledger.progress([("", 1), ("", 8)]) == DataProgress(5, (7, 8))
+    assert ledger.progress([row(1), row(8)]) == DataProgress(5, (7, 8))
 
 
 def test_going_back_to_a_checkpoint_draws_neither_ended_nor_pending_positions() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest
-from services.reward.groups.sources import SourceLoad, interleaved, source_to_start
+from services.reward.groups.sources import SourceLoad, interleaved
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import training_stream
 from services.reward.prompts.source import prompt_key
@@ -271,19 +271,22 @@ async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None
     assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase
 
 
-def load(num_groups: int, num_to_start: int = 1, *, kept: int = 0, running: int = 0) -> SourceLoad:
-    return SourceLoad(LoopLoad(running, kept, 0, 8), num_groups, 0.5, num_to_start)
+def fill(num_groups: int, *, kept: int = 0, running: int = 0) -> float:
+    return SourceLoad(LoopLoad(running, kept, 0, 8), num_groups, 0.5, 1).fill
 
 
-def test_the_source_furthest_behind_its_share_starts_next() -> None:
-    assert source_to_start({"a": load(3, kept=3), "b": load(1, running=1)}) == "b"
-    assert source_to_start({"a": load(3, kept=1), "b": load(1, kept=1)}) == "a"
-    assert source_to_start({"a": load(3), "b": load(1)}) == "a"
+def test_a_source_is_as_far_as_the_parts_of_batches_that_its_groups_will_fill() -> None:
+    assert fill(3, kept=3) == 1.0 > fill(1, running=1) == 0.5
+    assert fill(3, kept=1) < fill(1, kept=1)
 
 
-def test_a_source_that_may_not_start_is_passed_over() -> None:
-    assert source_to_start({"a": load(3, 0), "b": load(1, 2, kept=9)}) == "b"
-    assert source_to_start({"a": load(3, 0), "b": load(1, 0)}) is None
+async def test_groups_start_in_the_shares_of_their_sources(tmp_path: Path) -> None:
+    run, client = config(tmp_path), ScriptedClient()
+    async with running_app(run, client, open_prompt_sets(run)) as app:
+        await publish(app, client, 0)
+        await settled(lambda: len(client.calls) >= 8)
+    sources = Counter(prompt_id.split("-")[1] for _, prompt_id, _ in client.calls[:8])
+    assert sources == {"fast": 6, "slow": 2}
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 4))
