@@ -357,14 +357,10 @@ class StreamWatch:
             self._scope.reschedule(self._begun)  # has passed: the stream ends at once
             return
         self._scope.reschedule(self._progress.over_at)
-        if not self._will_look:
-            self._look_later()
-
-    def _look_later(self) -> None:
-        """Look again when the stream may be stalled; then, once what has come has been read."""
         at, loop = self._rules.stalled_at(self.pace), asyncio.get_running_loop()
-        if at is None:
+        if at is None or self._will_look:
             return
+        # It looks again when the stream may be stalled; then, once what has come has been read.
         self._will_look = True
         if at > loop.time():
             self._next_look = loop.call_at(at, self._look)

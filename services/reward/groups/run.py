@@ -219,7 +219,7 @@ class GroupRun:
             return FilterDecision(decision.end, after)
         continued = source.strategy.after_probes(
             group.attempt,
-            num_right=_num_right(probes),
+            num_right=_num_right(probes.scored),
             num_scored=len(probes.scored),
             version=self._groups.policy_version or 0,
         )
@@ -317,14 +317,15 @@ class GroupRun:
         return graded
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
-        rollouts, num_right = graded.group.rollouts, _num_right(graded)
-        if kept and num_right in (0, len(graded.scored)):
+        scores, num_samples = graded.scored, len(graded.outcomes)
+        num_right = _num_right(scores)
+        if kept and num_right in (0, len(scores)):
             self._warn_of_partial_credit(group.prompt)
         self._sources[group.prompt.source].strategy.ended(
             group.attempt,
             num_right=num_right,
-            num_scored=len(graded.scored),
-            mean_tokens=graded.group.num_response_tokens / len(rollouts),
+            num_scored=len(scores),
+            mean_tokens=graded.group.num_response_tokens / num_samples,
             kept=kept,
             version=self._groups.policy_version or 0,
             seconds=time.monotonic() - group.started_s,
@@ -408,8 +409,8 @@ def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
     return GradedGroup(group, outcomes, rest.greedy or first.greedy)
 
 
-def _num_right(graded: GradedGroup) -> int:
-    return sum(is_right(scored) is True for scored in graded.scored)
+def _num_right(scores: Sequence[Scored]) -> int:
+    return sum(is_right(scored) is True for scored in scores)
 
 
 class EarlyGrades:

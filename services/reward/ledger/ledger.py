@@ -21,7 +21,6 @@ import logging
 import sqlite3
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -100,6 +99,8 @@ class PromptLedger:
         ended_ids: how many ended clients' prompts are remembered.
 
     Attributes, which only this class writes:
+        prompts: those that are pending, by id.
+        ended: the clients' prompts that ended last, by id, the oldest first.
         num_submitted: prompts accepted so far.
         num_clients_pending: clients' prompts that are pending.
         client_image_bytes: images of these prompts, bytes.
@@ -136,14 +137,14 @@ class PromptLedger:
                 raise file.unusable(error) from error
             self._writer = LedgerWriter(database, file.unusable)
         self._sequence = content.next_sequence
-        self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
-        self.leases = KeptLeases(self._write, self._prompts.__contains__, leases)
+        self.prompts = {prompt.prompt_id: prompt for prompt in content.pending}
+        self.leases = KeptLeases(self._write, self.prompts.__contains__, leases)
         self.num_clients_pending = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
         self.client_image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids
-        self._ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
+        self.ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
         self._by_end: Counter[PromptEnd] = Counter(content.by_end)
-        self.num_submitted = sum(self._by_end.values()) + len(self._prompts)
+        self.num_submitted = sum(self._by_end.values()) + len(self.prompts)
         self._positions = SourcePositions(content.progress)
         self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
         self.num_acknowledged = content.num_acknowledged
@@ -193,7 +194,7 @@ class PromptLedger:
     @property
     def num_pending(self) -> int:
         """Prompts accepted and not ended."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     @property
     def by_end(self) -> Mapping[PromptEnd, int]:
@@ -205,21 +206,13 @@ class PromptLedger:
         self._sequence += 1
         return self._sequence - 1
 
-    def prompt(self, prompt_id: str) -> Prompt | None:
-        """Return a pending prompt; ``None`` if it is not pending."""
-        return self._prompts.get(prompt_id)
-
-    def ended(self, prompt_id: str) -> EndedPrompt | None:
-        """Return a client's prompt among those that ended last."""
-        return self._ended.get(prompt_id)
-
     def pending(self) -> tuple[Prompt, ...]:
         """Return the pending prompts in the order of issue."""
-        return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
+        return tuple(sorted(self.prompts.values(), key=lambda prompt: prompt.sequence))
 
     def check_unused(self, prompt_id: str) -> None:
         """Raise `InvalidRequestError` if a prompt that is pending or remembered has this id."""
-        if prompt_id in self._prompts or prompt_id in self._ended:
+        if prompt_id in self.prompts or prompt_id in self.ended:
             raise InvalidRequestError(
                 f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
             )
@@ -242,7 +235,7 @@ class PromptLedger:
                 logger.warning("%s: %s", prompt.place, error)
         self.check_unused(prompt.prompt_id)
         self._add(prompt)
-        if body is not None:
+        if body is not None and self._writer is not None:
             self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
@@ -264,20 +257,20 @@ class PromptLedger:
         Raises:
             NotFoundError: the prompt is not pending.
         """
-        if prompt_id not in self._prompts:
+        if prompt_id not in self.prompts:
             raise NotFoundError(f"prompt '{prompt_id}' is not pending")
         prompt = self._remove(prompt_id)
         self.leases.revoke(prompt_id)
         self._by_end[end] += 1
-        statements: list[Statement] = []
-        ended = EndedPrompt(
-            prompt.sequence, b"", end, step, tuple(rewards), detail[:MAX_DETAIL_CHARS]
-        )
-        forgotten = None
-        if prompt.origin is PromptOrigin.CLIENT:
-            self._ended[prompt_id] = replace(ended, digest=body_digest(encode_body(prompt)))
-            if len(self._ended) > self._max_ended_ids:
-                forgotten, _ = self._ended.popitem(last=False)
+        statements, forgotten = list[Statement](), None
+        is_client = prompt.origin is PromptOrigin.CLIENT
+        digest = body_digest(encode_body(prompt)) if is_client else b""
+        detail = detail[:MAX_DETAIL_CHARS]
+        ended = EndedPrompt(prompt.sequence, digest, end, step, tuple(rewards), detail)
+        if is_client:
+            self.ended[prompt_id] = ended
+            if len(self.ended) > self._max_ended_ids:
+                forgotten, _ = self.ended.popitem(last=False)
         elif prompt.position is not None:
             statements = self._positions.end(prompt.source, prompt.position)
         if self._writer is not None:
@@ -318,12 +311,12 @@ class PromptLedger:
         if self._writer is None:
             return ()
         prompts = await self._writer.read(partial(read_trained_after, step=step))
-        return tuple(prompt for prompt in prompts if prompt.prompt_id in self._ended)
+        return tuple(prompt for prompt in prompts if prompt.prompt_id in self.ended)
 
     def reissue(self, prompts: Iterable[Prompt]) -> None:
         """Accept ended clients' prompts once more, under their numbers."""
         for prompt in prompts:
-            del self._ended[prompt.prompt_id]
+            del self.ended[prompt.prompt_id]
             self._add(prompt)
             self._write((_FORGET, (prompt.prompt_id,)), *_accepted(prompt, encode_body(prompt)))
 
@@ -341,7 +334,7 @@ class PromptLedger:
         """
         self._positions = SourcePositions(progress)
         self._write(*self._positions.rewritten())
-        return self.progress(self._prompts.values())
+        return self.progress(self.prompts.values())
 
     def forget_data(self) -> None:
         """Forget the data-set prompts that are pending: their rows are issued again."""
@@ -360,7 +353,7 @@ class PromptLedger:
         Raises:
             NotFoundError: one of them is not pending.
         """
-        missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._prompts]
+        missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self.prompts]
         if missing:
             raise NotFoundError(f"prompt '{missing[0]}' is not pending")
         self.open_lease = OpenLease(batch_id, version, tuple(prompt_ids))
@@ -383,7 +376,7 @@ class PromptLedger:
     def leased_ids(self) -> tuple[str, ...]:
         """Return the pending prompts of the open lease; none without one."""
         prompt_ids = self.open_lease.prompt_ids if self.open_lease else ()
-        return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self._prompts)
+        return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self.prompts)
 
     def void_lease(self) -> None:
         """Void the open lease, if there is one: its prompts are pending again."""
@@ -457,13 +450,13 @@ class PromptLedger:
             self.note_strikes(next(iter(self.all_strikes)), 0)
 
     def _add(self, prompt: Prompt) -> None:
-        self._prompts[prompt.prompt_id] = prompt
+        self.prompts[prompt.prompt_id] = prompt
         self.num_clients_pending += prompt.origin is PromptOrigin.CLIENT
         self.client_image_bytes += _client_image_bytes(prompt)
         self.num_submitted += 1
 
     def _remove(self, prompt_id: str) -> Prompt:
-        prompt = self._prompts.pop(prompt_id)
+        prompt = self.prompts.pop(prompt_id)
         self.num_clients_pending -= prompt.origin is PromptOrigin.CLIENT
         self.client_image_bytes -= _client_image_bytes(prompt)
         return prompt

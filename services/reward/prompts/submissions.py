@@ -241,7 +241,7 @@ class Submissions:
 
     def _known_pending(self, sent: Prompt, session: SubmissionSession) -> Prompt | None:
         """Return the pending prompt that another call sends again, if it is one."""
-        prompt = self._ledger.prompt(sent.prompt_id)
+        prompt = self._ledger.prompts.get(sent.prompt_id)
         # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
@@ -249,7 +249,7 @@ class Submissions:
 
     def _known_end(self, sent: Prompt) -> EndedPrompt | None:
         """Return the end of an ended prompt that is sent again."""
-        ended = self._ledger.ended(sent.prompt_id)
+        ended = self._ledger.ended.get(sent.prompt_id)
         if ended is None:
             return None
         try:

@@ -309,10 +309,10 @@ class GroupStatistics:
 
     def _graded(self, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        counts = outcome_counts(outcomes)
         self._totals["reward/samples_graded"] += len(outcomes)
-        self._totals["reward/samples_failed"] += len(failed)
-        for name, count in outcome_counts(outcomes).items():
+        self._totals["reward/samples_failed"] += len(outcomes) - counts.get(SCORED, 0)
+        for name, count in counts.items():
             self._totals[f"reward/outcomes/{name}"] += count
 
     def _requeued(self, group: Group, why: CancelReason) -> None:

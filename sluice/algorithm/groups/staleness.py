@@ -164,7 +164,9 @@ class GroupAges:
             return first
         # The batches up to the one for `version` + S take groups of `version` or older: there are
         # `version - oldest_allowed + 1` of them. Once those are full, `version` has no slot left.
-        for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
+        for version in sorted({*kept, *running, *reserved}):
+            if version < oldest_allowed:
+                continue
             filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
             if filled >= (version - oldest_allowed + 1) * self.batch_size:
                 first = version + 1
@@ -181,7 +183,7 @@ class GroupAges:
         for v, ids in self._reserved.groups.items():
             if v >= oldest_allowed:
                 alive[v] = alive.get(v, 0) + len(ids)
-        waiting_for = [v for v in alive if v == oldest_allowed]
+        waiting_for = [oldest_allowed] if oldest_allowed in alive else []
         for start_version in range(oldest_allowed + 1, newest_chosen):
             # All kept groups this old are chosen, since a younger one is: only running ones remain.
             older = sorted(v for v in alive if v <= start_version)

@@ -63,8 +63,8 @@ def config(
 async def attempted(app: RewardApp, name: str, words: str = MIXED) -> str:
     """The detail of the end of a prompt that fails."""
     app.submissions.submit(client_prompt(words, name), SubmissionSession(app.ledger))
-    await settled(lambda: app.ledger.ended(name) is not None)
-    ended = app.ledger.ended(name)
+    await settled(lambda: app.ledger.ended.get(name) is not None)
+    ended = app.ledger.ended.get(name)
     assert ended is not None
     assert ended.end is PromptEnd.DROPPED_FAILED
     return ended.detail

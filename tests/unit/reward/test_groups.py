@@ -50,7 +50,7 @@ class World:
         self.groups.observe(self.hear)
 
     def hear(self, event: GroupEvent) -> None:
-        is_pending = self.ledger.prompt(event.group.prompt_id) is not None
+        is_pending = self.ledger.prompts.get(event.group.prompt_id) is not None
         assert is_pending == (event.group.state is not GroupState.ENDED)  # the ledger is first
         self.heard.append(event.kind)
 

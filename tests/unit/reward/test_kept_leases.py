@@ -97,7 +97,7 @@ def opened(path: Path, *prompt_ids: str) -> PromptLedger:
     """A ledger in which these prompts are pending."""
     ledger = PromptLedger(path)
     for prompt_id in prompt_ids:
-        if ledger.prompt(prompt_id) is None:
+        if ledger.prompts.get(prompt_id) is None:
             prompt = replace(group_request().prompt, prompt_id=prompt_id)
             sequence = ledger.next_sequence()
             ledger.accept(replace(prompt, sequence=sequence, position=sequence))

@@ -137,7 +137,7 @@ def test_a_restarted_service_continues_the_traces_of_its_prompts(
     with traced() as kept:
         for _ in range(2):
             with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
-                is_first = ledger.prompt("p") is None
+                is_first = ledger.prompts.get("p") is None
                 traces = PromptTraces(trace_key(tmp_path, is_first=is_first))
                 groups = GroupTable(ledger, {"": GroupAges(1, 0, "wait")})
                 groups.observe(traces.observe)

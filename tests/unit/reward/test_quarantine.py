@@ -137,7 +137,7 @@ def config(run_dir: Path) -> RunConfig:
 
 
 def _has_ended(app: RewardApp, prompt_id: str) -> bool:
-    return app.ledger.ended(prompt_id) is not None
+    return app.ledger.ended.get(prompt_id) is not None
 
 
 async def attempts(
@@ -155,7 +155,7 @@ async def attempts(
                 sent = client_prompt("answer=1 right=2 poison", name)
                 app.submissions.submit(sent, SubmissionSession(app.ledger))
                 await settled(partial(_has_ended, app, name))
-                ended = app.ledger.ended(name)
+                ended = app.ledger.ended.get(name)
                 assert ended is not None
                 assert ended.end is PromptEnd.DROPPED_FAILED
                 details.append(ended.detail)

@@ -58,7 +58,7 @@ def apply(ledger: PromptLedger, event: Event) -> None:
     what, number, end = event
     if what in {"client", "draw"}:
         name = CLIENTS[number] if what == "client" else f"data-{number}"
-        if ledger.prompt(name) is None and ledger.ended(name) is None:
+        if ledger.prompts.get(name) is None and ledger.ended.get(name) is None:
             accept(ledger, name, None if what == "client" else number)
     elif what == "resume":
         ledger.restart_data(DataProgress(number, (number + 2,)))
@@ -90,7 +90,7 @@ def known(ledger: PromptLedger) -> dict[str, object]:
     return {
         "next sequence": ledger._sequence,
         "pending": ledger.pending(),
-        "ended": dict(ledger._ended),
+        "ended": dict(ledger.ended),
         "by end": ledger.by_end,
         "submitted": ledger.num_submitted,
         "progress": ledger.progress(),
@@ -146,7 +146,7 @@ async def test_a_clients_prompts_of_later_steps_are_accepted_once_more(tmp_path:
     with PromptLedger(path) as again:
         assert again.pending() == prompts
         assert again.num_submitted == 7
-        assert again.ended("client-3") is None
+        assert again.ended.get("client-3") is None
         assert again.next_sequence() == 5
 
 
