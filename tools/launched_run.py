@@ -134,7 +134,7 @@ class LaunchedRun:
             ConfigError: `sluice up` has not written the run's configuration yet.
         """
         found = locate_run(self.run_dir)
-        return RunMonitor(found.trainer, found.reward, credentials=found.credentials)
+        return RunMonitor.of(found)
 
     async def snapshot(self) -> RunSnapshot | None:
         """Return the run's state; None while the trainer is away."""

@@ -156,8 +156,7 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
     location = locate_run(run)
     failure: PeerError | DeadlineError | None = None
     if not await all_left(location.run_dir):
-        monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
-        async with monitor:
+        async with RunMonitor.of(location) as monitor:
             try:
                 return location, await monitor.snapshot()
             except HandshakeError:

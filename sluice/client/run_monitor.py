@@ -13,7 +13,7 @@ from typing import Self
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
-from sluice.client.run_address import RunAddress
+from sluice.client.run_address import RunAddress, RunLocation
 from sluice.codec.reward import service_progress
 from sluice.concurrency.waits import Waiting, beside, deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
@@ -104,6 +104,11 @@ class RunMonitor:
         self._channels = channels or ServiceChannels(RunAddress(credentials=credentials), "")
         self._trainer = trainer_stub(self._channels.to(trainer))
         self._reward = reward_stub(self._channels.to(reward))
+
+    @classmethod
+    def of(cls, location: RunLocation) -> Self:
+        """Return one with the run's credentials; raises ConfigError as they do."""
+        return cls(location.trainer, location.reward, credentials=location.credentials)
 
     async def __aenter__(self) -> Self:
         return self

@@ -105,7 +105,7 @@ def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
     """Check turns, roles, the name of the data source, and the prompt's id."""
     check_turns("messages", request.messages, max_turns)
-    check_no_calls("messages", request.messages)
+    check_no_calls(request.messages)
     check_fields(request)
     if request.prompt_id and not request.prompt_id.isprintable():
         check_name("prompt_id", request.prompt_id)

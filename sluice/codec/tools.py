@@ -81,13 +81,13 @@ def check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
     check_calls(field, turn)
 
 
-def check_no_calls(field: str, turns: Sequence[common.ChatMessage]) -> None:
+def check_no_calls(turns: Sequence[common.ChatMessage]) -> None:
     """Refuse what prompts to train on do not have yet. Raise InvalidRequestError."""
     for index, turn in enumerate(turns):
         for name in ("tool_calls", "tool_call_id", "reasoning"):
             if getattr(turn, name):
                 raise InvalidRequestError(
-                    f"{field}[{index}].{name}: set, and prompts to train on have only role and "
+                    f"messages[{index}].{name}: set, and prompts to train on have only role and "
                     "content; leave it out"
                 )
 

@@ -146,9 +146,7 @@ class LiveStatus:
         if self._monitor is None or self._location is None or stamp != self._config_stamp:
             await self._stack.aclose()
             location = locate_run(self._run_dir)
-            monitor = RunMonitor(
-                location.trainer, location.reward, credentials=location.credentials
-            )
+            monitor = RunMonitor.of(location)
             self._monitor = await self._stack.enter_async_context(monitor)
             self._location = location
             self._config_stamp = stamp

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from sluice.client.launcher import LaunchedProcess
-from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot, WatchedRule
+from sluice.client.run_monitor import RunSnapshot
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
@@ -57,40 +57,31 @@ class RunFacts:
     """The inputs of the verdict.
 
     Args:
-        answers: whether the trainer answers.
+        run: what the trainer says; ``None``: it does not answer.
         is_finished: whether the run reached its end.
-        phase: the trainer's phase.
-        phase_seconds: its duration.
         step_s: the median duration of the last steps; ``None`` before the first.
         wait: a sentence about the service that holds up the run; empty if no service waits.
-        replicas: the fleet.
         prompts: the accounting of prompts, with ``prompts_lost`` if it is known.
         recent: groups of the last steps by ``train/groups_<kind>``.
         residual_share: the share of all tokens that the accounting does not explain.
         processes: those that the launcher keeps running.
-        hold_reason: why a guard pauses the run; empty: none does.
-        guards: the rules that watch the run.
     """
 
-    answers: bool
+    run: RunSnapshot | None
     is_finished: bool
-    phase: str = ""
-    phase_seconds: float = 0.0
-    step_s: float | None = None
-    wait: str = ""
-    replicas: Sequence[ReplicaSnapshot] = ()
-    prompts: Mapping[str, float] | None = None
-    recent: Mapping[str, float] | None = None
-    residual_share: float = 0.0
-    processes: Sequence[LaunchedProcess] = ()
-    hold_reason: str = ""
-    guards: Sequence[WatchedRule] = ()
+    step_s: float | None
+    wait: str
+    prompts: Mapping[str, float]
+    recent: Mapping[str, float]
+    residual_share: float
+    processes: Sequence[LaunchedProcess]
 
 
 def health_of(facts: RunFacts) -> Health:
     """Return the verdict on a run."""
-    if not facts.answers or facts.phase == "finished":
-        if facts.is_finished or facts.phase == "finished":
+    run = facts.run
+    if run is None or run.phase == "finished":
+        if facts.is_finished or run is not None:
             return Health(RunVerdict.FINISHED, tuple(_lost(facts)))
         if restarts := tuple(_restarts(facts)):
             return Health(RunVerdict.TROUBLE, restarts)
@@ -98,44 +89,43 @@ def health_of(facts: RunFacts) -> Health:
             return Health(RunVerdict.TROUBLE, (f"the trainer does not answer; {facts.wait}",))
         reason = "the trainer does not answer, and the run has not reached its end"
         return Health(RunVerdict.NOT_RUNNING, (reason,))
-    trouble = tuple(_trouble(facts))
-    attention = tuple(_attention(facts))
+    trouble = tuple(_trouble(run, facts))
+    attention = tuple(_attention(run, facts))
     if trouble:
         return Health(RunVerdict.TROUBLE, trouble + attention)
     return Health(RunVerdict.ATTENTION if attention else RunVerdict.HEALTHY, attention)
 
 
-def _trouble(facts: RunFacts) -> Iterator[str]:
-    serving = [replica for replica in facts.replicas if replica.state == "serving"]
-    coming = [replica for replica in facts.replicas if replica.state == _COMING]
-    if facts.phase not in _WITHOUT_REPLICAS and not serving and not coming:
+def _trouble(run: RunSnapshot, facts: RunFacts) -> Iterator[str]:
+    has_replica = any(replica.state in {"serving", _COMING} for replica in run.replicas)
+    if run.phase not in _WITHOUT_REPLICAS and not has_replica:
         yield "no replica serves"
     yield from _lost(facts)
 
 
 def _lost(facts: RunFacts) -> Iterator[str]:
-    lost = (facts.prompts or {}).get("prompts_lost", 0.0)
+    lost = facts.prompts.get("prompts_lost", 0.0)
     if lost:
         yield f"{lost:.0f} prompts are lost: neither pending nor ended"
 
 
-def _attention(facts: RunFacts) -> Iterator[str]:
+def _attention(run: RunSnapshot, facts: RunFacts) -> Iterator[str]:
     usual_s = max(_STUCK_S, _STUCK_STEPS * (facts.step_s or 0.0))
-    if facts.phase not in _AT_REST and facts.phase_seconds > usual_s:
+    if run.phase not in _AT_REST and run.phase_seconds > usual_s:
         behind = f"; {facts.wait}" if facts.wait else ""
-        yield f"{facts.phase} for {facts.phase_seconds:.0f} s{behind}"
-    if facts.hold_reason:
-        yield f"held by a guard: {facts.hold_reason}; `sluice resume` ends the hold"
-    elif facts.phase == "paused":
-        yield f"held between steps for {facts.phase_seconds:.0f} s"
-    for one in facts.guards:
+        yield f"{run.phase} for {run.phase_seconds:.0f} s{behind}"
+    if run.hold_reason:
+        yield f"held by a guard: {run.hold_reason}; `sluice resume` ends the hold"
+    elif run.phase == "paused":
+        yield f"held between steps for {run.phase_seconds:.0f} s"
+    for one in run.guards:
         if one.state == "no signal" and facts.step_s is not None:  # else it is too early
             yield f"no signal for the guard '{one.rule}': {one.detail}"
     usual = {"serving", "held", _COMING, _LEAVING}
-    for replica in (r for r in facts.replicas if r.state not in usual):
+    for replica in (r for r in run.replicas if r.state not in usual):
         yield f"replica {replica.name} is {replica.state}"
     yield from _restarts(facts)
-    yield from _composition(facts.recent or {})
+    yield from _composition(facts.recent)
     if abs(facts.residual_share) > _RESIDUAL:
         yield f"{abs(facts.residual_share):.1%} of all tokens are unaccounted for"
 
@@ -229,21 +219,16 @@ def _facts(
     seconds = history.column(STEP_S)[-_RECENT_STEPS:]
     known = seconds[~np.isnan(seconds)]
     return RunFacts(
-        answers=run is not None,
+        run=run,
         is_finished=bool(final_accounts),
-        phase=run.phase if run else "",
-        phase_seconds=run.phase_seconds if run else 0.0,
         step_s=float(np.median(known)) if known.size else None,
         wait=live.wait.cause if live and live.wait and live.wait.root else "",
-        replicas=run.replicas if run else (),
         prompts=final_accounts or (run.prompts if run else {}),
         recent=_recent_groups(history),
-        processes=live.processes if live else (),
-        hold_reason=run.hold_reason if run else "",
-        guards=run.guards if run else (),
         residual_share=accounts.get("tokens_residual_share", 0.0)
         if history.steps.size > 1
         else 0.0,
+        processes=live.processes if live else (),
     )
 
 

@@ -111,14 +111,6 @@ def metric_findings(
             yield of_text(str(error), _REFUSED)
 
 
-def try_scorer(config: RunConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
-    """Return the outcomes of a made-up response to each row, or to the first rows if grading takes
-    long; errors as `try_responses`."""
-    pairs = [(row, made_up_response(row)) for row in rows]
-    answers, _ = try_responses(config, pairs, ENOUGH_S)
-    return answers
-
-
 def try_responses(
     config: RunConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
 ) -> tuple[list[TrialAnswer], str]:

@@ -88,28 +88,23 @@ class OtelSpan(RecordedSpan):
         self._ended_ns: int | None = None
 
     def set(self, attributes: Attributes) -> None:
-        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def link(self, contexts: Sequence[TraceContext]) -> None:
-        """Add links to spans of other traces."""
         for context in contexts:
             self._span.add_link(_span_context(context))
 
     def fail(self, error: str | None) -> None:
-        """Note what went wrong; ``None``: nothing did."""
         if error is not None:
             self._span.set_status(trace.StatusCode.ERROR, error[:_MAX_ERROR_CHARS])
 
     def end(self) -> None:
-        """End it. Repeating it is harmless."""
         if self._ended_ns is None:
             lasted_ns = time.monotonic_ns() - self._began.monotonic_ns
             self._ended_ns = self._began.wall_ns + lasted_ns
             self._span.end(self._ended_ns)
 
     def again_under(self, parent: TraceContext, attributes: Attributes) -> None:
-        """Record the same stretch of time, once it has ended, in another trace; link it to this."""
         copy = self._recorder.begin(
             SpanName(self._name), parent, self._kind, attributes, began=self._began
         )

@@ -12,10 +12,10 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import (
+    made_up_response,
     metric_findings,
     trial_finding,
     try_responses,
-    try_scorer,
     wrong_response_findings,
 )
 from sluice.doctor.trial import TrialAnswer
@@ -37,7 +37,7 @@ def tried(tmp_path: Path, source: str, *settings: str) -> list[TrialAnswer]:
     path = tmp_path / "score.py"
     path.write_text(source)
     config = load_config(None, [f"{KEY}.path={path}", *settings])
-    answers = try_scorer(config, ROWS)
+    answers, _ = try_responses(config, [(row, made_up_response(row)) for row in ROWS], 20.0)
     assert own_children() == []
     return answers
 
@@ -86,7 +86,9 @@ def test_results_without_a_usable_score_are_a_problem(tmp_path: Path) -> None:
 
 def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names_the_row() -> None:
     one = PromptRow(ROWS[0].messages, "openai/gsm8k", '["4"]', {}, "row 0", truth_is_json=True)
-    found = trial_finding("gsm8k", ["row 0"], try_scorer(load_config(None, []), [one]))
+    pair = (one, made_up_response(one))
+    answers, _ = try_responses(load_config(None, []), [pair], 20.0)
+    found = trial_finding("gsm8k", ["row 0"], answers)
     assert found.severity == "problem"
     assert "row 0: unscorable: DataError: data_source 'openai/gsm8k': ground_truth is" in found.what
     assert "reward.custom_reward_function.path" in found.what

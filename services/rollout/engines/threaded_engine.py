@@ -285,22 +285,18 @@ class ThreadedEngine(Generic[CoreT]):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
         return self._in_thread()[1].layout.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Prompt plus response tokens a sample may have."""
         return self._settings.max_model_len
 
     @property
     def weight_layout(self) -> Sequence[TensorSpec]:
-        """The weights the engine expects, in the order of the wire."""
         return self._in_thread()[1].layout.tensors
 
     @property
     def weight_shares(self) -> Sequence[WeightShare]:
-        """The weights that each of its workers takes; empty: each takes all of them."""
         return self._in_thread()[1].weight_shares
 
     async def start(self) -> None:
@@ -342,7 +338,6 @@ class ThreadedEngine(Generic[CoreT]):
         return self._thread, self._core
 
     async def check_alive(self) -> EngineLoad:
-        """Ask the loop that computes tokens, so that a hung engine does not answer."""
         thread, core = self._in_thread()
         await thread.call(core.check_alive(_LIVENESS_TIMEOUT_S), "ending a step")
         return self.load()
@@ -389,7 +384,6 @@ class ThreadedEngine(Generic[CoreT]):
         every_token: bool,
         partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Sample a request; see `Engine.generate`."""
         self._admit(request)
         images = await self._read_images(request)
         if images is not None:
@@ -465,17 +459,14 @@ class ThreadedEngine(Generic[CoreT]):
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         thread, core = self._in_thread()
         return await thread.call(core.join(spec), f"joining epoch {spec.epoch}", _TRAINER)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
         thread, core = self._in_thread()
         return await thread.call(core.stage(epoch, version), f"staging version {version}", _TRAINER)
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
-        """Swap the staged version in between two decode steps. Idempotent."""
         thread, core = self._in_thread()
         if (core.counts.version, core.counts.digest) == (version, digest):
             # The swap of a cancelled call may not have resumed sampling yet.
@@ -484,13 +475,11 @@ class ThreadedEngine(Generic[CoreT]):
         return await self._completed(thread.begin(core.commit(epoch, version, digest)))
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the group. Idempotent."""
         thread, core = self._in_thread()
         # A caller whose time is over during a long step has left the group all the same.
         await asyncio.shield(asyncio.wrap_future(thread.begin(core.abort(epoch, reason))))
 
     async def sleep(self) -> bool:
-        """Free memory of the device until the next weights; see the protocol."""
         thread, core = self._in_thread()
         return await thread.call(core.sleep(), "falling asleep")
 

@@ -274,7 +274,7 @@ async def _evaluate(
             "\nEvaluate one of its checkpoints: sluice eval --model CHECKPOINT --benchmark FILE"
         )
         raise NotReadyError(f"{error}{remedy}") from error
-    monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
+    monitor = RunMonitor.of(location)
     async with monitor, monitor.held(wait_s) as held:
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")

@@ -78,9 +78,7 @@ async def _refuse_several(run_dir: Path) -> None:
 async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
     if await all_left(location.run_dir):
         raise NotReadyError(await _not_answering(location.run_dir))
-    async with RunMonitor(
-        location.trainer, location.reward, credentials=location.credentials
-    ) as monitor:
+    async with RunMonitor.of(location) as monitor:
         try:
             trainer = (await monitor.snapshot()).instance_id
         except (PeerError, DeadlineError) as error:
@@ -185,9 +183,7 @@ def resume(
 
 async def _resume(run: Path) -> tuple[Path, str, int]:
     location, snapshot = await ask_run(run)
-    async with RunMonitor(
-        location.trainer, location.reward, credentials=location.credentials
-    ) as monitor:
+    async with RunMonitor.of(location) as monitor:
         return location.run_dir, snapshot.hold_reason, await monitor.resume()
 
 
@@ -232,7 +228,7 @@ async def scale_rollout(
     found = launcher_of(run_dir)
     async with (
         Launcher(found.address, found.credentials) as launcher,
-        RunMonitor(location.trainer, location.reward, credentials=location.credentials) as monitor,
+        RunMonitor.of(location) as monitor,
     ):
         try:
             change = await launcher.set_replicas(count)

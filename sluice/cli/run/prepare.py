@@ -22,7 +22,7 @@ from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import read_run, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
 from sluice.config.run import RunConfig
-from sluice.doctor.reward import try_scorer
+from sluice.doctor.reward import ENOUGH_S, try_responses
 from sluice.launch.network_layout import (
     DASHBOARD_VARIABLE,
     DEVICE_VARIABLE,
@@ -119,7 +119,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         refuse_other_ledger(given.config)
         notes = launch_notes(given.config, read_settings(base, overrides))
     config = examined_to_start(given, console, notes, is_local=False, grades=False).config
-    try_scorer(config, ())
+    try_responses(config, (), ENOUGH_S)  # what grades can be loaded
     if not is_active:
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):

@@ -50,6 +50,12 @@ def parse_word(text: str) -> object:
     return text if is_number and _LEADING_ZERO.match(text) else value
 
 
+def unquoted(text: str) -> str:
+    """Return a text without the quotes around it, if it has any."""
+    is_quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+    return text[1:-1] if is_quoted else text
+
+
 def parse_override_value(text: str, source: str) -> object:
     """Return the value on the right of an override.
 

@@ -19,7 +19,7 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
-from sluice.config.loading.override_values import parse_override_value
+from sluice.config.loading.override_values import parse_override_value, unquoted
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
@@ -131,7 +131,7 @@ def read_override_file(path: Path) -> list[Override]:
                 f"{source}: {text!r} holds a shell variable; give the script itself, as a file "
                 "*.sh, or write the value"
             )
-        found.append(parse_override(_unquoted(text), source))
+        found.append(parse_override(_without_quotes(text), source))
     return found
 
 
@@ -148,17 +148,11 @@ def _without_comment(line: str) -> str:
     return line
 
 
-def _unquoted(text: str) -> str:
-    if _is_quoted(text):
-        text = text[1:-1]
-    key, equals, value = text.partition("=")
-    if _is_quoted(value) and value[1:2] in ("[", "{"):
-        value = value[1:-1]
+def _without_quotes(text: str) -> str:
+    key, equals, value = unquoted(text).partition("=")
+    if value[1:2] in ("[", "{"):
+        value = unquoted(value)
     return f"{key}{equals}{value}"
-
-
-def _is_quoted(text: str) -> bool:
-    return len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
 
 
 def parse_override(text: str, source: str = "") -> Override:

@@ -23,7 +23,7 @@ from sluice.config.loading.keys import (
     refers_to,
     unknown_key,
 )
-from sluice.config.loading.override_values import parse_override_value
+from sluice.config.loading.override_values import parse_override_value, unquoted
 from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
 from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
@@ -202,7 +202,7 @@ class _Resolver:
         if environment := _ENVIRONMENT.match(key):
             return _variable(environment[1].strip(), environment[2], chain[-1])
         if decode := _DECODE.match(key):
-            return parse_override_value(_unquoted(decode[1]), f"{chain[-1]}: ${{{key}}}")
+            return parse_override_value(unquoted(decode[1].strip()), f"{chain[-1]}: ${{{key}}}")
         select = _SELECT.match(key)
         if select is None and ":" in key:
             raise ConfigError(
@@ -246,13 +246,7 @@ def _variable(name: str, default: str | None, at: str) -> str | None:
     if default is None:
         raise ConfigError(f"{at}: ${name} has no value; set it: {name}=... sluice ...")
     text = default.strip()
-    return None if text == "null" else _unquoted(text)
-
-
-def _unquoted(text: str) -> str:
-    text = text.strip()
-    is_quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
-    return text[1:-1] if is_quoted else text
+    return None if text == "null" else unquoted(text)
 
 
 def _absolute(key: str, at: str) -> KeyPath:

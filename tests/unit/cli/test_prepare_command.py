@@ -96,7 +96,7 @@ def test_a_scorer_that_cannot_be_loaded_is_refused_before_a_run_begins(
     def refuse(*_: object) -> None:
         raise ConfigError("mine.py has no compute_score")
 
-    monkeypatch.setattr(prepare_module, "try_scorer", refuse)
+    monkeypatch.setattr(prepare_module, "try_responses", refuse)
     words = ["prepare", "--run-dir", str(tmp_path / "other"), *job]
     refused = CliRunner().invoke(commands, words)
     assert refused.exit_code != 0

@@ -1,10 +1,11 @@
-"""The decoder Protocol: what turns tokens into logits for the generation loop."""
+"""The decoder: what turns tokens into logits for the generation loop."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +71,10 @@ class DecodeBatch:
     shifts: npt.NDArray[np.int64] | None = None
 
 
-class Decoder(Protocol):
-    """Prefill and decode over slots."""
+class Decoder(ABC):
+    """Prefill and decode over slots; without other words, a decoder keeps no state of a row."""
 
+    @abstractmethod
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
@@ -85,15 +87,14 @@ class Decoder(Protocol):
         Raises:
             NotImplementedError: a prompt has images, which this decoder does not read.
         """
-        ...
 
+    @abstractmethod
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
         """Prefill one prompt without images, and return the logits after each token.
 
         Returns:
             its state, and logits [tokens, vocab].
         """
-        ...
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """Compute the state of prompts that begin with known tokens: only of those that follow.
@@ -102,24 +103,21 @@ class Decoder(Protocol):
             known: of each prompt, from `keep`.
             prompts: each longer than its known prefix.
         """
-        ...
+        raise NotImplementedError("a decoder that keeps no prefix gets none")
 
     def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
         """Return a copy of a row's state of its first `tokens`; ``None`` if there is none."""
-        ...
+        return None
 
-    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:  # noqa: B027
         """Give row ``rows[i]`` the state of prompt ``prompts[i]``."""
-        ...
 
-    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:  # noqa: B027
         """Copy the first `length` positions of rows `sources` over rows `targets`."""
-        ...
 
+    @abstractmethod
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """Add each row's newest token to its state; return the next logits, [rows, vocab]."""
-        ...
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027
         """Take over changed model weights. The rows' state stays."""
-        ...

@@ -136,7 +136,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         stream: ChunkStream,
         images: ImagePrompt | None,
     ) -> EmbeddedRun:
-        """Return a run for `run`."""
         return EmbeddedRun(request, pace, stream, images)
 
     async def run(self, run: EmbeddedRun) -> None:
@@ -160,11 +159,9 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self._check_works()
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         return await self._received(self._inbox.join(spec), f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
         received = self._inbox.stage(epoch, version)
         return await self._received(received, f"staging version {version}")
 
@@ -203,7 +200,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         return time.perf_counter() - started
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the epoch, if this one is joined."""
         if epoch == self._inbox.epoch:
             self._inbox.leave(reason)
 

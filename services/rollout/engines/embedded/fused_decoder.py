@@ -226,7 +226,7 @@ class FusedDecoder(SlotDecoder):
         self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: norms copy their weights, everything else is the model's."""
+        # Norms copy their weights; everything else is the model's.
         for _, norms in self._modules:
             norms.refresh()
         self._layers = [self._layer(module, norms) for module, norms in self._modules]
@@ -267,7 +267,6 @@ class FusedDecoder(SlotDecoder):
         *,
         to_end: bool = False,
     ) -> torch.Tensor:
-        """See `SlotDecoder._compute`."""
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat], self._sin[flat]
@@ -289,7 +288,6 @@ class FusedDecoder(SlotDecoder):
         return logits
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """See `Decoder.decode`."""
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)

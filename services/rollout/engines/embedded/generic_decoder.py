@@ -11,9 +11,8 @@ import torch
 from services.rollout.engines.embedded import kv_cache
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
-    KnownPrefix,
+    Decoder,
     PrefilledPrompts,
-    Rows,
     TokenRow,
 )
 from services.rollout.engines.embedded.kv_cache import (
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class RecomputeDecoder:
+class RecomputeDecoder(Decoder):
     """A decoder without state: the history in each batch is all it needs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,33 +44,16 @@ class RecomputeDecoder:
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
-        """See `Decoder.prefill`: nothing to compute."""
         if any(images):
             raise NotImplementedError("images")
         return PrefilledPrompts(())
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
-        """See `Decoder.score`."""
         token_ids = torch.from_numpy(prompt)[None].to(self._device)
         logits: torch.Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
         return self.prefill([prompt]), logits
 
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.extend`: nothing to compute."""
-        del known
-        return self.prefill(prompts)
-
-    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
-        """See `Decoder.keep`: nothing to copy."""
-
-    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """See `Decoder.insert`: nothing to store."""
-
-    def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """See `Decoder.move`: nothing to move."""
-
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """See `Decoder.decode`."""
         positions = torch.from_numpy(batch.positions).to(self._device)
         steps = torch.arange(batch.length, device=self._device)
         real = steps <= positions[:, None]
@@ -81,9 +63,6 @@ class RecomputeDecoder:
         )
         logits: torch.Tensor = output.logits
         return logits[torch.arange(len(positions), device=self._device), positions]
-
-    def refresh(self) -> None:
-        """See `Decoder.refresh`: nothing is derived from the model's own weights."""
 
 
 def prefill_with_images(
@@ -170,7 +149,6 @@ class GenericDecoder(SlotDecoder):
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
-        """See `Decoder.prefill`."""
         if not self._reads_images or all(image is None for image in images):
             return super().prefill(prompts, images)
         forward = PrefillForward()
@@ -185,7 +163,6 @@ class GenericDecoder(SlotDecoder):
         *,
         to_end: bool = False,
     ) -> torch.Tensor:
-        """See `SlotDecoder._compute`."""
         model = self._model if to_end else self._model.base_model
         with kv_cache.slot_forward(forward):
             output = model(input_ids=token_ids, position_ids=positions, use_cache=False)
@@ -193,7 +170,6 @@ class GenericDecoder(SlotDecoder):
         return found
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """See `Decoder.decode`."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         # Rotary positions run on after an image by less than its number of tokens.
@@ -207,6 +183,3 @@ class GenericDecoder(SlotDecoder):
             )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
-
-    def refresh(self) -> None:
-        """See `Decoder.refresh`: nothing is derived from the model's own weights."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.rollout.engines.embedded.decoder import (
+    Decoder,
     KnownPrefix,
     PrefilledPrompts,
     Rows,
@@ -156,7 +157,7 @@ class CausalBias:
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
 
 
-class SlotDecoder(ABC):
+class SlotDecoder(Decoder):
     """What decoders with a slot cache share; subclasses set their device first."""
 
     _device: torch.device
@@ -184,7 +185,6 @@ class SlotDecoder(ABC):
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
-        """See `Decoder.prefill`; images need a decoder that reads them."""
         if any(image is not None for image in images):
             raise NotImplementedError("images")
         forward = PrefillForward()
@@ -192,28 +192,23 @@ class SlotDecoder(ABC):
         return PrefilledPrompts(tuple(forward.layers))
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
-        """See `Decoder.score`."""
         forward = PrefillForward()
         logits = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
         return PrefilledPrompts(tuple(forward.layers)), logits.flatten(0, -2)
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.extend`."""
         extension = Extension(known, prompts, self._device)
         forward = PrefillForward(extension=extension)
         self._compute(extension.token_ids, extension.positions, forward)
         return PrefilledPrompts(tuple(forward.layers))
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """See `Decoder.insert`."""
         self._cache.insert(prefilled, prompts, rows)
 
     def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
-        """See `Decoder.keep`."""
         return KnownPrefix(tokens, self._cache.copy(row, len(tokens)))
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """See `Decoder.move`."""
         self._cache.move(sources, targets, length)
 
 

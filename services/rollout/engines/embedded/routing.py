@@ -14,7 +14,6 @@ from services.rollout.engines.causal_lm import expert_routers
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
     Decoder,
-    KnownPrefix,
     PrefilledPrompts,
     Rows,
     TokenRow,
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class RoutedDecoder:
-    """Another decoder, beside the experts of every row's tokens.
+class RoutedDecoder(Decoder):
+    """Another decoder, beside the experts of every row's tokens; a kept prefix would have none.
 
     Args:
         decoder: runs the model.
@@ -72,42 +71,29 @@ class RoutedDecoder:
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
-        """See `Decoder.prefill`."""
         prefilled = self._decoder.prefill(prompts, images)
         return replace(prefilled, routing=self._take(len(prompts)))
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
-        """See `Decoder.score`."""
         prefilled, logits = self._decoder.score(prompt)
         return replace(prefilled, routing=self._take(1)), logits
 
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.extend`; it never gets a prefix, since it keeps none."""
-        raise NotImplementedError("known prefixes with experts")
-
-    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
-        """See `Decoder.keep`: a known prefix has no experts."""
-
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """See `Decoder.insert`."""
         self._decoder.insert(prefilled, prompts, rows)
         assert prefilled.routing is not None
         self._experts[rows, : prefilled.routing.shape[1]] = prefilled.routing[prompts]
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """See `Decoder.move`."""
         self._decoder.move(sources, targets, length)
         self._experts[targets, :length] = self._experts[sources, :length]
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """See `Decoder.decode`."""
         logits = self._decoder.decode(batch)
         rows = len(batch.token_ids)
         self._experts[np.arange(rows), batch.positions] = self._take(rows)[:, 0]
         return logits
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`."""
         self._decoder.refresh()
 
     def routing(self, row: int, length: int) -> RoutedExperts:

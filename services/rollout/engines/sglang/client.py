@@ -250,7 +250,6 @@ class SglangClient:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its KV cache holds; 0: not known."""
         started = getattr(self._engine, "_scheduler_init_result", None)
         infos = getattr(started, "scheduler_infos", None) or [{}]
         return int(infos[0].get("max_total_num_tokens", 0))
@@ -307,7 +306,6 @@ class SglangClient:
             raise EngineError(f"SGLang: sample {request_id} failed: {error!r}") from error
 
     async def pause(self, *, recomputes: bool) -> None:
-        """See `VendorClient.pause`."""
         mode = "retract" if recomputes else "in_place"
         pausing = self._requests.PauseGenerationReqInput(mode=mode)
         await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
@@ -331,7 +329,6 @@ class SglangClient:
         raise EngineError("SGLang: tokens that came before a pause were not taken")
 
     async def resume(self) -> None:
-        """Sample again."""
         resume_request = self._requests.ContinueGenerationReqInput()
         await self._answer(
             self._manager.continue_generation(resume_request), "resume", _CALL_TIMEOUT_S
@@ -342,7 +339,6 @@ class SglangClient:
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """See `WorkerCalls`."""
         called = self._schedulers.call(method, arguments)
         if method == "sluice_apply":
             called = self._loaded(called, str(arguments[0]))

@@ -87,7 +87,6 @@ class SglangCore(VendorCore):
         return stream_seed(request.sampling.seed, index, request.prompt_token_ids.size)
 
     def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
-        """Sample one sample; closing the iterator aborts it."""
         # SGLang aborts all requests whose names begin with a given one; hence the dot at the end.
         name = f"{run.number}-{sample.index}."
         # A cache that other weights computed has another salt.
@@ -142,7 +141,6 @@ class SglangEngine(ThreadedEngine[SglangCore]):
         super().__init__(SglangCore.name, settings, partial(SglangCore.build, settings))
 
     async def start(self) -> None:
-        """Start SGLang; see the protocol."""
         _survive_quit_signals()
         await super().start()
 

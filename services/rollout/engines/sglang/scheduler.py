@@ -151,7 +151,6 @@ class SchedulerWorker(WeightWorker):
         self._loads: queue.SimpleQueue[tuple[list[Any], Future[Outcome]]] = queue.SimpleQueue()
 
     def sluice_find_features(self) -> SchedulerModel:
-        """Return SGLang's model here. Raises ConfigError if this version lacks what is needed."""
         return SchedulerModel(self._runner)
 
     def answer(self, method: str, arguments: list[object]) -> object:

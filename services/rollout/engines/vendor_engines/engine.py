@@ -257,7 +257,6 @@ class VendorCore(EngineCore[RequestRun]):
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> RequestRun:
-        """Return a run for `run`."""
         return RequestRun(number, request, pace, self, stream, images)
 
     def catch_up(self) -> None:
@@ -271,7 +270,6 @@ class VendorCore(EngineCore[RequestRun]):
             await self._may_begin.wait()
 
     async def run(self, run: RequestRun) -> None:
-        """Sample a request, and end its stream in any case."""
         error: EngineError | None = None
         self._runs.add(run)
         self._idle.clear()
@@ -292,12 +290,10 @@ class VendorCore(EngineCore[RequestRun]):
             run.stream.end(self._broken or error)
 
     async def cancel(self, run: RequestRun) -> None:
-        """Abort the samples of one request."""
         if run in self._runs:
             run.cancel()
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         self._epoch = spec.epoch
         await self.wake()
         # It may have been aborted meanwhile.
@@ -305,7 +301,6 @@ class VendorCore(EngineCore[RequestRun]):
         return await self.workers.join(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while sampling continues."""
         phase = f"staging version {version}"
         check_epoch(epoch, self._epoch, phase)
         await self.wake()
@@ -315,18 +310,15 @@ class VendorCore(EngineCore[RequestRun]):
         return staged
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
-        """Swap the staged version in; return the seconds without a token."""
         check_epoch(epoch, self._epoch, f"committing version {version}")
         return await self.swap(version, digest)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the epoch, if this one is joined."""
         if epoch == self._epoch:
             self._epoch = None
             await self.workers.abort(reason)
 
     async def swapped(self) -> None:
-        """Wait until no swap is under way."""
         async with self._swapping:
             self._check_works()
 

@@ -230,7 +230,6 @@ class VllmClient:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its KV cache holds; 0: not known."""
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
 
@@ -333,7 +332,6 @@ class VllmClient:
         )
 
     async def pause(self, *, recomputes: bool) -> None:
-        """See `VendorClient.pause`."""
         pausing = self._llm.pause_generation(mode="keep", clear_cache=recomputes)
         await _answer(pausing, "pause", _CALL_TIMEOUT_S)
         await _answer(self._settled(), "handing tokens out", _CALL_TIMEOUT_S)
@@ -355,7 +353,6 @@ class VllmClient:
             await asyncio.sleep(0)
 
     async def resume(self) -> None:
-        """Sample again."""
         await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
     async def sleep(self) -> None:
@@ -386,7 +383,6 @@ class VllmClient:
             await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """See `WorkerCalls`."""
         return list(
             await _answer(self._llm.collective_rpc(method, args=arguments), method, timeout_s)
         )

@@ -95,13 +95,11 @@ class VllmCore(VendorCore):
 
     @property
     def broken(self) -> EngineError | None:
-        """Why the engine is broken; ``None`` while it works."""
         if self._broken is None and self.client.is_broken:
             self._broken = EngineError("vLLM's engine process has ended; restart the replica")
         return self._broken
 
     def read_images(self, request: GenerationRequest, reader: ImagePromptReader) -> PromptImages:
-        """See `vllm.client.read_images`."""
         return read_images(request, reader)
 
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
@@ -114,7 +112,6 @@ class VllmCore(VendorCore):
         return int.from_bytes(digest, "little") >> 1
 
     def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
-        """Sample one sample; closing the iterator aborts it."""
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
         return self.client.generate(
             _request_id(run, sample),

@@ -281,7 +281,6 @@ class VllmWorker(WeightWorker):
     sluice_features: WorkerFeatures | None = None
 
     def sluice_find_features(self) -> WorkerFeatures:
-        """Return vLLM's model here. Raises ConfigError if this version lacks what is needed."""
         return WorkerFeatures(self)
 
     def sluice_forming(self) -> AbstractContextManager[object]:
