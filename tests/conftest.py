@@ -67,12 +67,13 @@ def _logs_go_where_they_went() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest modules first, so that no worker starts one when the others are done.
-    items.sort(key=lambda item: -SLOW_MODULES.get(_module(item), 0.0))
+    items.sort(key=lambda item: -SLOW_MODULES.get(_module(item.path), 0.0))
     for item in items:
-        if _module(item) in SLOW_MODULES:
+        module = _module(item.path)
+        if module in SLOW_MODULES:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timeout") is None:
-            tier = item.path.relative_to(TESTS).parts[0]
+            tier = module.partition("/")[0]
             item.add_marker(pytest.mark.timeout(TIME_LIMIT_S.get(tier, DEFAULT_TIME_LIMIT_S)))
 
 
@@ -84,6 +85,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        # Else tests of models spend a twentieth of their time on the search.
+        gc.set_threshold(10_000)
         gc.enable()
 
 
@@ -95,5 +98,6 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=node.config.stash[_STDERR])
 
 
-def _module(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix()
+@cache
+def _module(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()

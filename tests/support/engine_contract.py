@@ -86,17 +86,22 @@ class SamplingContract:
         for prompt in PROMPTS:
             plain = request(prompt, samples=3, max_tokens=4, temperature=0.7, top_k=5)
             tokens = {i: t for i, (t, _) in (await generate(world.engine, plain)).items()}
+            both = []
             for every_token in (False, True):
                 wanted = replace(plain, with_prompt_logprobs=True)
                 chunks = await chunks_of(world.engine, wanted, every_token=every_token)
                 assert {i: t for i, (t, _) in samples_of(chunks).items()} == tokens
-                (found,) = (one.prompt_logprobs for one in chunks if one.prompt_logprobs)
-                exact = expected_logprobs(world.first, prompt[:1], prompt[1:], PLAIN)
-                np.testing.assert_allclose(found.logprobs, exact, atol=TOLERANCE)
-                for place, top in enumerate(found.top_token_ids.tolist(), start=1):
-                    assert greedy_tokens(world.first, prompt[:place], [top])
-                    exact = expected_logprobs(world.first, prompt[:place], [top], PLAIN)
-                    assert abs(found.top_logprobs[place - 1] - exact[0]) < TOLERANCE
+                both += [one.prompt_logprobs for one in chunks if one.prompt_logprobs]
+            found, with_every_token = both
+            exact = expected_logprobs(world.first, prompt[:1], prompt[1:], PLAIN)
+            np.testing.assert_allclose(found.logprobs, exact, atol=TOLERANCE)
+            np.testing.assert_allclose(with_every_token.logprobs, exact, atol=TOLERANCE)
+            assert with_every_token.top_token_ids.tolist() == found.top_token_ids.tolist()
+            for place, top in enumerate(found.top_token_ids.tolist(), start=1):
+                assert greedy_tokens(world.first, prompt[:place], [top])
+                exact = expected_logprobs(world.first, prompt[:place], [top], PLAIN)
+                for one in both:
+                    assert abs(one.top_logprobs[place - 1] - exact[0]) < TOLERANCE
 
     async def test_logprobs_of_a_prompt_are_of_the_prompt_alone_where_samples_continue(
         self, world: ContractWorld

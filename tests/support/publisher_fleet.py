@@ -25,7 +25,7 @@ TIMEOUT_S = 10.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((4000, 1000), float(version)), "b": torch.arange(5.0) + version}
+    return {"a": torch.full((2000, 500), float(version)), "b": torch.arange(5.0) + version}
 
 
 class Replica:
@@ -129,7 +129,7 @@ class Trainer:
             specs,
             make_sender=lambda: WeightSender(
                 device=CpuDevice(),
-                bucket_bytes=1 << 20,
+                bucket_bytes=1 << 18,
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 holdings=holdings,

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -138,9 +139,14 @@ def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statist
     }
 
 
+def _values(record: Moments | ProbsDiffSums) -> list[Any]:
+    """Return its fields' values as they are; `astuple` copies each number of each tuple."""
+    return [getattr(record, one.name) for one in fields(record)]
+
+
 def statistics_to_vector(statistics: Statistics) -> list[float]:
     """Return five numbers a metric for an all-gather, in the order of the names as given."""
-    return [number for one in statistics.values() for number in astuple(one.moments)]
+    return [number for one in statistics.values() for number in _values(one.moments)]
 
 
 def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[str, Statistic]:
@@ -210,7 +216,7 @@ class ProbsDiffSums:
 
     def to_vector(self) -> tuple[float, ...]:
         """Return numbers for an all-gather; all add up but `max_d`."""
-        *numbers, counts = astuple(self)
+        *numbers, counts = _values(self)
         return (*numbers, *counts)
 
     def merge(self, other: ProbsDiffSums) -> ProbsDiffSums:

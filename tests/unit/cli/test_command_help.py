@@ -99,16 +99,11 @@ def test_python_runs_the_package_as_the_command() -> None:
 def completions(*words: str) -> set[str]:
     """What bash would offer for the last word."""
     environment = {
-        **os.environ,
         "_SLUICE_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(["sluice", *words]),
         "COMP_CWORD": str(len(words)),
     }
-    code = "import sys; sys.argv = ['sluice']; from sluice.cli.main import commands; "
-    code += "commands(prog_name='sluice')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
+    done = CliRunner().invoke(commands, [], prog_name="sluice", env=environment)
     return set(done.stdout.split())
 
 

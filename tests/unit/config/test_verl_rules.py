@@ -441,7 +441,7 @@ def test_sizes_decide_for_megatron_only_without_a_strategy() -> None:
     assert [one.rule for one in fsdp] == ["parallel-layout"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     prompts=st.integers(1, 300),
     mini=st.integers(1, 300),

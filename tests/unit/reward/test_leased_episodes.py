@@ -124,8 +124,8 @@ async def test_a_dialogue_is_one_sample_with_the_posted_reward_and_no_sibling_is
 
 async def test_interleaved_groups_never_mix(tmp_path: Path) -> None:
     async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
-        groups = [tasks.create_task(generated(run, 8)) for _ in range(8)]
-        leases = await take(run, 64)
+        groups = [tasks.create_task(generated(run, 4)) for _ in range(4)]
+        leases = await take(run, 16)
         plays = [
             tasks.create_task(play(run, lease.lease_id, float(number), f"mark {number}."))
             for number, lease in enumerate(leases)
@@ -135,17 +135,17 @@ async def test_interleaved_groups_never_mix(tmp_path: Path) -> None:
         found = [await group for group in groups]
     turns = [turn for group in found for rollout in group.rollouts for turn in rollout.turns]
     ids = [call.call_id for turn in turns if turn.answer for call in turn.answer.tool_calls]
-    assert len(set(ids)) == len(ids) == 64  # an agent may look up calls by them
+    assert len(set(ids)) == len(ids) == 16  # an agent may look up calls by them
     rewards = set()
     for group in found:
-        assert [rollout.sample_index for rollout in group.rollouts] == list(range(8))
+        assert [rollout.sample_index for rollout in group.rollouts] == list(range(4))
         for rollout in group.rollouts:
             assert isinstance(rollout.outcome, Scored)
             number = int(rollout.outcome.reward)
             rewards.add(number)
             assert leases[number].sample_index == rollout.sample_index
             assert rollout.text == f"Answer: mark {number}."
-    assert rewards == set(range(64))
+    assert rewards == set(range(16))
 
 
 async def test_a_repeated_request_is_answered_from_its_turn(tmp_path: Path) -> None:

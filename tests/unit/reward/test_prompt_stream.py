@@ -97,7 +97,7 @@ def test_the_order_depends_on_the_seed_alone(files: list[str]) -> None:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     low_water=st.integers(0, 3 * ROWS),

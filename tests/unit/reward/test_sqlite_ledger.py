@@ -103,7 +103,7 @@ def known(ledger: PromptLedger) -> dict[str, object]:
 
 
 @given(EVENTS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_ledger_opened_again_after_any_event_knows_what_one_in_memory_does(
     events: list[Event],
 ) -> None:

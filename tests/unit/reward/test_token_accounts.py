@@ -155,7 +155,7 @@ async def drive(whims: Whims, rules: RunConfig) -> dict[str, float]:
         return balance(app)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     numbers=st.lists(st.integers(0, 100), min_size=5, max_size=60),
     strategy=st.sampled_from(["stream", "staged", "rounds"]),

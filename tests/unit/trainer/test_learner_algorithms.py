@@ -39,7 +39,7 @@ def configured(
     critic_warmup: int = 0,
     **actor: Any,
 ) -> RunConfig:
-    config = make_config(model_folder, 4, **actor)
+    config = make_config(model_folder, 4, **{"ppo_micro_batch_size_per_gpu": 16, **actor})
     section = structs.replace(
         config.algorithm,
         rollout_correction=structs.replace(
@@ -87,7 +87,7 @@ def test_every_estimator_trains(model_folder: Path, name: str) -> None:
     if name == "gdpo":
         algorithm["gdpo_reward_keys"] = ["acc"]
     config = configured(model_folder, algorithm=algorithm)
-    _, metrics = train(config, *(with_baselines(make_batch(seed=seed)) for seed in (0, 1)))
+    _, metrics = train(config, with_baselines(make_batch(4)))
     assert metrics["actor/grad_norm"] > 0.0
     assert math.isfinite(metrics["critic/advantages/mean"])
     assert ("critic/vf_loss" in metrics) == (name == "gae")
@@ -102,16 +102,11 @@ def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, na
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10_000},
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 50},
     ]
-    found = [
-        train(
-            configured(model_folder, policy_loss=loss, **cut), make_batch(4), make_batch(4, seed=1)
-        )
-        for cut in cuts
-    ]
-    (whole, expected), (pieces, metrics) = found
+    whole, expected = train(configured(model_folder, policy_loss=loss, **cuts[0]), make_batch(4))
     assert expected["actor/grad_norm"] > 0.0
     if name in CUT_DEPENDENT:
         return
+    pieces, metrics = train(configured(model_folder, policy_loss=loss, **cuts[1]), make_batch(4))
     for weight_name, weight in weights_of(whole).items():
         torch.testing.assert_close(
             weights_of(pieces)[weight_name], weight, atol=2e-5, rtol=1e-4, msg=weight_name
@@ -138,7 +133,7 @@ def test_the_divergence_from_the_reference_is_0_before_the_first_step(model_fold
 def test_a_heavy_divergence_penalty_keeps_the_policy_near_its_reference(
     model_folder: Path,
 ) -> None:
-    batches = [make_batch(4, seed=seed) for seed in range(6)]
+    batches = [make_batch(4, seed=seed) for seed in range(2)]
     distances = []
     for coef in (0.0, 50.0):
         config = configured(model_folder, use_kl_loss=True, kl_loss_coef=coef, ppo_epochs=2)
@@ -215,7 +210,7 @@ def test_the_critic_learns_the_returns(model_folder: Path) -> None:
         model_folder, algorithm={"adv_estimator": "gae"}, critic={"cliprange_value": 100.0}
     )
     learner = Learner(config, DataParallel(), total_steps=60)
-    losses = [learner.train_step(make_batch(4), step)["critic/vf_loss"] for step in range(1, 16)]
+    losses = [learner.train_step(make_batch(4), step)["critic/vf_loss"] for step in range(1, 7)]
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -397,12 +392,12 @@ def test_the_policys_schedule_begins_with_its_first_update(model_folder: Path) -
     config = configured(
         model_folder,
         algorithm={"adv_estimator": "gae"},
-        critic_warmup=3,
+        critic_warmup=2,
         optim={"lr": 0.5, "lr_warmup_steps": 4},
     )
     learner = Learner(config, DataParallel(), total_steps=10)
-    found = [learner.train_step(make_batch(4), step).get("actor/lr") for step in range(1, 6)]
-    assert found == [None, None, 0.0, 0.125, 0.25]
+    found = [learner.train_step(make_batch(2), step).get("actor/lr") for step in range(1, 4)]
+    assert found == [None, 0.0, 0.125]
 
 
 def test_off_policy_metrics_are_there_without_any_correction(model_folder: Path) -> None:

@@ -42,6 +42,7 @@ from tests.support.tiny_policy import (
     with_critic,
 )
 
+GROUPS = 2
 TOKENS = torch.arange(2, 42)[None]
 
 
@@ -56,7 +57,7 @@ def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_learner(folder: Path, **precision: object) -> Learner:
-    config = make_config(folder, fsdp_config={"dtype": "float32", **precision})
+    config = make_config(folder, GROUPS, fsdp_config={"dtype": "float32", **precision})
     return Learner(config, DataParallel(), total_steps=10)
 
 
@@ -79,11 +80,10 @@ def test_moments_on_the_host_give_the_same_weights_and_checkpoints(
 ) -> None:
     usual = make_learner(folder, dtype=passes)
     offloaded = make_learner(folder, dtype=passes, optimizer_offload=True)
-    for step in (1, 2):
-        for learner in (usual, offloaded):
-            learner.train_step(make_batch(seed=step), step)
-        assert set(moment_bytes(offloaded)) == {0}
-        assert min(moment_bytes(usual)) > 0
+    for learner in (usual, offloaded):
+        learner.train_step(make_batch(GROUPS, seed=1), 1)
+    assert set(moment_bytes(offloaded)) == {0}
+    assert min(moment_bytes(usual)) > 0
     for learner in (usual, offloaded):
         learner.save(tmp_path / str(learner is usual) / "actor")
     assert set(moment_bytes(offloaded)) == {0}
@@ -94,7 +94,7 @@ def test_moments_on_the_host_give_the_same_weights_and_checkpoints(
     resumed.load(tmp_path / "True" / "actor")
     assert set(moment_bytes(resumed)) == {0}
     for learner in (usual, offloaded, resumed):
-        learner.train_step(make_batch(seed=3), 3)
+        learner.train_step(make_batch(GROUPS, seed=2), 2)
     assert set(moment_bytes(resumed)) == {0}
     expected = weights(usual)
     for learner in (offloaded, resumed):
@@ -108,18 +108,17 @@ def test_a_fraction_of_the_moments_on_the_host_changes_no_number(
 ) -> None:
     half = {"optimizer_offload": True, "optimizer_offload_fraction": 0.5}
     usual, divided = make_learner(folder, dtype=passes), make_learner(folder, dtype=passes, **half)
-    for step in (1, 2):
-        for learner in (usual, divided):
-            learner.train_step(make_batch(seed=step), step)
+    for learner in (usual, divided):
+        learner.train_step(make_batch(GROUPS, seed=1), 1)
     divided.save(tmp_path / "actor")
     resumed = make_learner(folder, dtype=passes, **half)
     resumed.load(tmp_path / "actor")
     whole = sum(moment_bytes(usual))
     for learner in (divided, resumed):
         assert 0 < sum(moment_bytes(learner)) <= whole / 2
-        learner.train_step(make_batch(seed=3), 3)
+        learner.train_step(make_batch(GROUPS, seed=2), 2)
         assert sum(moment_bytes(learner)) <= whole / 2
-    usual.train_step(make_batch(seed=3), 3)
+    usual.train_step(make_batch(GROUPS, seed=2), 2)
     expected = weights(usual)
     for learner in (divided, resumed):
         found = weights(learner)
@@ -130,7 +129,7 @@ def test_the_next_moments_come_before_those_just_changed_leave(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner(folder, optimizer_offload=True)
-    learner.train_step(make_batch(), 1)
+    learner.train_step(make_batch(GROUPS), 1)
     changed: list[int] = []  # bytes on the device during each part's change
     leaving: list[int] = []  # and when it leaves, with the next part there
     step, move_out = torch.optim.AdamW.step, HostMemory.move_out
@@ -146,7 +145,7 @@ def test_the_next_moments_come_before_those_just_changed_leave(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noting_step)
     monkeypatch.setattr(HostMemory, "move_out", noting_move)
-    learner.train_step(make_batch(seed=1), 2)
+    learner.train_step(make_batch(GROUPS, seed=1), 2)
     parts = len(learner._optimizer._adamw.param_groups)
     assert parts > 3
     for step_begin in range(0, len(changed), parts):
@@ -158,7 +157,7 @@ def test_a_resume_brings_the_moments_of_one_parameter_at_a_time_to_the_device(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner(folder, optimizer_offload=True)
-    learner.train_step(make_batch(), 1)
+    learner.train_step(make_batch(GROUPS), 1)
     learner.save(tmp_path / "actor")
     fill = StateFiles.fill
     held: list[int] = []  # of the parameters before
@@ -261,9 +260,9 @@ def test_a_learner_takes_the_keys_and_adapters_with_them(folder: Path) -> None:
         {},
         {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
     ):
-        config = adapting(make_config(folder), lora_rank=4, **keys)
+        config = adapting(make_config(folder, GROUPS), lora_rank=4, **keys)
         learner = Learner(config, DataParallel(), total_steps=10)
-        metrics.append([learner.train_step(make_batch(seed=s), s) for s in (1, 2)])
+        metrics.append([learner.train_step(make_batch(GROUPS, seed=s), s) for s in (1, 2)])
     for found, expected in zip(*metrics, strict=True):
         assert found["actor/grad_norm"] == expected["actor/grad_norm"]
 
@@ -311,9 +310,9 @@ def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute
     for offloads in (False, True):
         held.clear()
         precision = {"dtype": "bfloat16", "param_offload": offloads}
-        config = with_critic(make_config(folder, use_kl_loss=True, fsdp_config=precision))
+        config = with_critic(make_config(folder, GROUPS, use_kl_loss=True, fsdp_config=precision))
         current = Learner(config, DataParallel(), total_steps=10)
-        found += [current.train_step(make_batch(seed=step), step) for step in (1, 2)]
+        found += [current.train_step(make_batch(GROUPS, seed=step), step) for step in (1, 2)]
         assert len(held) == 6
         assert all((size == 0) == offloads for size in held)
     usual, offloaded = found[:2], found[2:]
@@ -328,16 +327,16 @@ def test_adapters_reference_computes_before_the_policys_weights_leave_for_the_cr
     found: list[list[dict[str, float]]] = []
     for offloads in (False, True):
         precision = {"dtype": "bfloat16", "param_offload": offloads}
-        config = make_config(folder, use_kl_loss=True, fsdp_config=precision)
+        config = make_config(folder, GROUPS, use_kl_loss=True, fsdp_config=precision)
         learner = Learner(with_critic(adapting(config, lora_rank=4)), DataParallel(), 10)
-        found.append([learner.train_step(make_batch(seed=step), step) for step in (1, 2)])
+        found.append([learner.train_step(make_batch(GROUPS, seed=step), step) for step in (1, 2)])
     for ours, theirs in zip(*found, strict=True):
         for name in ("actor/grad_norm", "actor/kl_loss", "critic/vf_loss"):
             assert ours[name] == theirs[name]
 
 
 def with_offloading_critic(folder: Path, *, offloads: bool) -> Learner:
-    config = with_critic(make_config(folder, use_kl_loss=True))
+    config = with_critic(make_config(folder, GROUPS, use_kl_loss=True))
     keys = {"dtype": "bfloat16", "param_offload": offloads, "optimizer_offload": offloads}
     fsdp = structs.replace(config.critic.fsdp, **keys)
     config = structs.replace(config, critic=structs.replace(config.critic, fsdp=fsdp))
@@ -377,24 +376,22 @@ def test_a_critics_weights_are_on_the_device_only_while_it_computes(
     offloaded = with_offloading_critic(folder, offloads=True)
     whole = critic_bytes(usual)
     assert critic_bytes(offloaded) == 0
-    expected, found = [], []
-    for step in (1, 2):
-        current = usual
-        expected.append(current.train_step(make_batch(seed=step), step))
-        held.clear()
-        current = offloaded
-        found.append(current.train_step(make_batch(seed=step), step))
-        assert held.pop("ValuePasses._run_last") == {whole}
-        assert list(held.values()) == [{0}] * 3
+    current = usual
+    expected = [current.train_step(make_batch(GROUPS, seed=1), 1)]
+    held.clear()
+    current = offloaded
+    found = [current.train_step(make_batch(GROUPS, seed=1), 1)]
+    assert held.pop("ValuePasses._run_last") == {whole}
+    assert list(held.values()) == [{0}] * 3
     offloaded.save(tmp_path / "actor")
     assert critic_bytes(offloaded) == 0
     usual.load(tmp_path / "actor")
     current = resumed = with_offloading_critic(folder, offloads=True)
     resumed.load(tmp_path / "actor")
     assert critic_bytes(resumed) == 0
-    found.append(resumed.train_step(make_batch(seed=3), 3))
+    found.append(resumed.train_step(make_batch(GROUPS, seed=2), 2))
     current = usual
-    expected.append(usual.train_step(make_batch(seed=3), 3))
+    expected.append(usual.train_step(make_batch(GROUPS, seed=2), 2))
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "actor/grad_norm"):
             assert ours[name] == theirs[name]

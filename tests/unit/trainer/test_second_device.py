@@ -41,13 +41,14 @@ CASES: Mapping[str, dict[str, Any]] = {
             max(len(BATCH_ESTIMATORS), len(POLICY_OBJECTIVES), len(LossAggregation)),
         )
     },
-    "weights": {"correction": _WEIGHED},
     "weights of the baseline": {
         "algorithm": {"adv_estimator": "optimal_token_baseline"},
         "correction": _WEIGHED,
     },
-    "band": {"correction": _BAND},
-    "rejections": {"correction": _ALL_REJECTIONS, "algorithm": {"adv_estimator": "opo"}},
+    "band and rejections": {
+        "correction": {**_BAND, **_ALL_REJECTIONS},
+        "algorithm": {"adv_estimator": "opo"},
+    },
     "bypass": {"correction": {"bypass_mode": True, **_WEIGHED, **_ALL_REJECTIONS}},
     "bypass by REINFORCE": {
         "correction": {"bypass_mode": True, "loss_type": "reinforce", **_BAND, **_ALL_REJECTIONS}
