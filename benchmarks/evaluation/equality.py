@@ -63,8 +63,8 @@ def measure(folder: Path) -> Mapping[str, Any]:
 async def _evaluated_in_run(run_dir: Path) -> tuple[Path, dict[str, float], Responses]:
     """Train some steps and pause; return a checkpoint, and what `sluice eval` finds there."""
     dumps = run_dir / "validation"
-    command = (*SLUICE, "quickstart", "--run-dir", str(run_dir), *_SETTINGS)
-    command = (*command, f"trainer.validation_data_dir={dumps}")
+    settings = (*_SETTINGS, f"trainer.validation_data_dir={dumps}")
+    command = (*SLUICE, "quickstart", "--run-dir", str(run_dir), *settings)
     evaluate = (*SLUICE, "eval", str(run_dir), "-n", "1", "--temperature", "0", "--json")
     with started(command, run_dir.with_suffix(".log"), folder=ROOT) as process:
         run = LaunchedRun(run_dir, process)
