@@ -222,8 +222,7 @@ def _transformers_layers() -> Iterator[None]:
     def keep(*_: object, **__: object) -> None:
         pass
 
-    own = {"use_own_layers": keep, "use_own_experts": keep}
-    with patch.multiple(loading, **own):
+    with patch.multiple(loading, use_own_layers=keep, use_own_experts=keep):
         yield
 
 
