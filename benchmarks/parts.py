@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.reporting import print_line, print_report
+from benchmarks.reporting import ROOT, print_line, print_report
 from tools.phases import tool_parser
 
 
@@ -63,6 +65,13 @@ class Part:
         return keys + [
             key for key, bar in self.least.items() if key in found and not found[key] >= bar
         ]
+
+
+def tests_pass(*names: str, **environment: str) -> bool:
+    """Run tests of this repository that assert a figure, such as ``tests/a.py::test_b``."""
+    command = (sys.executable, "-m", "pytest", "-q", *names)
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False)
+    return ended.returncode == 0
 
 
 def parts_parser(

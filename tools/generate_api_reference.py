@@ -21,12 +21,10 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorSet,
     ServiceDescriptorProto,
 )
-from grpc_tools import protoc
 
+from tools.generate_protos import ROOT, compile_protos
 from tools.generated_pages import table, write_or_check
 
-ROOT = Path(__file__).resolve().parent.parent
-PROTOS = ROOT / "proto"
 PAGE = ROOT / "docs" / "reference" / "protos.md"
 
 INTRODUCTION = """\
@@ -67,19 +65,10 @@ def page() -> str:
 
 
 def descriptors() -> tuple[FileDescriptorProto, ...]:
-    """What protoc reads in proto/, with its comments.
-
-    Raises:
-        SystemExit: protoc found a mistake, which it has printed.
-    """
-    protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
-    well_known = Path(protoc.__file__).parent / "_proto"
+    """What protoc reads in proto/, with its comments."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "protos.bin"
-        flags = ["--include_source_info", f"--descriptor_set_out={output}"]
-        status = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *protos])
-        if status != 0:
-            raise SystemExit(f"protoc ended with status {status}")
+        compile_protos("--include_source_info", f"--descriptor_set_out={output}")
         return tuple(FileDescriptorSet.FromString(output.read_bytes()).file)
 
 

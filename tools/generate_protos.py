@@ -25,22 +25,28 @@ INIT = '"""Generated from proto/ by tools/generate_protos.py; do not edit."""\n'
 
 
 def generate(output: Path) -> None:
-    """Write the messages, their type stubs and the gRPC stubs below `output`.
-
-    Raises:
-        SystemExit: protoc found a mistake, which it has printed.
-    """
-    protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    """Write the messages, their type stubs and the gRPC stubs below `output`."""
     output.mkdir(parents=True, exist_ok=True)
-    flags = ["--mypy_opt=quiet", "--mypy_grpc_opt=quiet"]
+    flags = [f"--plugin={beside}" for beside in map(_beside_python, MYPY_PLUGINS)]
+    flags += ["--mypy_opt=quiet", "--mypy_grpc_opt=quiet"]
     flags += [f"--{generator}_out={output}" for generator in GENERATORS]
-    well_known = Path(protoc.__file__).parent / "_proto"
-    plugins = [f"--plugin={beside}" for beside in map(_beside_python, MYPY_PLUGINS)]
-    status = protoc.main(["protoc", *plugins, f"-I{PROTOS}", f"-I{well_known}", *flags, *protos])
-    if status != 0:
-        raise SystemExit(f"protoc ended with status {status}")
+    protos = compile_protos(*flags)
     for folder in {PACKAGE, *(parent for name in protos for parent in _packages(Path(name)))}:
         (output / folder / "__init__.py").write_text(INIT, encoding="utf-8")
+
+
+def compile_protos(*flags: str) -> list[str]:
+    """Run protoc on all protos; return their paths below proto/.
+
+    Raises:
+        SystemExit: it found a mistake, which it has printed.
+    """
+    protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    well_known = Path(protoc.__file__).parent / "_proto"
+    status = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *protos])
+    if status != 0:
+        raise SystemExit(f"protoc ended with status {status}")
+    return protos
 
 
 def _beside_python(program: str) -> Path:

@@ -111,13 +111,12 @@ class LaunchedRun:
     """A run's processes.
 
     Args:
-        config: of the run.
+        run_dir: its folder.
         up: the process of `sluice up`.
     """
 
-    def __init__(self, config: RunConfig, up: Popen[bytes]) -> None:
-        self.config, self.up = config, up
-        self.run_dir = Path(config.sluice.run_dir)
+    def __init__(self, run_dir: Path, up: Popen[bytes]) -> None:
+        self.run_dir, self.up = run_dir, up
 
     async def processes(self) -> dict[str, LaunchedProcess]:
         """Return those that run now, by name; nothing before the launcher serves."""
@@ -199,7 +198,7 @@ def launched_run(
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "400", **(environment or {})}
     command = (*SLUICE, "up", str(config_file), *options)
     with started(command, config_file.parent / "up.log", quiet, ends_within_s=_END_S) as up:
-        yield LaunchedRun(config, up)
+        yield LaunchedRun(Path(config.sluice.run_dir), up)
 
 
 @contextmanager

@@ -50,51 +50,28 @@ _TOKEN_BYTES, _TEXT_BYTES = 8, 4
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of one measurement.
+def measure(concurrent: int) -> Mapping[str, Any]:
+    """Run the reward service, the fleet and the trainer; see the module's description.
 
-    Attributes:
-        concurrent: samples that grow at the same time; the rate is in proportion.
+    The fleet and its rate are in proportion to the samples that grow at the same time.
     """
-
-    concurrent: int
-
-    @property
-    def part(self) -> float:
-        """Of the whole scale."""
-        return self.concurrent / CONCURRENT
-
-    @property
-    def slots(self) -> int:
-        """Of a replica."""
-        return max(_GROUP, round(self.concurrent / self.replicas / (1 - _FREE_SHARE)))
-
-    @property
-    def replicas(self) -> int:
-        """Of the fleet, with about the same slots at every scale."""
-        return max(_PROCESSES, round(_REPLICAS * self.part))
-
-
-def measure(scale: Scale) -> Mapping[str, Any]:
-    """Run the reward service, the fleet and the trainer; see the module's description."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peers = [
             stack.enter_context(closing(PeerProcess("benchmarks.devices.fleet_peer")))
             for _ in range(_PROCESSES)
         ]
-        return asyncio.run(_Measurement(scale, peers).run(_config(folder, scale)))
+        return asyncio.run(_Measurement(concurrent, peers).run(_config(folder, concurrent)))
 
 
-def _config(folder: Path, scale: Scale) -> Path:
+def _config(folder: Path, concurrent: int) -> Path:
     rows = prompt_rows([str(number) for number in range(10_000)])
     return write_config(
         folder / "run.yaml",
         {
             "data": {
                 "train_files": str(write_prompts(folder / "train.parquet", rows)),
-                "train_batch_size": max(1, round(_BATCH_GROUPS * scale.part)),
+                "train_batch_size": max(1, round(_BATCH_GROUPS * concurrent / CONCURRENT)),
                 "max_prompt_length": 1024,
                 "max_response_length": LONGEST,
             },
@@ -130,9 +107,8 @@ class _Mark:
 class _Measurement:
     """One run."""
 
-    scale: Scale
+    concurrent: int
     peers: list[PeerProcess]
-    sizes: dict[str, int] = field(default_factory=dict)  # of the largest messages, bytes
     is_over: bool = False
     slowest_s: dict[str, float] = field(default_factory=dict)
     num_missing: int = 0  # samples of batches
@@ -154,19 +130,20 @@ class _Measurement:
                 self.is_over = True
                 found = self._figures(before, after)
             lost = await self._lost(service)
-        self._print("largest messages, bytes", self.sizes)
         slowest = {name: round(seconds, 2) for name, seconds in self.slowest_s.items()}
         self._print("slowest calls, s", slowest)
         return found | {"fleet_lost": lost}
 
     async def _start_fleet(self) -> None:
-        share = self.scale.replicas // _PROCESSES
+        num_replicas = max(_PROCESSES, round(_REPLICAS * self.concurrent / CONCURRENT))
+        slots = max(_GROUP, round(self.concurrent / num_replicas / (1 - _FREE_SHARE)))
+        share = num_replicas // _PROCESSES
         for number, peer in enumerate(self.peers):
             peer.send("start", replicas=share)
             addresses = (await asyncio.to_thread(peer.answer))["addresses"]
             for index, address in enumerate(addresses):
                 name = f"rollout-{number * share + index}"
-                self.replicas.append(ReplicaInfo(name, f"{name}-1", address, self.scale.slots))
+                self.replicas.append(ReplicaInfo(name, f"{name}-1", address, slots))
 
     async def _all(self, op: str, **arguments: object) -> list[dict[str, Any]]:
         for peer in self.peers:
@@ -175,9 +152,7 @@ class _Measurement:
 
     async def _sent(self, op: str = "counts") -> dict[str, Any]:
         answers = await self._all(op)
-        largest = {key: max(one[key] for one in answers) for key in answers[0] if "largest" in key}
-        self.sizes |= {key.removeprefix("largest_"): size for key, size in largest.items()}
-        return {key: sum(one[key] for one in answers) for key in answers[0] if key not in largest}
+        return {key: sum(one[key] for one in answers) for key in answers[0]}
 
     # --------------------------------------------------------------------------------- the trainer
 
@@ -198,10 +173,7 @@ class _Measurement:
             async with asyncio.TaskGroup() as tasks:
                 num_rows = sum(len(group.rollouts) for group in batch.groups)
                 for rank in range(_RANKS):
-                    rows = range(
-                        rank * num_rows // _RANKS,
-                        (rank + 1) * num_rows // _RANKS,
-                    )
+                    rows = range(rank * num_rows // _RANKS, (rank + 1) * num_rows // _RANKS)
                     tasks.create_task(self._read(service, batch.batch_id, rows))
             self.num_missing += len(batch.groups) * _GROUP - num_rows
             await asyncio.sleep(_STEP_S)
@@ -214,28 +186,19 @@ class _Measurement:
 
     async def _take(self, service: RewardProcess, step: int) -> Any:
         request = reward_pb2.TakeBatchRequest(step=step, policy_version=step - 1)
-        answer = await service.stub.TakeBatch(request, timeout=600)
-        self._note_size(answer)
-        return answer.batch
+        return (await service.stub.TakeBatch(request, timeout=600)).batch
 
     async def _read(self, service: RewardProcess, batch_id: str, rows: Sequence[int]) -> None:
         request = reward_pb2.TakeSamplesRequest(batch_id=batch_id, rows=rows)
-        self._note_size(request)
         num_samples = 0
         async for answer in service.stub.TakeSamples(request, timeout=300):
-            self._note_size(answer)
             num_samples += sum(part.HasField("sample") for part in (answer, *answer.more))
         self.num_missing += len(rows) - num_samples
 
     async def _call(self, method: Any, request: Any) -> None:
         began_s, name = time.monotonic(), type(request).__name__
         await method(request, timeout=60)
-        self._note_size(request)
         self.slowest_s[name] = max(self.slowest_s.get(name, 0.0), time.monotonic() - began_s)
-
-    def _note_size(self, message: Any) -> None:
-        name = type(message).__name__
-        self.sizes[name] = max(self.sizes.get(name, 0), message.ByteSize())
 
     # ---------------------------------------------------------------------------------- the figures
 
@@ -243,14 +206,13 @@ class _Measurement:
         """Wait until the samples that should grow do."""
         ends_s = time.monotonic() + _FILL_S
         while time.monotonic() < ends_s:
-            if (await self._sent())["running"] >= 0.95 * self.scale.concurrent:
+            if (await self._sent())["running"] >= 0.95 * self.concurrent:
                 break
             await asyncio.sleep(0.5)
 
     async def _mark(self, service: RewardProcess) -> _Mark:
         sent = await self._sent()
         status = await service.status()
-        self._note_size(status)
         pid = service.process.pid
         return _Mark(
             time.monotonic(),
@@ -320,7 +282,7 @@ def _cpu_s(stat: Path) -> float:
 
 
 PART = Part(
-    lambda parsed: measure(Scale(parsed.concurrent)),
+    lambda parsed: measure(parsed.concurrent),
     most={"fleet_lost": 0.0, "reward_memory_ratio": 1.3},
     least={"fleet_samples_per_s": 500.0},
 )

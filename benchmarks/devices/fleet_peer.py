@@ -44,14 +44,11 @@ class Sent:
         running: samples that grow now.
         sample_tokens: of samples that finished.
         tokens: new ones, each once.
-        largest: bytes of the largest answer and request.
     """
 
     running: int = 0
     sample_tokens: int = 0
     tokens: int = 0
-    largest_answer: int = 0
-    largest_request: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +124,6 @@ class ClockReplica(ScriptedReplica):
     async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Send the prompt's tokens, then samples and the tokens of unfinished ones."""
         fleet, sent = self.fleet, self.fleet.sent
-        sent.largest_request = max(sent.largest_request, request.ByteSize())
         accepted = rollout_pb2.PromptAccepted(
             prompt_token_ids_u32=fleet.prompt, policy_version=fleet.versions[-1][1]
         )
@@ -176,7 +172,6 @@ class ClockReplica(ScriptedReplica):
                 for sample in running:
                     message.deltas.extend(self._deltas(sample, since, now))
             if message.rollouts or message.deltas:
-                sent.largest_answer = max(sent.largest_answer, message.ByteSize())
                 await context.write(message)
 
     def _deltas(self, sample: _Sample, since: float, now: float) -> list[Any]:

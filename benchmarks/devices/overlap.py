@@ -12,7 +12,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,10 @@ from benchmarks.reporting import print_line
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.publishing import may_overlap, swaps_at_once
-from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_to_bytes
 from sluice.codec.rollout import rollout_to_proto
-from sluice.types import DataProgress, FinishReason, Rollout, TrainBatch, VersionSpan
+from sluice.types import FinishReason, Rollout, TrainBatch, VersionSpan
 from tests.support.loop_world import World
 from tests.support.publisher_fleet import Trainer
 from tests.support.reward_process import RewardProcess, reward_process, write_config
@@ -102,7 +101,7 @@ class _Run(World):
 
     def __init__(self, service: RewardProcess, engines: Sequence[_Engine], steps: int) -> None:
         super().__init__(steps=steps)
-        self._client = RewardClient(service.stub, "trainer-1", 60.0)
+        self.client = RewardClient(service.stub, "trainer-1", 60.0)
         self._engines = engines
         self.began_s: list[float] = []
         self.ages: list[int] = []
@@ -122,32 +121,6 @@ class _Run(World):
             engine.version = version
             self.fleet.mark_serving(engine.info, version)
         return PublishReport(len(self._engines), 1, _TRANSFER_S, 0.0)
-
-    async def take_batch(
-        self,
-        step: int,
-        version: int,
-        generated_tokens: Callable[[], int],
-        take_samples: Callable[[TrainBatch, int], Awaitable[str]],
-        /,
-    ) -> TrainBatch:
-        return await self._client.take_batch(step, version, generated_tokens, take_samples)
-
-    async def acknowledge(self, batch_id: str, step: int) -> None:
-        await self._client.acknowledge(batch_id, step)
-
-    async def announce(
-        self,
-        version: int,
-        replicas: Sequence[AnnouncedReplica],
-        progress: Callable[[], DataProgress | None],
-        rolled_back_to: int | None,
-        /,
-    ) -> None:
-        await self._client.announce(version, replicas, progress, rolled_back_to)
-
-    async def accounts(self, patience_s: float | None = None) -> Mapping[str, float]:
-        return await self._client.accounts(patience_s)
 
 
 async def _trained(folder: Path, staleness: int, bound: str, *, overlaps: bool) -> _Run:
@@ -170,7 +143,8 @@ async def _trained(folder: Path, staleness: int, bound: str, *, overlaps: bool) 
         run = _Run(service, engines, steps)
         # Nothing is refused here: what exceeds the bound is counted.
         batch = (f"data.train_batch_size={_GROUPS}", f"actor_rollout_ref.rollout.n={SAMPLES}")
-        await run.loop(overlaps=overlaps, staleness=steps, overrides=batch).run()
+        loop = run.loop(reward=run.client, overlaps=overlaps, staleness=steps, overrides=batch)
+        await loop.run()
     return run
 
 

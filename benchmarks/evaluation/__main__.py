@@ -5,10 +5,10 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 equal    responses_differ: prompts with other greedy responses by `sluice eval --model` than by
          `sluice eval RUN` at the same weights; metrics_difference: of their metrics, the largest;
          first_sample_s: from the command's start to its first graded prompt, the median of three
-resume   resume_differs: prompts and metrics that differ after five kills on the way, of the command
-         and of one process of each kind
-lm_eval  lm_eval_difference: of lm-eval's accuracy at `sluice serve-openai` and ours, on 100 rows;
-         needs --harness-python, of the environment of `make test-harness`
+resume   resume_differs: 0 if evaluations whose processes or command are killed on the way have the
+         results of one that is left alone, else 1: tests/multiprocess/test_evaluation.py
+lm_eval  lm_eval_difference: 0 if lm-eval's accuracy at `sluice serve-openai` is ours, on 100 rows,
+         else 1: tests/harness; needs --harness-python, of the environment of `make test-harness`
 guards   validations_until_rollback: of a run whose learning rate becomes a hundred times too high;
          rollback_points: of accuracy, the best less the first after the rollback, in percent
 sources  share_error: of two sources at 3:1, the second ten times slower: the largest relative error
@@ -20,14 +20,29 @@ missed names the keys that miss their bars; the exit code is then 1.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation import collapse, equality, other_harness, resumption, sources
-from benchmarks.parts import Part, parts_parser, run_parts
+from benchmarks.evaluation import collapse, equality, sources
+from benchmarks.parts import Part, parts_parser, run_parts, tests_pass
 from benchmarks.reporting import ROOT, last_json
+
+_LM_EVAL = (
+    "tests/harness/test_others_harnesses.py"
+    "::test_lm_evals_accuracy_of_chats_is_that_of_our_own_scorer"
+)
+
+
+def _resumed() -> Mapping[str, Any]:
+    return {"resume_differs": int(not tests_pass("tests/multiprocess/test_evaluation.py"))}
+
+
+def _lm_eval(parsed: argparse.Namespace) -> Mapping[str, Any]:
+    passes = tests_pass(_LM_EVAL, SLUICE_HARNESS_PYTHON=parsed.harness_python)
+    return {"lm_eval_difference": int(not passes)}
 
 
 def _recipes() -> Mapping[str, Any]:
@@ -37,11 +52,8 @@ def _recipes() -> Mapping[str, Any]:
 
 PARTS: Mapping[str, Part] = {
     "equal": Part(lambda parsed: equality.measure(parsed.folder), equality.MOST),
-    "resume": Part(lambda parsed: resumption.measure(parsed.folder), resumption.MOST),
-    "lm_eval": Part(
-        lambda parsed: other_harness.measure(parsed.folder, parsed.harness_python),
-        other_harness.MOST,
-    ),
+    "resume": Part(lambda _: _resumed(), most={"resume_differs": 0.0}),
+    "lm_eval": Part(_lm_eval, most={"lm_eval_difference": 0.0}, needs="harness_python"),
     "guards": Part(lambda parsed: collapse.measure(parsed.folder), collapse.MOST),
     "sources": Part(lambda parsed: sources.measure(parsed.folder), sources.MOST),
     "recipes": Part(lambda _: _recipes(), further=("recipes",)),

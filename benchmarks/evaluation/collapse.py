@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.stored import SLUICE
-from benchmarks.reporting import ROOT, empty_run_folder, print_line, quickstart
+from benchmarks.reporting import empty_run_folder, print_line, quickstart, sluice
 
 MOST: Mapping[str, float] = {"validations_until_rollback": 1.0, "rollback_points": 1.0}
 
@@ -31,15 +29,13 @@ def measure(folder: Path) -> Mapping[str, Any]:
     empty_run_folder(run_dir, folder / "assets", "quickstart", 0)
     quickstart(run_dir, 0, [*_SETTINGS, f"trainer.total_training_steps={_GOOD_STEPS}"])
     best = max(value for _, value, _ in _validations(run_dir))
-    command = [*SLUICE, "up", str(run_dir / "config.yaml"), "--quiet", "trainer.resume_mode=auto"]
-    command += [
+    sluice(
+        *("up", str(run_dir / "config.yaml"), "--quiet", "trainer.resume_mode=auto"),
         f"trainer.total_training_steps={_STEPS}",
         "trainer.test_freq=1",  # a policy that is always wrong fills no batch of a later step
         f"actor_rollout_ref.actor.optim.lr={100 * _RATE}",
         f"sluice.guards.rules={_RULES}",
-    ]
-    print_line(" ".join(command[2:]))
-    subprocess.run(command, cwd=ROOT, check=True)
+    )
     later = [one for one in _validations(run_dir) if one[0] > _GOOD_STEPS]
     print_line(f"best {best:.4f}; step, accuracy, rollbacks: {later}")
     before = [value for _, value, rollbacks in later if not rollbacks]

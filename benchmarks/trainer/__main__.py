@@ -59,25 +59,11 @@ class _Plans(Part):
         )
 
 
-def _parity(parsed: argparse.Namespace) -> Mapping[str, Any]:
-    found = parity.parity()
-    if parsed.write_docs:
-        parity.write_table(found["rows"])
-    return found
-
-
 def _learning(parsed: argparse.Namespace) -> Mapping[str, Any]:
     steps = [f"trainer.total_training_steps={parsed.steps}", f"trainer.test_freq={parsed.steps}"]
     found = train_both("stages", ROOT / "runs" / "layouts", seed=0, overrides=steps)
     print_line(f"learning: {found}")
     return {"loop_points": found["difference_points"], "loop_gain": found["gain"]}
-
-
-def _time_line(parsed: argparse.Namespace) -> Mapping[str, Any]:
-    found = time_line.time_lines()
-    if parsed.write_docs:
-        time_line.write_time_lines(found["lines"])
-    return found
 
 
 def _agreement(parsed: argparse.Namespace) -> Mapping[str, Any]:
@@ -87,7 +73,7 @@ def _agreement(parsed: argparse.Namespace) -> Mapping[str, Any]:
 
 PARTS: Mapping[str, Part] = {
     "parity": Part(
-        _parity,
+        lambda _: parity.parity(),
         most={"parity_worst": 1e-5, "loss_worst": 1e-5},
         least={"parity_layouts": 25, "forward_equal": True},
         further=("parity_cases",),
@@ -95,7 +81,9 @@ PARTS: Mapping[str, Part] = {
     "plans": _Plans(lambda _: plans(), further=("plans",)),
     "plan-error": Part(lambda _: plan_errors(), most={"plan_error_worst": 0.05}),
     "learning": Part(_learning, most={"loop_points": MOST_POINTS}, least={"loop_gain": LEAST_GAIN}),
-    "time-line": Part(_time_line, most={"bubble_error_worst": 0.05}, further=("bubble",)),
+    "time-line": Part(
+        lambda _: time_line.time_lines(), most={"bubble_error_worst": 0.05}, further=("bubble",)
+    ),
     "states": Part(
         lambda _: states(),
         most={"read_share_worst": 1.05, "async_block_share": 0.3, "beside_buckets_worst": 2.0},
@@ -114,11 +102,6 @@ PARTS: Mapping[str, Part] = {
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.trainer --parts parity,plans", PARTS)
-    parser.add_argument(
-        "--write-docs",
-        action="store_true",
-        help="put table, bubble and picture into docs/parallelism.md",
-    )
     parser.add_argument("--steps", type=int, default=12, help="of each run of the part learning")
     torch.set_num_threads(1)
     return run_parts(parser.parse_args(arguments), PARTS)

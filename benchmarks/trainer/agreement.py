@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,8 +209,8 @@ def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str,
     """Return the distances of own and of transformers' layers to the logprobs of a batch."""
     groups = len(batch.groups)
     found = {}
-    for layers in (OWN, TRANSFORMERS):
-        with _layers(layers):
+    for layers, chosen in ((OWN, nullcontext()), (TRANSFORMERS, _transformers_layers())):
+        with chosen:
             learner = Learner(_run_config(folder, groups, groups, keys), DataParallel(), 1)
             metrics = learner.train_step(batch, 1)
         found[layers] = {name: metrics[key] for name, key in METRICS.items()}
@@ -218,14 +218,11 @@ def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str,
 
 
 @contextmanager
-def _layers(layers: str) -> Iterator[None]:
+def _transformers_layers() -> Iterator[None]:
     def keep(*_: object, **__: object) -> None:
         pass
 
-    with ExitStack() as stack:
-        if layers == TRANSFORMERS:
-            for replace in ("use_own_layers", "use_own_experts"):
-                stack.enter_context(patch.object(loading, replace, keep))
+    with patch.multiple(loading, use_own_layers=keep, use_own_experts=keep):
         yield
 
 

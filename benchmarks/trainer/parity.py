@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reporting import print_line
-from benchmarks.trainer.layout_page import replace_block
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import LOSSES
@@ -160,16 +159,14 @@ class Row:
     ``equal`` is whether passes without gradients gave the logprobs of those with.
     """
 
-    layout: Layout
     cases: int
     gradient: float
     equal: bool
-    run: str
     loss: float
 
 
 def parity() -> dict[str, Any]:
-    """Return the figures, and the rows of the table under ``rows``."""
+    """Return the figures; print the rows of the table in docs/parallelism.md."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = _TinyModels(Path(folder))
         rows = [_row(number, layout, tiny) for number, layout in enumerate(LAYOUTS)]
@@ -179,7 +176,6 @@ def parity() -> dict[str, Any]:
         "parity_layouts": len(rows),
         "forward_equal": all(row.equal for row in rows),
         "loss_worst": _worst(row.loss for row in rows),
-        "rows": rows,
     }
 
 
@@ -209,10 +205,10 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
     loss = tiny.difference(layout, run)
     worst = _worst(one.error for one in found)
     print_line(
-        f"{layout.ranks} ranks, {layout.name}: {len(found)} gradients within {worst:.1e}, "
-        f"logprobs alone {'equal' if equal else 'DIFFER'}; losses of {run.name}: within {loss:.1e}"
+        f"| {layout.ranks} | {layout.name} | {', '.join(layout.families)} | {len(found)} "
+        f"| {worst:.1e} | {'equal' if equal else 'differ'} | {run.name} | {loss:.1e} |"
     )
-    return Row(layout, len(found), worst, equal, run.name, loss)
+    return Row(len(found), worst, equal, loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,21 +278,3 @@ class _TinyModels:
                 learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS
             ]
         return self._metrics[key]
-
-
-def write_table(rows: Sequence[Row]) -> None:
-    """Replace the table of docs/parallelism.md."""
-    replace_block(
-        "parity",
-        [
-            "| ranks | layout | models | gradients | worst error | logprobs alone | run "
-            "| worst loss |",
-            "|---|---|---|---|---|---|---|---|",
-            *(
-                f"| {row.layout.ranks} | {row.layout.name} | {', '.join(row.layout.families)} "
-                f"| {row.cases} | {row.gradient:.1e} | {'equal' if row.equal else 'differ'} "
-                f"| {row.run} | {row.loss:.1e} |"
-                for row in rows
-            ),
-        ],
-    )

@@ -8,12 +8,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.parts import tests_pass
 from benchmarks.reporting import print_line
-from tests.support.saved_states import are_equal
 from tests.support.tiny_policy import save_model
-from tests.support.trainer_ranks import end, ranks_of, trainer
+from tests.support.trainer_ranks import ranks_of
 
 _RANKS, _ANSWER_S = 4, 600.0
+_OTHER_LAYOUTS = (
+    "tests/multiprocess/test_checkpoint_layouts.py"
+    "::test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout"
+)
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 512,
@@ -29,19 +33,6 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "vocab_size": 8000,
     },
 }
-# Family, layout in which four ranks save, and others that load: number of ranks, keys.
-_LAYOUTS: tuple[tuple[str, dict[str, int], list[tuple[int, dict[str, int]]]], ...] = (
-    ("qwen3", {}, [(2, {}), (4, {"fsdp_size": 2}), (2, {"fsdp_size": 1})]),
-    (
-        "qwen3_moe",
-        {"expert_parallel_size": 2},
-        [
-            (2, {}),
-            (4, {"expert_parallel_size": 4}),
-            (4, {"expert_parallel_size": 2, "fsdp_size": 2}),
-        ],
-    ),
-)
 
 
 def states() -> dict[str, Any]:
@@ -61,30 +52,4 @@ def states() -> dict[str, Any]:
             print_line(f"{family}: {one}")
             found.append(one)
     worst = {key: round(max(one[key] for one in found), 4) for key in found[0]}
-    return worst | {"checkpoint_equal": _is_equal_in_all_layouts()}
-
-
-def _is_equal_in_all_layouts() -> bool:
-    equal = True
-    for family, layout, others in _LAYOUTS:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            model, saved = save_model(folder / "model", family), folder / "saved" / "actor"
-            with trainer(model, _RANKS, **_keys(layout)) as ranks:
-                ranks[0].command("train 1")
-                ranks[0].command(f"save {saved}")
-                end(ranks)
-            for number, (size, other) in enumerate(others):
-                again = folder / str(number) / "actor"
-                with trainer(model, size, **_keys(other)) as ranks:
-                    ranks[0].command(f"load {saved}")
-                    ranks[0].command(f"save {again}")
-                    end(ranks)
-                is_equal = are_equal(saved, again)
-                print_line(f"{family}, saved in {layout}, loaded in {size} {other}: {is_equal}")
-                equal = equal and is_equal
-    return equal
-
-
-def _keys(layout: dict[str, int]) -> dict[str, Any]:
-    return {"ppo_micro_batch_size_per_gpu": 3, "fsdp_config": {"dtype": "float32", **layout}}
+    return worst | {"checkpoint_equal": tests_pass(_OTHER_LAYOUTS)}

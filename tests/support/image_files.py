@@ -43,9 +43,9 @@ def jpeg(*sizes: tuple[int, int]) -> bytes:
     )
 
 
-def webp(*chunks: tuple[bytes, bytes]) -> bytes:
-    """A WebP of these chunks."""
-    body = b"WEBP" + b"".join(
+def webp(*chunks: tuple[bytes, bytes], before: bytes = b"WEBP") -> bytes:
+    """A WebP of these chunks; `before` are its name and earlier chunks."""
+    body = before + b"".join(
         name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
         for name, content in chunks
     )
@@ -66,3 +66,30 @@ def webp_lossless(width: int, height: int) -> tuple[bytes, bytes]:
 def webp_lossy(width: int, height: int) -> tuple[bytes, bytes]:
     """A lossy frame's header."""
     return b"VP8 ", b"\0\0\0\x9d\x01\x2a" + struct.pack("<HH", width, height)
+
+
+# ------------------------------------------------------------------------------------ metadata
+
+
+def exif_bomb(num_entries: int = 5000) -> bytes:
+    """A TIFF directory of 60 KB in which each entry holds the same 60,000 bytes: 300 MB in all."""
+    entries = b"".join(
+        struct.pack("<HHII", 0x8000 + number, 7, 12 * num_entries, 8)
+        for number in range(num_entries)
+    )
+    return b"II*\0" + struct.pack("<IH", 8, num_entries) + entries + bytes(4)
+
+
+def png_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG with further chunks (name, content) behind IHDR."""
+    return whole[:33] + b"".join(png_chunk(*one) for one in chunks) + whole[33:]
+
+
+def jpeg_with(whole: bytes, *segments: tuple[int, bytes]) -> bytes:
+    """A JPEG with further segments (marker, content) at its beginning."""
+    return whole[:2] + b"".join(jpeg_segment(*one) for one in segments) + whole[2:]
+
+
+def webp_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A WebP with further chunks (name, content) at its end."""
+    return webp(*chunks, before=whole[8:])

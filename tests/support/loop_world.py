@@ -122,6 +122,7 @@ class World:
         resume_from: DataProgress | None = None,
         guards: GuardsConfig = NO_GUARDS,
         record: GuardRecord = GuardRecord(),  # noqa: B008 - frozen
+        reward: Any = None,
         **settings: Any,
     ) -> TrainLoop:
         accounting = RunAccountant(
@@ -132,7 +133,7 @@ class World:
             run_config(**settings),
             20,
             learner=self,
-            reward=self,
+            reward=reward or self,
             publisher=self,
             reporter=Record(self),
             accounting=accounting,

@@ -139,4 +139,4 @@ def threaded_launch(
     assert not options
     assert not environment
     with threaded_up(config, config_file.parent / "up.log") as launcher:
-        yield LaunchedRun(config, cast("Popen[bytes]", launcher))
+        yield LaunchedRun(Path(config.sluice.run_dir), cast("Popen[bytes]", launcher))

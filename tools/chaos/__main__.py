@@ -19,8 +19,8 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,14 +38,12 @@ from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
-from tools.chaos.episodes import Line, judge_episodes, read_lines
+from tools.chaos.episodes import judge_episodes, read_lines
 from tools.chaos.faults import (
     FAR,
     KINDS,
     PLAYED_BY,
     REPLICAS,
-    SINGLE,
-    WITHOUT_EPISODES,
     Injected,
     Injector,
     make_schedule,
@@ -131,13 +129,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--each: give --single, too")
     if options.episodes and options.size:
         parser.error("--size: --episodes trains the jar game; leave one of them out")
-    players = {PLAYED_BY[options.episodes]} if options.episodes else set()
-    possible = (set(STAGES) if options.single else set(KINDS)) - set(PLAYED_BY.values()) | players
-    if other := set(options.kinds or ()) - possible:
-        parser.error(f"--kinds {min(other)}: these options have {','.join(sorted(possible))}")
-    own: tuple[str, ...] = SINGLE if options.single else WITHOUT_EPISODES
-    if options.episodes:
-        own = (PLAYED_BY[options.episodes], "kill_replica", "kill_reward", "kill_trainer")
+    player = PLAYED_BY.get(options.episodes)
+    others = set(PLAYED_BY.values()) - {player}
+    possible = tuple(kind for kind in (STAGES if options.single else KINDS) if kind not in others)
+    if wrong := set(options.kinds or ()) - set(possible):
+        parser.error(f"--kinds {min(wrong)}: these options have {','.join(sorted(possible))}")
+    own = (player, *_KILLED) if player else possible
     # Chance and machine decide which of all kinds a run has.
     options.needed = options.kinds or (own if options.episodes or options.each else ())
     options.kinds = options.kinds or own
@@ -342,6 +339,9 @@ def _report(
     _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
     _say_found("digests that differ", [f"version {version}" for version in differing])
     _say_found("waits past their deadline", late)
+    figures, examples = judge_episodes(lines, surviving, config) if options.episodes else ({}, {})
+    for key, texts in examples.items():
+        _say_found(key, texts)
     return {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -366,18 +366,8 @@ def _report(
         },
         "starts": {name: len(found) for name, found in sorted(observer.starts.items())},
         "tracebacks": {name: count for name, count in observer.tracebacks.items() if count},
-        **(_episodes(lines, surviving, config) if options.episodes else {}),
+        **figures,
     }
-
-
-def _episodes(
-    lines: Sequence[Line], trained: Mapping[int, Mapping[str, int]], config: RunConfig
-) -> Mapping[str, object]:
-    """Judge episodes; print what is wrong; return figures of the report."""
-    found = judge_episodes(lines, trained, config)
-    for key, texts in found.examples.items():
-        _say_found(key, texts)
-    return found.figures
 
 
 def _recoveries(
@@ -391,17 +381,20 @@ def _recoveries(
     window_s = _WINDOW_S[options.size]
     rate = None if options.single else full_rate
     bounded = with_next(done) if options.single else [(one, math.inf) for one in done]
-    found = [
-        (one.fault.kind, _recovered_s(observer, one, min(end_s, until_s), rate, window_s))
-        for one, until_s in bounded
-    ]
+    full: dict[str, list[float | None]] = defaultdict(list)
+    back: dict[str, list[float | None]] = defaultdict(list)
+    for one, until_s in bounded:
+        kind = one.fault.kind
+        full[kind].append(_recovered_s(observer, one, min(end_s, until_s), rate, window_s))
+        if kind in _KILLED:
+            back[_KILLED[kind]].append(back_s(observer, one, until_s))
     table = stage_table(observer, done) if options.single else {}
     for line in table_lines(table):
         say(line)
     return {
-        "recovery_s": _percentiles([seconds for _, seconds in found]),
-        "recovery_by_kind": _by_kind(found),
-        "back_s": _backs(observer, bounded),
+        "recovery_s": _percentiles([seconds for each in full.values() for seconds in each]),
+        "recovery_by_kind": {kind: _percentiles(each) for kind, each in sorted(full.items())},
+        "back_s": {name: _percentiles(each) for name, each in sorted(back.items())},
         "stages_s": table,
     }
 
@@ -431,14 +424,6 @@ def _recovered_s(
     return None if recovered_s is None else recovered_s - injected.over_s
 
 
-def _by_kind(found: Iterable[tuple[str, float | None]]) -> dict[str, dict[str, float | None]]:
-    """Return percentiles of seconds by kind of fault."""
-    kinds: dict[str, list[float | None]] = {}
-    for kind, seconds in found:
-        kinds.setdefault(kind, []).append(seconds)
-    return {kind: _percentiles(each) for kind, each in sorted(kinds.items())}
-
-
 def _percentiles(found: Sequence[float | None]) -> dict[str, float | None]:
     known = [seconds for seconds in found if seconds is not None]
     return {
@@ -446,15 +431,6 @@ def _percentiles(found: Sequence[float | None]) -> dict[str, float | None]:
         "p95": verdict.percentile(known, 0.95),
         "not_seen": len(found) - len(known),
     }
-
-
-def _backs(
-    observer: Observer, done: Iterable[tuple[Injected, float]]
-) -> dict[str, dict[str, float | None]]:
-    killed = [each for each in done if each[0].fault.kind in _KILLED]
-    return _by_kind(
-        (_KILLED[one.fault.kind], back_s(observer, one, end_s)) for one, end_s in killed
-    )
 
 
 def _skipped(injector: Injector) -> dict[str, str]:

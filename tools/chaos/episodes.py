@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,11 @@ Games = Mapping[tuple[str, str], Sequence[Mapping[str, int]]]
 """The jars of each row, by question and answer; two rows may ask alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeFindings:
-    """Figures of the report, and examples of what has to be 0, by key."""
-
-    figures: Mapping[str, object]
-    examples: Mapping[str, Sequence[str]]
-
-
 def judge_episodes(
     lines: Sequence[Line], trained: Mapping[int, Mapping[str, int]], config: RunConfig
-) -> EpisodeFindings:
-    """Judge the episodes of a run that has ended.
+) -> tuple[dict[str, object], dict[str, list[str]]]:
+    """Judge the episodes of a run that has ended; return figures of the report, and examples of
+    what has to be 0, by key.
 
     Args:
         lines: of its group log.
@@ -60,7 +52,7 @@ def judge_episodes(
     rewards = failure_rewards(lines, archive, games, may_post=may_post)
     responses = [one for group in archive for one in group.get("responses", ())]
     failures = [one["failure"].partition(":")[0] for one in responses if one.get("failure")]
-    figures = {
+    figures: dict[str, object] = {
         "episodes_lost": sum(lost.values()),
         "episodes_doubled": sum(doubled.values()),
         "failure_rewards": len(rewards),
@@ -74,7 +66,7 @@ def judge_episodes(
         "episodes_doubled": list(doubled),
         "failure_rewards": rewards,
     }
-    return EpisodeFindings(figures, examples)
+    return figures, examples
 
 
 def read_games(files: str | list[str] | None) -> Games:

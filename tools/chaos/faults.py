@@ -46,20 +46,8 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "partition": (2, 3.0, 10.0),
     "delay": (1, 4.0, 10.0),
 }
-SINGLE = (
-    "kill_replica",
-    "stop_replica",
-    "kill_reward",
-    "stop_reward",
-    "kill_trainer",
-    "stop_trainer",
-    "kill_scorer",
-    "partition",
-)
-"""Kinds that `--single` injects."""
 PLAYED_BY = {"workers": "kill_environment", "leases": "kill_front"}
 """How a run may play episodes, and the kind that kills what plays them."""
-WITHOUT_EPISODES = tuple(kind for kind in KINDS if kind not in PLAYED_BY.values())
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
@@ -94,7 +82,7 @@ class Fault:
 
 
 def make_schedule(
-    seed: int, seconds: float, interval_s: float, kinds: Sequence[str] = WITHOUT_EPISODES
+    seed: int, seconds: float, interval_s: float, kinds: Sequence[str]
 ) -> tuple[Fault, ...]:
     """Return faults of `kinds` in order of time; the last one has ended before `seconds`.
 
@@ -114,7 +102,7 @@ def make_schedule(
     return tuple(faults)
 
 
-def single_faults(seed: int, kinds: Sequence[str] = SINGLE) -> Iterator[Fault]:
+def single_faults(seed: int, kinds: Sequence[str]) -> Iterator[Fault]:
     """Yield faults of `kinds` without end, of mean length; each round is shuffled."""
     rng = random.Random(seed)
     while True:

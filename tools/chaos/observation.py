@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,13 +91,11 @@ class Observer:
 
     def read_files(self) -> None:
         """Read what is new in metrics and logs."""
-        for line in self._lines(self._run_dir / "metrics.jsonl"):
-            row = json.loads(line)
+        for row in self._rows(self._run_dir / "metrics.jsonl"):
             if "training/global_step" in row:
                 self.steps_s.append(time.monotonic())
                 self.last_step = int(row["training/global_step"])
-        for line in self._lines(self._run_dir / "groups.jsonl"):
-            row = json.loads(line)
+        for row in self._rows(self._run_dir / "groups.jsonl"):
             replicas = tuple(row["replicas"])
             self.groups.append(Yield(time.monotonic(), sum(row["tokens"]), replicas))
         for file in (*(self._run_dir / "logs").glob("*.log"), *self._folder.glob("*.log")):
@@ -112,6 +110,12 @@ class Observer:
         since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
         ticks = os.sysconf("SC_CLK_TCK")
         return sorted(started / ticks - since_boot_s for _, started in self.starts[service])
+
+    def _rows(self, file: Path) -> Iterator[dict[str, Any]]:
+        """Yield the objects since the last time; a killed process leaves half a line."""
+        for line in self._lines(file):
+            with suppress(ValueError):
+                yield json.loads(line)
 
     def _lines(self, file: Path) -> list[str]:
         """Return the whole lines since the last time."""

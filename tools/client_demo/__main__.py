@@ -27,6 +27,8 @@ import pyarrow.parquet as pq
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.run_address import address_of_run, locate_run
+from sluice.config.loading.loader import load_config
+from sluice.service_contract import CONFIG_NAME
 from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, training_run
 from tools.phases import PhaseError, say, tool_parser
 
@@ -185,8 +187,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def _demo(run: LaunchedRun, options: argparse.Namespace) -> dict[str, object]:
-    rows = pq.read_table(run.config.data.train_files, columns=["prompt"]).to_pylist()
     await run.until_training(3, 2, _WAIT_S)
+    data = load_config(run.run_dir / CONFIG_NAME, []).data
+    rows = pq.read_table(data.train_files, columns=["prompt"]).to_pylist()
     paces = {"before": await _pace(run, asyncio.sleep(options.calm))}
     say(f"training alone: {paces['before']} steps a minute")
     task = {

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tools.commands import CommandError, free_port
-from tools.compose_test.engine import NoEngineError, engine
+from tools.commands import CommandError, NoProgramError, free_port
+from tools.compose_test.engine import engine
 from tools.compose_test.images import build, check_reward_image, remove_images
 from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
 from tools.compose_test.project import TAG, Project
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             with phases.phase("engine"):
                 say(f"engine: {stack.enter_context(engine(scratch / 'dockerd.log'))}")
-        except NoEngineError as error:
+        except NoProgramError as error:
             return conclude_without(error, "SLUICE_SKIP_WITHOUT_DOCKER", {})
         return _test(options, phases, scratch)
 

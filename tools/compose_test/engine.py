@@ -18,10 +18,6 @@ _ANSWER_WITHIN_S, _END_WITHIN_S = 60.0, 30.0
 _NOISE = ("level=info", "level=debug")
 
 
-class NoEngineError(Exception):
-    """Why there is no engine here."""
-
-
 @contextmanager
 def engine(log: Path) -> Iterator[str]:
     """Yield which engine there is while the block runs; end one that was started here.
@@ -30,17 +26,14 @@ def engine(log: Path) -> Iterator[str]:
         log: of an engine that is started here.
 
     Raises:
-        NoEngineError: there is none, and none can be started; the message has the reason.
+        NoProgramError: there is none, and none can be started; the message has the reason.
     """
     if _answers():
         yield "the one that runs here"
         return
-    try:
-        ensure_programs(("dockerd",), _PACKAGES, "SLUICE_INSTALL_DOCKER")
-    except NoProgramError as error:
-        raise NoEngineError(f"no Docker engine answers; {error}") from error
+    ensure_programs(("dockerd",), _PACKAGES, "SLUICE_INSTALL_DOCKER")
     if os.geteuid() != 0:
-        raise NoEngineError("no Docker engine answers, and only root can start one; start it")
+        raise NoProgramError("no Docker engine answers, and only root can start one; start it")
     with started(("dockerd",), log, ends_within_s=_END_WITHIN_S) as process:
         try:
             until(
@@ -49,9 +42,9 @@ def engine(log: Path) -> Iterator[str]:
                 timeout_s=_ANSWER_WITHIN_S,
             )
         except PhaseError as error:
-            raise NoEngineError(f"{error}{_causes(log)}") from error
+            raise NoProgramError(f"{error}{_causes(log)}") from error
         if (code := process.poll()) is not None:
-            raise NoEngineError(f"dockerd ended with code {code} at its start{_causes(log)}")
+            raise NoProgramError(f"dockerd ended with code {code} at its start{_causes(log)}")
         yield f"started here, pid {process.pid}"
 
 

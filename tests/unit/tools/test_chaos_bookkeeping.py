@@ -16,7 +16,9 @@ import pytest
 
 from services.reward.ledger.schema import ledger_file
 from sluice.client.launcher import LaunchedProcess
+from sluice.config.loading.loader import load_config
 from tools.chaos.faults import Injector
+from tools.chaos.observation import Observer
 from tools.chaos.verdict import (
     Dump,
     LedgerView,
@@ -133,6 +135,15 @@ def test_the_ledger_of_a_killed_reward_service_shows_the_batch_that_got_no_dump(
 
 def row_line(name: str, step: int | None, end: str = "trained") -> dict[str, object]:
     return {"prompt_id": name, "end": end, "step": step}
+
+
+def test_half_a_line_of_a_killed_service_is_left_out(tmp_path: Path) -> None:
+    half, whole = '{"replicas": ["a"], "tok', '{"replicas": ["b"], "tokens": [2, 3]}'
+    (tmp_path / "groups.jsonl").write_text(f"{half}{whole}\n{whole}\n", encoding="utf-8")
+    ports = [f"sluice.{name}.endpoint.port=1" for name in ("trainer", "reward")]
+    observer = Observer(load_config(None, [f"sluice.run_dir={tmp_path}", *ports]), tmp_path)
+    observer.read_files()
+    assert [(one.tokens, one.replicas) for one in observer.groups] == [(5, ("b",))]
 
 
 ROWS = LedgerView(frozenset({"data-52"}), {}, 48, frozenset({48, 49}))

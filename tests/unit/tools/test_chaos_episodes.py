@@ -84,11 +84,11 @@ def test_a_run_is_judged_by_its_folder(
     tmp_path: Path, lines: list, trained: int, reward: float, faults: dict
 ) -> None:
     config = run_folder(tmp_path, reward=reward)
-    found = judge_episodes(lines, {1: {"a": trained}}, config)
-    assert {name: found.figures[name] for name in ZEROS} == {**ZEROS, **faults}
-    assert {name for name, texts in found.examples.items() if texts} == set(faults)
-    assert found.figures["groups_ended"] == {"trained": 1}
-    assert found.figures["episodes_trained"] == trained
-    assert found.figures["episodes_replayed"] == 1
-    assert found.figures["episodes_failed"] == {"environment": 1}
+    figures, examples = judge_episodes(lines, {1: {"a": trained}}, config)
+    assert {name: figures[name] for name in ZEROS} == {**ZEROS, **faults}
+    assert {name for name, texts in examples.items() if texts} == set(faults)
+    assert figures["groups_ended"] == {"trained": 1}
+    assert figures["episodes_trained"] == trained
+    assert figures["episodes_replayed"] == 1
+    assert figures["episodes_failed"] == {"environment": 1}
     assert read_games(str(tmp_path / "train.parquet")) == {("Add", "7"): [JARS]}

@@ -16,8 +16,7 @@ from sluice.errors import InvalidRequestError
 from sluice.vision import image_files
 from sluice.vision.image_files import bare_image, decode_image, image_size
 from sluice.vision.image_header import MAX_EXIF_BYTES, exif_orientation, read_image_header
-from tests.support.image_files import png_chunk
-from tests.support.metadata_bombs import exif_bomb, jpeg_with, png_with, webp_with
+from tests.support.image_files import exif_bomb, jpeg_with, png_chunk, png_with, webp_with
 from tests.support.tiny_vision import image_file
 
 SECRET = b"metadata of somebody"
