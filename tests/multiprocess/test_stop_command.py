@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from sluice.concurrency.process import process_marks
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.launch.servicer import LAUNCHER_NAME, launcher_of
-from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, is_running
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, is_running, processes_naming
 from tests.support.threaded_launch import threaded_up
 
 OUTPUT = "up.log"
@@ -118,13 +121,23 @@ def test_a_run_that_is_stopped_now_ends_without_a_checkpoint_and_leaves_no_proce
     small_assets: Assets, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    config = load_config(small_assets.config, [f"sluice.run_dir={run_dir}", *SETTINGS])
-    with threaded_up(config, tmp_path / OUTPUT) as run:
-        asyncio.run(serving_after_step(run_dir, 1, run.poll))
-        started = [mark.pid for mark in process_marks(run_dir)]
-        assert stopped(run_dir, "--now")["step"] is None
-        assert run.wait() == 130, run.printed()
-    assert len(started) == 3
+    command = (sys.executable, "-m", "sluice", "up", str(small_assets.config))
+    with (
+        # A file: a pipe that is not read is full after 300 steps, and then the launcher waits.
+        (tmp_path / OUTPUT).open("wb") as output,
+        subprocess.Popen(
+            [*command, f"sluice.run_dir={run_dir}", *SETTINGS],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "400"},
+        ) as process,
+    ):
+        try:
+            asyncio.run(serving_after_step(run_dir, 1, process.poll))
+            assert stopped(run_dir, "--now")["step"] is None
+            assert process.wait(WAIT_S) == 130
+        finally:
+            process.terminate()
     assert checkpoints(run_dir) == []
-    assert not any(map(is_running, started))
+    assert not processes_naming(run_dir)
     assert listed(tmp_path) == [(str(run_dir), "stopped")]
