@@ -15,7 +15,7 @@ from benchmarks.reporting import print_line
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import LOSSES
-from tests.support.rank_parity import Subject, compare, make_subject
+from tests.support.rank_parity import Subject, compare, made_subject
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import (
     adapting,
@@ -233,16 +233,11 @@ class _TinyModels:
     """Models, their gradients, and three steps of runs on one rank; each is made once."""
 
     scratch: Path
-    _subjects: dict[tuple[str, Shape, bool], Subject] = field(default_factory=dict)
     _metrics: dict[_Run, list[dict[str, float]]] = field(default_factory=dict)
 
     def subject(self, family: str, shape: Shape, *, adapts: bool) -> Subject:
         """Return a model, or an adapter of it, with the gradients by transformers."""
-        key = (family, shape, adapts)
-        if key not in self._subjects:
-            folder = self.scratch / f"{family}-{shape.layers}-{shape.kv_heads}-{adapts}"
-            self._subjects[key] = make_subject(folder, family, adapts=adapts, **shape.changes)
-        return self._subjects[key]
+        return made_subject(family, adapts=adapts, **shape.changes)
 
     def difference(self, layout: Layout, run: _Run) -> float:
         """Return the largest difference of a loss; with layers recomputed on four ranks."""

@@ -125,14 +125,17 @@ def plan_errors() -> dict[str, Any]:
     """
     worst = 0.0
     for model, ranks, recompute, keys in _AGAINST_RANKS:
-        found = counted_and_planned(model, ranks, recompute=recompute, **keys)
-        theirs, ours = map(_figures, found)
+        peaks: list[int] = []
+        if "pipeline_parallel_size" in keys:
+            real, peaks, planned = trained_and_planned(model, ranks, recompute=recompute, **keys)
+        else:
+            real, planned = counted_and_planned(model, ranks, recompute=recompute, **keys)
+        theirs, ours = _figures(real), _figures(planned)
         if ours.keys() != theirs.keys():
             raise SystemExit(f"the plan counts {sorted(ours)}, the ranks {sorted(theirs)}")
-        if "pipeline_parallel_size" in keys:
-            peaks = trained_and_planned(model, ranks, recompute=recompute, **keys)
-            for figures, of_stages in zip((theirs, ours), peaks, strict=True):
-                figures |= {f"a step of {n}": one for n, one in enumerate(of_stages)}
+        for number, (peak, stage) in enumerate(zip(peaks, planned, strict=False)):
+            name = f"a step of {number}"
+            theirs[name], ours[name] = peak, max(stage["forward"], stage["backward"])
         errors = {key: abs(ours[key] - size) / max(1, size) for key, size in theirs.items()}
         print_line(
             f"{model['model_type']}, {ranks} ranks, {keys}: plan's errors "

@@ -95,7 +95,7 @@ def arguments(assets: Assets, rows: Path, output: Path) -> list[str]:
     return [
         *("eval", "--model", str(assets.folder / "model"), "--benchmark", str(rows)),
         *("--config", str(assets.config), "--output", str(output)),
-        *("-n", str(SAMPLES), "--replicas", "2", SLOWLY),
+        *("-n", str(SAMPLES), "--replicas", "1", SLOWLY),
     ]
 
 

@@ -23,7 +23,6 @@ R3: dict[str, Any] = {"router_replay": {"mode": "R3"}}
 @pytest.mark.parametrize(
     ("world_size", "layout", "recomputes", "changes"),
     [
-        (4, {"expert_parallel_size": 2, "fsdp_size": 2}, True, R2),
         (4, {"expert_parallel_size": 4, "ulysses_sequence_parallel_size": 2}, False, R3),
         (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, True, R2),
         (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, True, R3),

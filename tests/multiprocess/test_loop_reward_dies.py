@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.small_run import SLOWLY, Assets, LiveRun, run_to_end
 
-STEPS = 12
+STEPS = 8
 
 
 async def kill_in_the_middle(run: LiveRun) -> None:
@@ -27,7 +27,7 @@ def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
         tmp_path,
         [
             f"trainer.total_training_steps={STEPS}",
-            "trainer.test_freq=6",
+            "trainer.test_freq=4",
             SLOWLY,  # or it may end before the kill
             f"sluice.asynchrony.max_staleness={max_staleness}",
         ],

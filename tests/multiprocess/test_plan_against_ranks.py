@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.trainer.dry_run.__main__ import with_adapters
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.shape import shape_of
 from sluice.plan import launch_plan
@@ -34,8 +35,7 @@ STAGES_OF_EXPERTS = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 @pytest.mark.parametrize(
     ("ranks", "recompute", "sharding"),
     [
-        (4, True, {"ulysses_sequence_parallel_size": 2}),
-        (4, False, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}),
+        (4, True, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}),
         (2, False, {"fsdp_size": 1, "dtype": "float32"}),
     ],
 )
@@ -52,51 +52,46 @@ def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
 
 
 @pytest.mark.parametrize(
-    ("layers", "recompute", "stages", "cut"),
+    ("layers", "recompute", "sharding"),
     [
-        # Enough that the first stage keeps more than the last, which has the logits.
-        (3, True, 2, {}),
-        (2, False, 4, ENDS),
+        (2, True, {"expert_parallel_size": 4, "tensor_parallel_size": 2}),
+        (1, False, {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}),
     ],
 )
-def test_a_plan_counts_each_stage_with_its_own_layers_and_micro_batches_in_flight(
-    layers: int, recompute: bool, stages: int, cut: dict[str, int]
+def test_a_plan_counts_experts_that_ranks_divide(
+    layers: int, recompute: bool, sharding: dict[str, Any]
 ) -> None:
-    model = DENSE | {"num_hidden_layers": layers}
-    real, planned = counted_and_planned(
-        model, stages, recompute=recompute, cut=cut, pipeline_parallel_size=stages
-    )
-    assert planned == real
-    assert real[0]["kept"] > real[-1]["kept"] > 0
-
-
-@pytest.mark.parametrize(
-    ("recompute", "sharding"),
-    [
-        (True, {"expert_parallel_size": 4, "tensor_parallel_size": 2}),
-        (False, {"expert_parallel_size": 2, "pipeline_parallel_size": 2}),
-        (True, {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}),
-    ],
-)
-def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict[str, Any]) -> None:
-    real, planned = counted_and_planned(EXPERTS, 4, recompute=recompute, **sharding)
+    model = EXPERTS | {"num_hidden_layers": layers}
+    real, planned = counted_and_planned(model, 4, recompute=recompute, **sharding)
     assert planned == real
     assert all(one["moved"]["all_to_all"] > 0 for one in real)
 
 
 @pytest.mark.parametrize(
-    ("model", "recompute", "sharding", "cut"),
+    ("model", "ranks", "recompute", "sharding", "cut"),
     [
-        (DENSE, False, {"pipeline_parallel_size": 4}, ENDS),
-        (EXPERTS, True, STAGES_OF_EXPERTS, {}),
-        (DENSE, True, {"use_no_sync_for_gradient_accumulation": True}, {}),
+        (DENSE, 4, False, {"pipeline_parallel_size": 4}, ENDS),
+        (EXPERTS | {"num_hidden_layers": 1}, 4, True, STAGES_OF_EXPERTS, {}),
+        (DENSE, 2, True, {"use_no_sync_for_gradient_accumulation": True}, {}),
     ],
 )
-def test_a_plan_has_the_peak_of_a_real_step_whose_gradients_are_summed_last(
-    model: dict[str, Any], recompute: bool, sharding: dict[str, Any], cut: dict[str, int]
+def test_a_plan_counts_each_stage_with_its_layers_in_flight_and_the_peak_of_a_real_step(
+    model: dict[str, Any],
+    ranks: int,
+    recompute: bool,
+    sharding: dict[str, Any],
+    cut: dict[str, int],
 ) -> None:
-    real, planned = trained_and_planned(model, 4, recompute=recompute, cut=cut, **sharding)
-    assert planned == pytest.approx(real, rel=0.01)
+    real, peaks, planned = trained_and_planned(
+        model, ranks, recompute=recompute, cut=cut, **sharding
+    )
+    assert planned == real
+    if cut:
+        assert real[0]["kept"] > real[-1]["kept"] > 0
+    # A step has all micro-batches and all stages at once, and sums gradients last.
+    assert [max(one["forward"], one["backward"]) for one in planned] == pytest.approx(
+        peaks, rel=0.01
+    )
 
 
 def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -137,7 +132,7 @@ def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
-    model_text = json.dumps({**DENSE, "vocab_size": 151_936})
+    model_text = json.dumps({**DENSE, "vocab_size": 151_936, "num_hidden_layers": 1})
     (tmp_path / "config.json").write_text(model_text, encoding="utf-8")
     actor = "actor_rollout_ref.actor"
     given = [
@@ -159,10 +154,9 @@ def test_adapters_to_continue_and_layers_named_by_number_count_like_new_ones_of_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
-    many: dict[str, Any] = {"num_hidden_layers": 3}
-    adapter = random_adapter(make_model(**many))
+    adapter = random_adapter(make_model())
     write_adapter(tmp_path / "adapter", adapter)
-    model = launch_plan.local_model(str(save_model(tmp_path / "model", **many)))
+    model = launch_plan.local_model(str(save_model(tmp_path / "model")))
     assert model is not None
     actor, policy = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     ends = sorted({name.rpartition(".")[2] for name in adapter.layers})
@@ -171,10 +165,18 @@ def test_adapters_to_continue_and_layers_named_by_number_count_like_new_ones_of_
         [f"lora_adapter_path={tmp_path / 'adapter'}"],
         [f"lora_rank={adapter.rank}", f"target_modules=[{','.join(sorted(adapter.layers))}]"],
     )
-    found = []
-    for adapters in asked:
-        keys = [f"{policy}.path={model.name}", *(f"{policy}.{one}" for one in adapters)]
-        config = load_config(None, [*keys, f"{actor}.ppo_micro_batch_size_per_gpu=1"])
-        found.append(launch_plan.written_trainer(config, model))
-    assert found[0].parts["gradients"] > 0
-    assert found[1].phases == found[2].phases == found[0].phases
+    configs = [
+        load_config(
+            None,
+            [
+                *(f"{policy}.{one}" for one in (f"path={model.name}", *adapters)),
+                f"{actor}.ppo_micro_batch_size_per_gpu=1",
+            ],
+        )
+        for adapters in asked
+    ]
+    new, continued = (launch_plan.written_trainer(config, model) for config in configs[:2])
+    assert new.parts["gradients"] > 0
+    assert continued.phases == new.phases
+    first, second = (with_adapters(config).actor_rollout_ref.model for config in configs[1:])
+    assert (second.lora_rank, second.target_modules) == (first.lora_rank, first.target_modules)

@@ -48,9 +48,9 @@ async def train(service: RewardProcess, replica: ScriptedReplica) -> None:
         await service.acknowledge(batch, step)
 
 
-@pytest.mark.parametrize("named", ["a", ""])
 @pytest.mark.parametrize(
-    ("section", "limit"), [("limits", "max_client_prompts"), ("reward", "max_client_pending")]
+    ("section", "limit", "named"),
+    [("limits", "max_client_prompts", "a"), ("reward", "max_client_pending", "")],
 )
 async def test_prompts_beyond_a_limit_are_all_trained_or_filtered(
     configure: Callable[..., Path], section: str, limit: str, named: str

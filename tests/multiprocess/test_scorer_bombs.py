@@ -45,10 +45,6 @@ def child(work):
         finally:
             os._exit(1)
 
-def huge_power():
-    noted()
-    return str(9 ** 9 ** 9)
-
 def forks():
     for _ in range(5):
         os.fork()  # all copies fork on: 32 processes
@@ -162,8 +158,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0, memory_mb=600)
 HANGS = (
-    *("huge_power", "forks", "sessions", "orphans"),
-    *("programs", "memory_of_many", "threads", "files", "ignores_everything"),
+    *("forks", "orphans", "programs", "memory_of_many"),
+    *("threads", "files", "ignores_everything"),
 )
 LEAVES_BEHIND = {
     "threads_left_behind": 1.0,

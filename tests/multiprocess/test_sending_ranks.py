@@ -60,8 +60,15 @@ def test_ranks_that_hold_everything_leave_sending_to_rank_0(model: Path) -> None
     assert published["ranks"] == [published["all"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("phase", _PHASES)
+# A rank that is killed ends its connections, one that is stopped takes a deadline.
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        *((phase, signal.SIGKILL) for phase in _PHASES),
+        ("before the groups form", signal.SIGSTOP),
+        ("while it compares versions", signal.SIGSTOP),
+    ],
+)
 def test_a_rank_that_fails_to_send_is_named_and_ends_the_trainer(
     phase: str, number: signal.Signals, model: Path
 ) -> None:

@@ -193,11 +193,17 @@ class _Way:
     check: Callable[[FaultFleet, _Fault], Awaitable[None]]
     has_halves: bool = False
     phases: tuple[str, ...] = ("join", "stage", "commit")
+    stops: tuple[str, ...] = ("stage",)
+    """Of these, the phases in which a replica is stopped, which takes a deadline each."""
+
+    def takes(self, fault: _Fault) -> bool:
+        is_stopped = signal.SIGSTOP in fault.how.values()
+        return fault.phase in (self.stops if is_stopped else self.phases)
 
 
 _WAYS = {
-    "whole": _Way(False, _check),
-    "changes": _Way(True, _check, phases=("stage",)),
+    "whole": _Way(False, _check, stops=("join", "stage", "commit")),
+    "changes": _Way(True, _check, phases=("stage",), stops=()),
     "beside a step": _Way(True, _check_beside_steps),
     "from two ranks": _Way(True, _check, has_halves=True, phases=("join", "stage")),
 }
@@ -209,7 +215,7 @@ _WAYS = {
         (name, way)
         for name, fault in _FAULTS.items()
         for way, taken in _WAYS.items()
-        if fault.phase in taken.phases
+        if taken.takes(fault)
     ],
 )
 async def test_a_fault_costs_at_most_the_replica_that_has_it(

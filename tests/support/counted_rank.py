@@ -18,9 +18,19 @@ from services.trainer.learner.ranks import TorchDistributed
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.plan.dry_run import DryRunAsked
+from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 _MEETING_S = 90.0
+
+
+def count_passes(asked: DryRunAsked, config: RunConfig, parallel: TorchDistributed) -> PassBytes:
+    """Divide the ranks, and count this one's passes. Collective."""
+    layout = trainer_layout(config, parallel.world_size)
+    parallel.divide(layout)
+    # Meshes hold numbers of ranks; a plan has made them before it counts.
+    parallel.shard_mesh(layout.shard)
+    parallel.expert_mesh(layout.shard)
+    return counted(config, asked.model, parallel)
 
 
 def main() -> int:
@@ -31,12 +41,7 @@ def main() -> int:
     else:
         parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
         config = msgspec.convert(asked.config, RunConfig)
-        layout = trainer_layout(config, parallel.world_size)
-        parallel.divide(layout)
-        # Meshes hold numbers of ranks; a plan has made them before it counts.
-        parallel.shard_mesh(layout.shard)
-        parallel.expert_mesh(layout.shard)
-        found = msgspec.json.encode(counted(config, asked.model, parallel))
+        found = msgspec.json.encode(count_passes(asked, config, parallel))
         parallel.close()
     sys.stdout.write(found.decode() + "\n")
     return 0

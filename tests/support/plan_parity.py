@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ def counted_and_planned(
     asked = _asked(model, ranks, recompute, cut, sharding)
     with ranks_of(_MODULE, ranks, asked) as processes:
         answers = [one.answer() for one in processes]
-    return [answers[one.start] for one in _stage_ranks(asked)], _planned(json.dumps(asked))
+    return [answers[one.start] for one in _stage_ranks(asked)], _planned(asked)
 
 
 def trained_and_planned(
@@ -59,13 +58,18 @@ def trained_and_planned(
     recompute: bool = False,
     cut: dict[str, int] | None = None,
     **sharding: Any,
-) -> tuple[list[int], list[int]]:
-    """Most bytes that any rank has in the passes of a real step, and as planned, as above."""
+) -> tuple[list[dict[str, Any]], list[int], list[dict[str, Any]]]:
+    """As above; between them, by stage, most bytes that any rank has in passes of a real step."""
     asked = _asked(model, ranks, recompute, cut, sharding)
     with ranks_of("tests.support.trained_rank", ranks, asked) as processes:
-        found = [one.answer() for one in processes]
-    real = [max(found[one.start : one.stop]) for one in _stage_ranks(asked)]
-    return real, [max(one["forward"], one["backward"]) for one in _planned(json.dumps(asked))]
+        counts = [one.answer() for one in processes]
+        peaks = [one.answer() for one in processes]
+    places = _stage_ranks(asked)
+    return (
+        [counts[one.start] for one in places],
+        [max(peaks[one.start : one.stop]) for one in places],
+        _planned(asked),
+    )
 
 
 def _asked(
@@ -105,9 +109,8 @@ def _stage_ranks(asked: dict[str, Any]) -> list[range]:
     return [range(stage * each, (stage + 1) * each) for stage, _ in asked["runs"]]
 
 
-@cache
-def _planned(asked: str) -> list[dict[str, Any]]:
-    alone = PreloadedProcess(_MODULE, [asked, "fake"], {})
+def _planned(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
     try:
         planned: list[dict[str, Any]] = json.loads(alone.stdout.readline())
     finally:

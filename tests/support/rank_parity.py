@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
@@ -45,8 +49,13 @@ class Compared:
     ranks: list[PassFound]
 
 
-def make_subject(scratch: Path, family: str, *, adapts: bool = False, **changes: object) -> Subject:
-    """A tiny model with random weights; `changes` are of its config.json."""
+@cache
+def made_subject(family: str, *, adapts: bool = False, **changes: Any) -> Subject:
+    """A tiny model with random weights; `changes` are of its config.json.
+
+    A process of tests makes each once: its gradients take as long as those of a rank.
+    """
+    scratch = _scratch()
     folder = save_model(scratch / "model", family, **changes)
     model = make_model(family, **changes)
     if not adapts:
@@ -56,9 +65,16 @@ def make_subject(scratch: Path, family: str, *, adapts: bool = False, **changes:
     return Subject(folder, scratch / "adapter", plain_adapters(model, adapter))
 
 
-def make_image_subject(scratch: Path, family: str, **changes: Any) -> Subject:
-    """A tiny vision-language model with random weights; `changes` are of its language model."""
-    folder = scratch / "model"
+def _scratch() -> Path:
+    folder = mkdtemp()
+    atexit.register(rmtree, folder)
+    return Path(folder)
+
+
+@cache
+def made_image_subject(family: str, **changes: Any) -> Subject:
+    """A tiny vision-language model, made once; `changes` are of its language model."""
+    folder = _scratch() / "model"
     model = tiny_vision.save_model(family, folder, **changes)
     return Subject(folder, None, plain_with_images(folder, model))
 

@@ -1,7 +1,7 @@
-"""One trainer rank that counts the bytes of real steps: all micro-batches, and all stages at once.
+"""One trainer rank that counts the bytes of its passes, and of real steps with all stages at once.
 
-The only argument is `DryRunAsked` as JSON, with the whole model. The answer is the peak of a
-step's passes in bytes, moments not there.
+The only argument is `DryRunAsked` as JSON, with the whole model. The answers are what
+`counted_rank` says of real ranks, and the peak of a step's passes in bytes, moments not there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from services.trainer.dry_run.measure import _Rank, balanced_routing
 from services.trainer.learner.model.passes import TokenPass, TokenPasses
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
-from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.plan.dry_run import DryRunAsked
+from tests.support.counted_rank import count_passes
 
 _MEETING_S = 90.0
 
@@ -29,10 +29,8 @@ def _loss(_number: int, outputs: TokenStatistics) -> Tensor:
     return outputs.logprobs.sum()
 
 
-def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
-    config = msgspec.convert(asked.config, RunConfig)
-    layout = trainer_layout(config, parallel.world_size)
-    parallel.divide(layout)
+def _peak(asked: DryRunAsked, config: RunConfig, parallel: TorchDistributed) -> int:
+    layout = parallel.layout
     with LiveBytes() as count:
         rank = _Rank(config, asked.model, parallel, count)
         passes = TokenPasses(rank._model, rank._shards, parallel, torch.device("cpu"), rank._stage)
@@ -59,9 +57,11 @@ def main() -> int:
     torch.set_num_threads(1)
     asked = msgspec.json.decode(sys.argv[1], type=DryRunAsked)
     parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
-    peak = _peak(asked, parallel)
+    config = msgspec.convert(asked.config, RunConfig)
+    alone = count_passes(asked, config, parallel)
+    peak = _peak(asked, config, parallel)
     parallel.close()
-    sys.stdout.write(f"{peak}\n")
+    sys.stdout.write(f"{msgspec.json.encode(alone).decode()}\n{peak}\n")
     return 0
 
 
