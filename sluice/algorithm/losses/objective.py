@@ -88,7 +88,7 @@ def surrogate_terms(
 class PolicyObjective:
     """This micro-batch's share of the mini-batch's loss (0-d, to differentiate) and metrics.
 
-    `statistics` are those of a `Correction` within the loss.
+    `statistics` are those of a rollout correction within the loss.
     """
 
     loss: torch.Tensor
