@@ -27,7 +27,6 @@ from services.trainer.learner.weight_stream import (
     Rows,
     cut_buckets,
     exchange_rows,
-    stream_rows,
 )
 
 if TYPE_CHECKING:
@@ -216,9 +215,11 @@ def _write_converted(
     parallel: DataParallel,
 ) -> Iterator[None]:
     whole: dict[str, list[Tensor]] = {}
-    for name, rows in stream_rows(parts, directory, parallel, _PHASE):
-        whole.setdefault(name, []).append(rows.cpu())
-    yield
+    for bucket in cut_buckets(directory, directory, BUCKET_BYTES):
+        found = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
+        for rows, values in zip(bucket, found, strict=False):  # only rank 0 has found any
+            whole.setdefault(rows.name, []).append(values.cpu())
+        yield
     if parallel.rank:
         # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.
         yield from (None for _ in _published(model, _empty(directory)))
