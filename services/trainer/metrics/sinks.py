@@ -77,12 +77,10 @@ class MetricSink(Protocol):
         ...
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write validation responses of the version after `step`, for readers."""
-        ...
+        """Write validation responses of the version after `step`; by default none."""
 
     def close(self) -> None:
-        """Put everything on disk, or send it."""
-        ...
+        """Put everything on disk, or send it; by default nothing is open."""
 
 
 class BackgroundSink:
@@ -374,7 +372,7 @@ def mlflow_name(name: str) -> str:
     return "/".join(parts)[:_LONGEST_MLFLOW_NAME].rstrip("/") or "_"
 
 
-class JsonlSink:
+class JsonlSink(MetricSink):
     """The file ``metrics.jsonl``, written without buffering.
 
     NaN and infinity become null, so that every reader can parse the lines.
@@ -386,9 +384,6 @@ class JsonlSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
         self._metrics.append({"step": step, **finite})
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write nothing: responses are in the run's files."""
 
     def close(self) -> None:
         self._metrics.close()
@@ -432,7 +427,7 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-class ConsoleSink:
+class ConsoleSink(MetricSink):
     """Log lines in verl's form: ``step:N - key:value - ...``."""
 
     def __init__(self, target: SinkTarget | None = None) -> None:
@@ -453,11 +448,8 @@ class ConsoleSink:
                 one.score,
             )
 
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
-
-class ProgressSink:
+class ProgressSink(MetricSink):
     """Log a short line for each step and each validation, for a reader of the trainer's log.
 
     Args:
@@ -473,9 +465,3 @@ class ProgressSink:
             logger.info("%s", step_line(step, self._total_steps, metrics, left))
         elif (accuracy := accuracy_of(metrics)) is not None:
             logger.info("validation after step %d: accuracy %.3f", step, accuracy)
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Log nothing: responses are in the run's files."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
