@@ -27,7 +27,7 @@ from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.replica_queue import ReplicaQueue
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
@@ -200,7 +200,6 @@ async def _logprob_error(folder: Path) -> float:
     """Return the largest difference between engine and trainer over sampled tokens, float32."""
     groups = await _sampled(folder)
     model = reference_model(folder)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     worst, turns = 0.0, 0
     for group in groups:

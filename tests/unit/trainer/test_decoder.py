@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from services.trainer.learner.model import forward, loading
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import response_values, token_outputs
 from services.trainer.learner.model.loading import load_critic, load_policy
@@ -198,7 +198,6 @@ def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
 
 
 def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> None:
-    register_packed_attention()
     exact = make_model("qwen3")
     random_norms(exact)
     exact.set_attn_implementation(PACKED_ATTENTION)

@@ -12,7 +12,7 @@ from services.trainer.learner.batch import micro_batch as packing
 from services.trainer.learner.batch.micro_batch import build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, batch_table, own_rows, split_batch
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import first_of_rows
@@ -60,7 +60,6 @@ def mixed_rows() -> list[TrainingRow]:
 def test_each_sampled_token_weighs_once_as_in_a_pass_over_its_own_turn(family: str) -> None:
     model, rows = make_model(family), mixed_rows()
     plain_logprobs, expected = plain(model, some=rows)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     packed = pack(rows)
     logprobs = token_outputs(model, packed, temperature=TEMPERATURE).logprobs
@@ -76,7 +75,6 @@ def test_blocks_without_a_mask_change_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_logits_after_tokens_that_are_only_read_have_no_gradient() -> None:
     model = make_model()
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     (row,) = rows_of(make_episodes(1, (TREE, LINEAR)))[:1]
     packed = pack([row])
@@ -107,7 +105,6 @@ def test_linear_turns_are_the_plain_pass_over_the_joined_sequence() -> None:
     each = each.gather(1, torch.from_numpy(joined[1:, None]))[:, 0]
     sampled = np.concatenate([np.full(part.size, i % 2) for i, part in enumerate(parts)])
     expected = each[row.prompt_token_ids.size - 1 :][torch.from_numpy(sampled) == 1]
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     packed = pack([row])
     # The whole sequence but its last token is computed, once.

@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTra
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
@@ -148,7 +148,6 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool
         ]
     )
     expected = _gradients(model, plain)
-    register_packed_attention()
     trained = copy.deepcopy(model)
     trained.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
     if own:

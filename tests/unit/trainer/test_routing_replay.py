@@ -23,7 +23,7 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
 )
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.experts import Routing, RoutingTape, routing_tape
 from services.trainer.learner.model.experts import use_own_experts as use_own
 from services.trainer.learner.model.forward import token_outputs
@@ -46,7 +46,6 @@ LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
 
 def own_model(**changes: object) -> PreTrainedModel:
-    register_packed_attention()
     own = make_model("qwen3_moe", **changes)
     own.set_attn_implementation(PACKED_ATTENTION)
     use_own(own)

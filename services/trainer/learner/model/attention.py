@@ -106,12 +106,8 @@ def _attend(
     return packed.view(1, packed.shape[0], query.shape[1], -1)
 
 
-def register_packed_attention() -> None:
-    """Register `PACKED_ATTENTION` with transformers.
-
-    It registers no mask function under that name, so transformers builds no mask at all.
-    """
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+# No mask function has that name, so transformers builds no mask at all.
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def _refuse(
