@@ -160,7 +160,6 @@ def throughput_metrics(
         phase_seconds: seconds by phase (``gen``, ``update_actor``, ...); ``step`` is the whole.
         total_tokens: prompt and response tokens of the batch, the prompt counted for every row.
         response_tokens: response tokens of the batch.
-        num_ranks: all ranks of the trainer.
     """
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in phase_seconds.items()}
     metrics["perf/total_num_tokens"] = float(total_tokens)

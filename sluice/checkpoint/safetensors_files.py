@@ -95,7 +95,6 @@ def copy_weights(
 
     Args:
         source: with ``*.safetensors``.
-        target: existing folder.
         dtype: what floating-point weights become; ``None`` leaves them.
         dropped: tied outputs to leave out; each must equal the input embedding.
         on_tensor: called with (tensors done, tensors in all).

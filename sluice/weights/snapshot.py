@@ -77,7 +77,6 @@ class SnapshotBuffers:
         Args:
             named_tensors: exactly those planned, on any device, in any order; each whole or in
                 several parts, its rows in order. After the first write without the constant ones.
-            version: of these weights.
             timeout_s: how long to wait for readers of the version before the newest one.
 
         Raises:

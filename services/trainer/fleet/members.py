@@ -272,7 +272,6 @@ class Fleet:
         """Let some of the replicas that serve `version` keep it; return them.
 
         Args:
-            version: the version that is validated.
             choose: returns how many of a number of replicas are held; 0: nothing changes.
         """
         serving = [m for m in self.members() if _serves(m, version)]

@@ -73,9 +73,7 @@ class SendingRank(services.SendingRankServiceServicer):
     """A rank above 0, which sends its part of each version. It serves until `close`.
 
     Args:
-        number: of its holding.
         timeout_s: for each formation and each collective.
-        keeps_base: see `WeightSender`.
         key: secret of the run; rank 0 shows it.
         certificates: for TLS, here and at the rendezvous store.
 
@@ -248,9 +246,6 @@ def _answered(
 
 class SendingRankClient:
     """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
-
-    Args:
-        key: secret of the run.
 
     Raises (all methods but `leave`):
         WeightSyncError: the rank failed, vanished, or was stopped. Names it.

@@ -34,7 +34,6 @@ def cut_buckets(
     """Cut tensors into buckets of whole rows; every tensor is in one, an empty one too.
 
     Args:
-        directory: has all `names`.
         bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
     """
     bucket: list[Rows] = []

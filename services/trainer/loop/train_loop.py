@@ -81,7 +81,6 @@ class TrainLoop:
     """All steps of one run. `fleet` and `state` are shared with the service's calls.
 
     Args:
-        dataset_rows: of the training set.
         resume_from: data progress of the checkpoint; None for a new run.
     """
 

@@ -450,11 +450,7 @@ class ConsoleSink(MetricSink):
 
 
 class ProgressSink(MetricSink):
-    """Log a short line for each step and each validation, for a reader of the trainer's log.
-
-    Args:
-        total_steps: of the run.
-    """
+    """Log a short line for each step and each validation, for a reader of the trainer's log."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps, self._time_left = total_steps, TimeLeft()

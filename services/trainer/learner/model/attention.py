@@ -54,7 +54,6 @@ def packed_attention(
     """Attend within each packed sequence and, from a row, to its prompt.
 
     Args:
-        module: the model's attention layer.
         query: [1, heads, T, head dim].
         key: [1, kv heads, T, head dim]; heads are a multiple of kv heads.
         value: [1, kv heads, T, value dim].

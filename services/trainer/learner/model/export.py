@@ -63,11 +63,9 @@ def write_model(
     experts, one tensor each) are made on rank 0, which then holds the whole model.
 
     Args:
-        folder: exists.
         model: its own weights are not read.
         parts: this rank's `local_part` of every tensor of the files.
         directory: of the same, on all ranks.
-        bucket_bytes: rows that a rank gets at once.
 
     Raises:
         OSError: the disk is full or cannot be written.

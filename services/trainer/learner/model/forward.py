@@ -68,10 +68,7 @@ def token_outputs(
 
     Args:
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
-        micro_batch: on the model's device.
         temperature: sampling temperature; logits are divided by it.
-        entropy: whether to compute entropies, and whether with a gradient.
-        with_sum_pi_squared: whether to compute squared probabilities, without a gradient.
         routing: to follow if it is complete, else to complete; see `Routing`.
         entering: of a pipeline's last stage: what the stage before has computed.
     """
@@ -95,7 +92,6 @@ def hidden_states(
     """Run a pipeline's stage, but not the last one; return the hidden states of this rank's tokens.
 
     Args:
-        model, micro_batch, routing: as in `token_outputs`.
         entering: hidden states [1, t, width]; ``None``: it is the first stage.
     """
     (found,) = _begin(model, routing)(micro_batch, entering, is_last=False)
@@ -267,11 +263,7 @@ def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def response_values(
     model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None = None
 ) -> Tensor:
-    """Return a critic's values [N], float32, of the state before each response token.
-
-    Args:
-        model, micro_batch, entering: as in `token_outputs`.
-    """
+    """Return a critic's values [N], float32, of the state before each response token."""
     found: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
     (values,) = found
     share, own = micro_batch.layout.share, micro_batch.own
@@ -294,7 +286,6 @@ def check_packing(
 
     Args:
         naming_failures: names errors of other ranks, as opposed to errors of the model.
-        share: the packed rows are shared as sequences will be.
 
     Raises:
         ConfigError: they differ by more than rounding.

@@ -224,7 +224,6 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
     Args:
         directory: written by `PolicyState`, in any layout of ranks.
-        trained: sharded or whole.
 
     Returns:
         the sum of the loaded weights, as `LoadedModel.sum`.
@@ -378,8 +377,6 @@ def trained_model(
 
     Args:
         loaded: the same on every rank.
-        sharding: how many ranks share one copy.
-        key: the section of `sharding` in the configuration.
         device: gets a model that stays whole.
 
     Raises:

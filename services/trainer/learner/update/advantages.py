@@ -68,8 +68,6 @@ def token_advantages(
         table: the batch; its rewards of turns count where the run trains on them.
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
-        components: reward components (gdpo).
-        controller: the weight of the penalty.
 
     Raises:
         ConfigError: the estimator lacks an input; names it.

@@ -96,7 +96,6 @@ class PolicyUpdate:
     Args:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
-        peaks: of this rank's device, by phase.
 
     Attributes:
         kl_controller: weight of the divergence in the reward; part of a checkpoint.
