@@ -13,6 +13,7 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
+from sluice.algorithm.batch_metrics import spread
 from sluice.algorithm.kl import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
 from sluice.algorithm.sources import source_metric
@@ -181,18 +182,8 @@ def _metrics(
 ) -> dict[str, float]:
     """Return ``critic/rewards`` over rows with tokens, advantages and returns over `mask`."""
     answered = responses.any(-1)
-    found = {
-        "critic/rewards": rewards.sum(-1, dtype=torch.float64)[answered],
-        "critic/advantages": advantages[mask].double(),
-        "critic/returns": returns[mask].double(),
-    }
     return {
-        f"{name}/{reading}": float(value)
-        for name, values in found.items()
-        if values.numel()
-        for reading, value in (
-            ("mean", values.mean()),
-            ("max", values.max()),
-            ("min", values.min()),
-        )
+        **spread("critic/rewards", rewards.sum(-1, dtype=torch.float64)[answered]),
+        **spread("critic/advantages", advantages[mask].double()),
+        **spread("critic/returns", returns[mask].double()),
     }
