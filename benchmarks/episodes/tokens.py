@@ -28,7 +28,7 @@ from services.reward.generation.replica_queue import ReplicaQueue
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.episodes import follows_prompt, path_tokens, training_paths
@@ -206,7 +206,7 @@ async def _logprob_error(folder: Path) -> float:
         rows = training_rows([_trained(group)], [range(len(group.rollouts))])
         packed = pack(rows)
         with torch.inference_mode():
-            found = token_outputs(model, packed, temperature=1.0).logprobs
+            found = token_outputs(model, TokenPass(packed)).logprobs
         worst = max(worst, float((found - packed.behavior_logprobs).abs().max()))
         turns += sum(len(rollout.turns) for rollout in group.rollouts)
     print_line(f"{_REAL_GROUPS * _GROUP} episodes of the embedded engine, {turns} turns")

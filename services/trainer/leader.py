@@ -84,7 +84,7 @@ from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, restarts
-from sluice.types import ReplicaInfo, layout_digest
+from sluice.types import layout_digest
 from sluice.weights.adapters import is_adapter
 from sluice.weights.rank_sender import OtherRank
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
@@ -281,36 +281,30 @@ def _publisher(
     device = transfer_device(config.trainer.device, weights.backend)
     bucket_bytes = weights.bucket_mb << 20
     snapshots = trained.snapshots
-    transfer_timeout_s = broadcast_deadline_s(
-        snapshots.tensors, bucket_bytes, weights.timeout_s, snapshots.holdings
-    )
     elements = sum(math.prod(tensor.shape) for tensor in snapshots.tensors)
     wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
-    commit_s = commit_timeout_s(config, wire_bytes)
     sends_changes = weights.delta == "auto"
-
-    def make_sender() -> WeightSender:
-        return WeightSender(
-            device=device,
-            bucket_bytes=bucket_bytes,
-            timeout_s=weights.timeout_s,
-            host=advertised_host(endpoint),
-            bind_host=endpoint.host,
-            certificates=credentials.for_transfers(),
-            keeps_base=sends_changes,
-            holdings=snapshots.holdings,
-            others=trained.others,
-        )
-
-    def connect(replica: ReplicaInfo) -> ReplicaClient:
-        return ReplicaClient(
-            replica,
-            replicas,
-            timeout_s=weights.timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            commit_timeout_s=commit_s,
-        )
-
+    make_sender = partial(
+        WeightSender,
+        device=device,
+        bucket_bytes=bucket_bytes,
+        timeout_s=weights.timeout_s,
+        host=advertised_host(endpoint),
+        bind_host=endpoint.host,
+        certificates=credentials.for_transfers(),
+        keeps_base=sends_changes,
+        holdings=snapshots.holdings,
+        others=trained.others,
+    )
+    connect = partial(
+        ReplicaClient,
+        channels=replicas,
+        timeout_s=weights.timeout_s,
+        transfer_timeout_s=broadcast_deadline_s(
+            snapshots.tensors, bucket_bytes, weights.timeout_s, snapshots.holdings
+        ),
+        commit_timeout_s=commit_timeout_s(config, wire_bytes),
+    )
     return WeightPublisher(
         observed.fleet,
         snapshots.buffers,

@@ -29,7 +29,12 @@ from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
-from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
+from services.trainer.learner.model.forward import (
+    EntropyUse,
+    TokenPass,
+    hidden_states,
+    token_outputs,
+)
 from services.trainer.learner.model.loading import (
     LoadedModel,
     Stage,
@@ -264,16 +269,15 @@ class _Rank:
         routing, entering = balanced_routing(self._model, tokens), None
         if stage is not None and stage.before is not None:
             entering = self._between(stage).requires_grad_(torch.is_grad_enabled())
-        if stage is not None and stage.after is not None:
-            return hidden_states(self._model, self._micro_batch, entering, routing)
-        return token_outputs(
-            self._model,
+        one = TokenPass(
             self._micro_batch,
-            temperature=self._config.actor_rollout_ref.rollout.temperature,
-            entropy=self._entropy,
+            self._config.actor_rollout_ref.rollout.temperature,
+            self._entropy,
             routing=routing,
-            entering=entering,
-        ).logprobs
+        )
+        if stage is not None and stage.after is not None:
+            return hidden_states(self._model, one, entering)
+        return token_outputs(self._model, one, entering).logprobs
 
 
 def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:

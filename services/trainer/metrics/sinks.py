@@ -175,24 +175,16 @@ class SinkTarget:
     replaces_after: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One kind of sink: its ``module:class`` in this package, and what must be installed for it."""
-
-    sink: str
-    package: str | None = None
-    extra: str = ""
-
-
-_KINDS: Mapping[str, _Kind] = {
-    CONSOLE: _Kind("sinks:ConsoleSink"),
-    JSONL: _Kind("sinks:JsonlSink"),
-    "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
-    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb"),
-    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow"),
-    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab"),
-    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio"),
+_SINKS: Mapping[str, str] = {
+    CONSOLE: "sinks:ConsoleSink",
+    JSONL: "sinks:JsonlSink",
+    "tensorboard": "tensorboard_sink:TensorBoardSink",
+    "wandb": "wandb_sink:WandbSink",
+    "mlflow": "mlflow_sink:MlflowSink",
+    "swanlab": "swanlab_sink:SwanlabSink",
+    "trackio": "trackio_sink:TrackioSink",
 }
+"""The ``module:class`` in this package of each sink. A vendor's is named after its package."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -203,11 +195,10 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     problems = []
     for name in dict.fromkeys(names):
-        kind = _KINDS.get(name)
-        if kind is None:
-            problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_KINDS)}")
-        elif kind.package is not None and not _is_installed(kind.package):
-            problems.append(_remedy(name, kind))
+        if name not in _SINKS:
+            problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_SINKS)}")
+        elif name not in (CONSOLE, JSONL) and not _is_installed(name):
+            problems.append(_remedy(name))
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -254,15 +245,14 @@ async def open_sinks(
 
 
 def _open(name: str, target: SinkTarget) -> MetricSink:
-    kind = _KINDS[name]
-    module, _, attribute = kind.sink.partition(":")
+    module, _, attribute = _SINKS[name].partition(":")
     package = __name__.rpartition(".")[0]
     try:
         open_sink: Callable[[SinkTarget], MetricSink] = getattr(
             importlib.import_module(f"{package}.{module}"), attribute
         )
     except ImportError as error:
-        raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
+        raise ConfigError(f"{_remedy(name)} ({error})") from error
     try:
         return open_sink(target)
     except Exception as error:
@@ -281,10 +271,11 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _remedy(name: str, kind: _Kind) -> str:
+def _remedy(name: str) -> str:
+    extra = "train" if name == "tensorboard" else name
     return (
-        f"trainer.logger: {name} needs the package {kind.package}, which is not installed; "
-        f"run pip install 'sluice[{kind.extra}]', or remove {name} from trainer.logger"
+        f"trainer.logger: {name} needs the package {name}, which is not installed; "
+        f"run pip install 'sluice[{extra}]', or remove {name} from trainer.logger"
     )
 
 

@@ -13,7 +13,7 @@ from services.trainer.learner.batch.micro_batch import build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, batch_table, own_rows, split_batch
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import piece_tokens, plan_micro_batches, whole_groups
@@ -62,7 +62,7 @@ def test_each_sampled_token_weighs_once_as_in_a_pass_over_its_own_turn(family: s
     plain_logprobs, expected = plain(model, some=rows)
     model.set_attn_implementation(PACKED_ATTENTION)
     packed = pack(rows)
-    logprobs = token_outputs(model, packed, temperature=TEMPERATURE).logprobs
+    logprobs = token_outputs(model, TokenPass(packed, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs.detach(), plain_logprobs, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(model, weighed(logprobs, packed)), expected) <= MOST_ERROR
 
@@ -111,7 +111,7 @@ def test_linear_turns_are_the_plain_pass_over_the_joined_sequence() -> None:
     assert packed.input_ids[0].tolist() == joined[:-1].tolist()
     assert packed.position_ids[0].tolist() == list(range(joined.size - 1))
     assert packed.columns.tolist() == list(range(row.token_ids.size))
-    found = token_outputs(model, packed, temperature=TEMPERATURE).logprobs
+    found = token_outputs(model, TokenPass(packed, TEMPERATURE)).logprobs
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.model import attention
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.forward import check_packing, token_outputs
+from services.trainer.learner.model.forward import TokenPass, check_packing, token_outputs
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
@@ -67,7 +67,7 @@ def check_against_plain(family: str) -> None:
     plain = torch.cat([plain_logprobs(model, row) for row in rows()])
     expected = gradients(model, plain)
     model.set_attn_implementation(PACKED_ATTENTION)
-    packed = token_outputs(model, pack(rows()), temperature=TEMPERATURE).logprobs
+    packed = token_outputs(model, TokenPass(pack(rows()), TEMPERATURE)).logprobs
     found = gradients(model, packed)
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
     assert found.keys() == expected.keys()
@@ -180,7 +180,7 @@ def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
     model = make_model("mistral", sliding_window=8)
     model.set_attn_implementation(PACKED_ATTENTION)
     with pytest.raises(ConfigError, match="MistralAttention uses sliding_window"):
-        token_outputs(model, pack(rows()), temperature=1.0)
+        token_outputs(model, TokenPass(pack(rows())))
 
 
 def test_the_value_of_a_row_is_that_of_its_first_token() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
 from types import MethodType
@@ -54,47 +54,48 @@ class EntropyUse(StrEnum):
     BONUS = "bonus"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPass:
+    """One pass over a micro-batch; a critic's needs nothing else.
+
+    Logits are divided by `temperature`, that of sampling. A complete `routing` is followed, another
+    one completed.
+    """
+
+    micro_batch: MicroBatch
+    temperature: float = 1.0
+    entropy: EntropyUse = EntropyUse.NONE
+    with_sum_pi_squared: bool = False
+    routing: Routing | None = None
+
+
 def token_outputs(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    *,
-    temperature: float,
-    entropy: EntropyUse = EntropyUse.NONE,
-    with_sum_pi_squared: bool = False,
-    routing: Routing | None = None,
-    entering: Tensor | None = None,
+    model: PreTrainedModel, one: TokenPass, entering: Tensor | None = None
 ) -> TokenStatistics:
     """Run the model once over the packed tokens; return statistics of the response tokens, [N].
 
     Args:
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
-        temperature: sampling temperature; logits are divided by it.
-        routing: to follow if it is complete, else to complete; see `Routing`.
         entering: of a pipeline's last stage: what the stage before has computed.
     """
-    found: tuple[Tensor | None, ...] = _begin(model, routing)(
-        micro_batch,
+    found: tuple[Tensor | None, ...] = _begin(model, one.routing)(
+        one.micro_batch,
         entering,
-        temperature=temperature,
-        with_entropy=entropy is not EntropyUse.NONE,
-        entropy_gradient=entropy is EntropyUse.BONUS,
-        with_sum_pi_squared=with_sum_pi_squared,
+        temperature=one.temperature,
+        with_entropy=one.entropy is not EntropyUse.NONE,
+        entropy_gradient=one.entropy is EntropyUse.BONUS,
+        with_sum_pi_squared=one.with_sum_pi_squared,
     )
-    return _of_all_ranks(found, micro_batch)
+    return _of_all_ranks(found, one.micro_batch)
 
 
-def hidden_states(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    entering: Tensor | None,
-    routing: Routing | None = None,
-) -> Tensor:
+def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | None) -> Tensor:
     """Run a pipeline's stage, but not the last one; return the hidden states of this rank's tokens.
 
     Args:
         entering: hidden states [1, t, width]; ``None``: it is the first stage.
     """
-    (found,) = _begin(model, routing)(micro_batch, entering, is_last=False)
+    (found,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
     hidden: Tensor = found
     return hidden
 
@@ -295,7 +296,7 @@ def check_packing(
     try:
         with torch.no_grad(), naming_failures or nullcontext():
             packed = _packed(model, rows, share)
-            together = token_outputs(model, packed, temperature=1.0).logprobs
+            together = token_outputs(model, TokenPass(packed)).logprobs
             alone = torch.cat([_logprobs_by_logits(model, row) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(model, repr(error)) from error

@@ -21,8 +21,9 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
+from services.trainer.learner.model.forward import TokenPass
 from services.trainer.learner.model.loading import LoadedModel, load_critic
-from services.trainer.learner.model.passes import TokenPass, ValuePasses
+from services.trainer.learner.model.passes import ValuePasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
