@@ -30,7 +30,7 @@ from sluice.report.progress import TimeLeft, step_line
 from sluice.report.run_record import accuracy_of
 from sluice.safe_text import without_secrets
 from sluice.telemetry import metric_names
-from sluice.whole_file import write_whole
+from sluice.whole_file import append_lines, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,11 @@ class MetricSink(Protocol):
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Write validation responses of the version after `step`; by default none."""
+        return
 
     def close(self) -> None:
         """Put everything on disk, or send it; by default nothing is open."""
+        return
 
 
 class BackgroundSink:
@@ -364,58 +366,19 @@ def mlflow_name(name: str) -> str:
 
 
 class JsonlSink(MetricSink):
-    """The file ``metrics.jsonl``, written without buffering.
+    """The file ``metrics.jsonl``.
 
     NaN and infinity become null, so that every reader can parse the lines.
     """
 
     def __init__(self, target: SinkTarget) -> None:
-        self._metrics = LineFile(target.run_dir / METRICS_FILE)
+        self._file = target.run_dir / METRICS_FILE
+        target.run_dir.mkdir(parents=True, exist_ok=True)
+        self._file.open("ab").close()  # what cannot be written is an error of the start
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
-        self._metrics.append({"step": step, **finite})
-
-    def close(self) -> None:
-        self._metrics.close()
-
-
-class LineFile:
-    """A file of whole lines: one that a full disk or a kill cut off never joins the next one.
-
-    Args:
-        path: created with its folder if missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._is_torn = _ends_within_a_line(path)
-        self._file = path.open("ab", buffering=0)
-
-    def append(self, row: Mapping[str, object]) -> None:
-        """Append one object as a line.
-
-        Raises:
-            OSError: the line is not completely on disk.
-        """
-        line = json.dumps(row).encode() + b"\n"
-        payload = b"\n" + line if self._is_torn else line
-        self._is_torn = True  # until the whole line is written
-        written = self._file.write(payload)
-        if written != len(payload):
-            raise OSError(f"{self._file.name}: only {written} of {len(payload)} bytes written")
-        self._is_torn = False
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+        append_lines(self._file, json.dumps({"step": step, **finite}).encode() + b"\n")
 
 
 class ConsoleSink(MetricSink):
