@@ -6,7 +6,6 @@ gets bucket by bucket. So no rank holds more than two buckets beside its own par
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +27,12 @@ from services.trainer.learner.weight_stream import (
     cut_buckets,
     exchange_rows,
 )
+from sluice.checkpoint.safetensors_files import write_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STEM = "model"
-_INDEX = "model.safetensors.index.json"
 _PHASE = "writing the model's files"
 
 Published = Sequence[tuple[str, Sizes]]
@@ -201,8 +200,7 @@ def _write_index(folder: Path, files: Sequence[ModelFile]) -> None:
     }
     sizes = [t for file in files for t in file.tensors.values()]
     total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_index(folder, weight_map, total)
 
 
 def _write_converted(

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
-_FLOAT32_HEAD = "sluice_float32_head"
-_COMPILED_HEAD = "sluice_compiled_head"
+_HEAD = "sluice_head"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
@@ -114,20 +113,15 @@ def gather_in_passes(model: PreTrainedModel) -> None:
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
-def use_float32_head(model: PreTrainedModel) -> None:
-    """Make `token_outputs` compute logits in float32.
+def set_head(model: PreTrainedModel, *, in_float32: bool, is_compiled: bool) -> None:
+    """Let `token_outputs` compute logits in float32, and compile its arithmetic on them.
 
     Where the device multiplies halves into float32, gradients of the logits are rounded to the
     weight's dtype and nothing else is; elsewhere a pass holds a float32 copy of the head, and its
     gradients are float32 too. MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of
     differences between engine and trainer.
     """
-    setattr(model, _FLOAT32_HEAD, True)
-
-
-def use_compiled_head(model: PreTrainedModel) -> None:
-    """Make `token_outputs` compile its arithmetic on logits."""
-    setattr(model, _COMPILED_HEAD, True)
+    setattr(model, _HEAD, (in_float32, is_compiled))
 
 
 def _token_pass(
@@ -231,11 +225,11 @@ def _head(model: PreTrainedModel) -> LinearHead:
     bias = getattr(linear, "bias", None)
     weight, bias = own_part(linear.weight), None if bias is None else own_part(bias)
     part = linear.part() if isinstance(linear, CutHead) else None
-    in_float32 = getattr(model, _FLOAT32_HEAD, False)
+    in_float32, is_compiled = getattr(model, _HEAD, (False, False))
     is_wide = in_float32 and head_statistics.widens(weight)
     if in_float32 and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False), part)
+    return LinearHead(weight, bias, scale, is_wide, is_compiled, part)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:

@@ -25,7 +25,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import VALUE_HEADS, use_own_layers, value_head
 from services.trainer.learner.model.experts import use_own_experts
-from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
+from services.trainer.learner.model.forward import DTYPES, set_head
 from services.trainer.learner.model.lora import add_adapters
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
@@ -182,10 +182,7 @@ def _set_up_passes(
     check_attention(loaded.config, max_tokens)
     use_own_layers(loaded, compiled=precision.use_torch_compile)
     use_own_experts(loaded, compiled=precision.use_torch_compile)
-    if model.float32_head:
-        use_float32_head(loaded)
-    if precision.use_torch_compile:
-        use_compiled_head(loaded)
+    set_head(loaded, in_float32=model.float32_head, is_compiled=precision.use_torch_compile)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         recompute_layers(loaded)

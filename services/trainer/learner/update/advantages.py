@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from sluice.algorithm.registry import batch_estimator
 from sluice.algorithm.sources import source_metric
 from sluice.types import TrainBatch
 
+TablesT = TypeVar("TablesT", BatchTable, "PassTables")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassTables:
@@ -30,11 +33,6 @@ class PassTables:
     sum_pi_squared: Tensor | None = None
     importance_weights: Tensor | None = None
     kept: Tensor | None = None  # bool, false at rejected tokens
-
-    def rows(self, chosen: Tensor) -> PassTables:
-        """Return the tables of some rows, int64 indexes."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PassTables(**{n: None if v is None else v[chosen] for n, v in given.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,9 +129,17 @@ def estimate_by_source(
         keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
         groups = tuple(group for group in batch.groups if group.source == source)
         components = reward_components(replace(batch, groups=groups), keys or (), device)
-        found = token_advantages(table.rows(rows), passed.rows(rows), components, own, controller)
+        found = token_advantages(
+            _rows(table, rows), _rows(passed, rows), components, own, controller
+        )
         parts[source] = rows, found
     return _joined(parts, table, controller)
+
+
+def _rows(tables: TablesT, chosen: Tensor) -> TablesT:
+    """Return the tables of some rows, int64 indexes."""
+    given = {one.name: getattr(tables, one.name) for one in fields(tables)}
+    return replace(tables, **{n: v[chosen] for n, v in given.items() if v is not None})
 
 
 def _joined(
