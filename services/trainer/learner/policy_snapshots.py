@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 
@@ -21,7 +22,7 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
-from sluice.launch.service_spec import own_address
+from sluice.errors import PeerError
 from sluice.rpc.credentials import service_credentials
 from sluice.weight_share import Cut, Holding
 from sluice.weights.plan import tensor_specs
@@ -125,7 +126,7 @@ def connected_ranks(
         rank 0's calls to the others, in the order of their holdings; none on the other ranks.
 
     Raises:
-        ConfigError: this rank cannot listen, or finds no way to rank 0.
+        ConfigError: this rank cannot listen.
         DeadlineError, PeerError: a rank did not take part.
     """
     with ExitStack() as stack:
@@ -140,7 +141,7 @@ def connected_ranks(
         key = parallel.broadcast_bytes(own_key, phase)
         address, port = "", 0
         if parallel.rank and snapshots.number is not None:
-            address = own_address(rank_place(os.environ).host)
+            address = _own_address()
             server = SendingRank(
                 snapshots.number,
                 snapshots.holdings,
@@ -163,6 +164,20 @@ def connected_ranks(
                 stack.callback(other.close)
                 others.append(other)
         yield others
+
+
+def _own_address() -> str:
+    """Return the address of this machine through which it reaches rank 0."""
+    place = rank_place(os.environ)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            place.host, place.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerError(place.store_name, "finding the way to it", str(error)) from error
 
 
 def _exchange_addresses(
