@@ -30,6 +30,6 @@ def append_lines(path: Path, lines: bytes | bytearray) -> None:
     with path.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
-        if file.read() not in (b"", b"\n"):
+        if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
         file.write(lines)

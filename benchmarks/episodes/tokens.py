@@ -27,8 +27,8 @@ from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.replica_queue import ReplicaQueue
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.attention import PACKED_ATTENTION
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.episodes import follows_prompt, path_tokens, training_paths
@@ -200,14 +200,13 @@ async def _logprob_error(folder: Path) -> float:
     """Return the largest difference between engine and trainer over sampled tokens, float32."""
     groups = await _sampled(folder)
     model = reference_model(folder)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     worst, turns = 0.0, 0
     for group in groups:
         rows = training_rows([_trained(group)], [range(len(group.rollouts))])
         packed = pack(rows)
         with torch.inference_mode():
-            found = token_outputs(model, packed, temperature=1.0).logprobs
+            found = token_outputs(model, TokenPass(packed)).logprobs
         worst = max(worst, float((found - packed.behavior_logprobs).abs().max()))
         turns += sum(len(rollout.turns) for rollout in group.rollouts)
     print_line(f"{_REAL_GROUPS * _GROUP} episodes of the embedded engine, {turns} turns")

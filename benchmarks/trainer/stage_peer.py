@@ -18,7 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.trainer.learner.model.passes import Passes, TokenPass, TokenPasses
+from services.trainer.learner.model.forward import TokenPass
+from services.trainer.learner.model.passes import Passes, TokenPasses
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.parallel_layout import layout_of

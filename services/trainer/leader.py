@@ -67,6 +67,7 @@ from sluice.concurrency.process import (
     process_age_s,
     until_signal,
 )
+from sluice.concurrency.waits import beside, within
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import commit_timeout_s
 from sluice.config.derived import (
@@ -84,7 +85,7 @@ from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, restarts
-from sluice.types import ReplicaInfo, layout_digest
+from sluice.types import layout_digest
 from sluice.weights.adapters import is_adapter
 from sluice.weights.rank_sender import OtherRank
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
@@ -172,7 +173,11 @@ async def _lead(config: RunConfig) -> bool:
             guards=_guards(config, trained, observed.state),
             resume_from=checkpoint.progress if checkpoint else None,
         )
-        await _run_loop(loop, observed.fleet, accounting, replicas)
+        async with (
+            beside(_expire_silent(observed.fleet), "heartbeats"),
+            beside(_refresh_accounting(accounting, observed.fleet, replicas), "accounting"),
+        ):
+            await loop.run()
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
     return True
@@ -200,19 +205,6 @@ def _guards(config: RunConfig, trained: _Trained, state: RunState) -> RunGuards:
     guards = RunGuards(config.sluice.guards, file, state, trained.guard_record)
     trained.learner.protect(guards.protected)
     return guards
-
-
-async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
-        refresh = tasks.create_task(
-            _refresh_accounting(accounting, fleet, replicas), name="accounting"
-        )
-        await loop.run()
-        expiry.cancel()
-        refresh.cancel()
 
 
 async def _expire_silent(fleet: Fleet) -> None:
@@ -281,36 +273,30 @@ def _publisher(
     device = transfer_device(config.trainer.device, weights.backend)
     bucket_bytes = weights.bucket_mb << 20
     snapshots = trained.snapshots
-    transfer_timeout_s = broadcast_deadline_s(
-        snapshots.tensors, bucket_bytes, weights.timeout_s, snapshots.holdings
-    )
     elements = sum(math.prod(tensor.shape) for tensor in snapshots.tensors)
     wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
-    commit_s = commit_timeout_s(config, wire_bytes)
     sends_changes = weights.delta == "auto"
-
-    def make_sender() -> WeightSender:
-        return WeightSender(
-            device=device,
-            bucket_bytes=bucket_bytes,
-            timeout_s=weights.timeout_s,
-            host=advertised_host(endpoint),
-            bind_host=endpoint.host,
-            certificates=credentials.for_transfers(),
-            keeps_base=sends_changes,
-            holdings=snapshots.holdings,
-            others=trained.others,
-        )
-
-    def connect(replica: ReplicaInfo) -> ReplicaClient:
-        return ReplicaClient(
-            replica,
-            replicas,
-            timeout_s=weights.timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            commit_timeout_s=commit_s,
-        )
-
+    make_sender = partial(
+        WeightSender,
+        device=device,
+        bucket_bytes=bucket_bytes,
+        timeout_s=weights.timeout_s,
+        host=advertised_host(endpoint),
+        bind_host=endpoint.host,
+        certificates=credentials.for_transfers(),
+        keeps_base=sends_changes,
+        holdings=snapshots.holdings,
+        others=trained.others,
+    )
+    connect = partial(
+        ReplicaClient,
+        channels=replicas,
+        timeout_s=weights.timeout_s,
+        transfer_timeout_s=broadcast_deadline_s(
+            snapshots.tensors, bucket_bytes, weights.timeout_s, snapshots.holdings
+        ),
+        commit_timeout_s=commit_timeout_s(config, wire_bytes),
+    )
     return WeightPublisher(
         observed.fleet,
         snapshots.buffers,
@@ -337,12 +323,8 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         yield
         return
     try:
-        async with asyncio.TaskGroup() as tasks:
-            follower = tasks.create_task(_log_end_of_page(process), name="dashboard")
-            try:
-                yield
-            finally:
-                follower.cancel()
+        async with beside(_log_end_of_page(process), "dashboard"):
+            yield
     finally:
         await _end_page(process)
 
@@ -381,9 +363,6 @@ async def _end_page(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.terminate()
-    try:
-        async with asyncio.timeout(_PAGE_ENDS_S):
-            await process.wait()
-    except TimeoutError:
+    if not await within(_PAGE_ENDS_S, process.wait()):
         process.kill()
         await process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
-from services.trainer.metrics.sinks import Example
+from services.trainer.metrics.sinks import MetricSink
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.algorithm.guards import RuleState
 from sluice.concurrency.process import process_age_s
@@ -36,8 +36,8 @@ _ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
 _AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
 
 
-class RunHistory:
-    """A metric sink that keeps the newest values for Prometheus."""
+class RunHistory(MetricSink):
+    """Keeps the newest values for Prometheus."""
 
     def __init__(self) -> None:
         self._last_step: Mapping[str, float] = {}
@@ -55,12 +55,6 @@ class RunHistory:
             self._num_skipped += metrics.get(_SKIPPED, 0.0)
         else:
             self._scores.update(_scores_of(metrics))
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Do nothing: texts are not metrics."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
     def readings(self) -> Iterator[InstrumentReading]:
         """Yield the readings of finished steps and validations."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sluice.algorithm.episodes import response_length
 from sluice.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FloatRows = npt.NDArray[np.float64]
 IntRows = npt.NDArray[np.int64]
@@ -74,7 +78,7 @@ def batch_metrics(
     with_tokens = rows.response_lengths > 0
     lengths = rows.response_lengths if rows.longest_paths is None else rows.longest_paths
     return {
-        **_spread("critic/score", rows.rewards[with_tokens]),
+        **spread("critic/score", rows.rewards[with_tokens]),
         **_lengths("response_length", lengths, max_response_tokens),
         **_lengths("response_length_non_aborted", lengths[with_tokens], max_response_tokens),
         **_lengths("prompt_length", rows.prompt_lengths, max_prompt_tokens),
@@ -87,7 +91,7 @@ def _episodes(rows: BatchRows) -> dict[str, float]:
     if rows.read_lengths is None or rows.turns is None or rows.roots is None:
         return {}
     return {
-        **_spread("num_turns", 2 * rows.turns),  # each answer and what it answers
+        **spread("num_turns", 2 * rows.turns),  # each answer and what it answers
         "episodes/roots/mean": float(rows.roots.mean()),
         "episodes/tokens_read": float(rows.read_lengths.sum()),
         "episodes/tokens_sampled": float(rows.response_lengths.sum()),
@@ -119,8 +123,9 @@ def sequence_balance_metrics(
     }
 
 
-def _spread(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
-    if values.size == 0:
+def spread(name: str, values: npt.NDArray[np.number] | Tensor) -> dict[str, float]:
+    """Return mean, maximum and minimum of numbers [n]; nothing for none."""
+    if len(values) == 0:
         return {}
     return {
         f"{name}/mean": float(values.mean()),
@@ -132,7 +137,7 @@ def _spread(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
 def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
     if lengths.size == 0:
         return {}
-    return {**_spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).mean())}
+    return {**spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).mean())}
 
 
 def batch_tokens(batch: TrainBatch) -> tuple[int, int]:
@@ -160,7 +165,6 @@ def throughput_metrics(
         phase_seconds: seconds by phase (``gen``, ``update_actor``, ...); ``step`` is the whole.
         total_tokens: prompt and response tokens of the batch, the prompt counted for every row.
         response_tokens: response tokens of the batch.
-        num_ranks: all ranks of the trainer.
     """
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in phase_seconds.items()}
     metrics["perf/total_num_tokens"] = float(total_tokens)

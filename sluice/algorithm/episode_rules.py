@@ -36,7 +36,6 @@ class Observation:
     Args:
         messages: turns that follow its last answer, or the row's prompt; with `is_whole` the whole
             conversation, which may continue any earlier turn, or none.
-        is_whole: see `messages`.
         tools: that it may call; after the first observation none means the same as before.
         drops_tools: with no `tools`, it may call none from now on.
         done: the episode is over, and the policy reads nothing more.
@@ -95,7 +94,6 @@ def environment_of(extra_info: Mapping[str, object], *, by_default: bool) -> str
     answer.
 
     Args:
-        extra_info: of the row.
         by_default: whether a row that chooses nothing is played with an environment.
     """
     name = extra_info.get(AGENT_NAME)

@@ -77,16 +77,13 @@ class GuardRule:
     """One rule; exactly one of `target`, `limit` and `deviations` is set.
 
     Attributes:
-        action: what follows when it is broken.
         metric: its name; ``None``: held-out accuracy.
-        better: whether larger or smaller values are better.
         target: fires at a value that is at least as good. For `stop`.
         limit: broken by a value that is worse.
         deviations: broken by a value that is worse than the best one by more than so many standard
             errors of the difference.
         times: values in a row.
         window: of a train step's metric: steps that one value is the mean of.
-        learning_rate_factor: of a rollback.
         most_rollbacks: a rule that is broken after so many rollbacks of the run holds it.
     """
 
@@ -143,7 +140,6 @@ class GuardRecord:
 
     Attributes:
         signals: by name of the metric, in the order of steps.
-        rollbacks: in order.
         resumed_after: by name, the newest step that a user had seen who ended a hold.
         saved: steps whose checkpoints are this run's; an earlier run may have left others.
     """
@@ -205,9 +201,7 @@ class Verdict:
     """What a broken rule demands.
 
     Attributes:
-        reason: one sentence.
         restores: of a rollback: the step of the checkpoint.
-        learning_rate_factor: of a rollback.
     """
 
     action: GuardAction

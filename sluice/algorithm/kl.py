@@ -150,7 +150,6 @@ def penalize_rewards(
         old_logprobs: float [rows, width], of the policy before the batch.
         ref_logprobs: float [rows, width], of the reference policy.
         mask: bool [rows, width], the tokens of the responses.
-        kind: name of a `kl_estimate`.
     """
     estimate = kl_estimate(old_logprobs, ref_logprobs, kind=kind)
     penalty = torch.where(mask.bool(), estimate, torch.zeros_like(estimate))

@@ -372,7 +372,6 @@ class FleetUse:
     """The use of the fleet over some batches; `services.reward.metrics` measures it.
 
     Attributes:
-        observed_s: seconds observed.
         starved_s: seconds that the trainer waited for a batch that lacked generated groups.
         slot_seconds: slots in use, added up over them.
     """
@@ -396,7 +395,6 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
     mode, where generation and training take turns, the same formula makes both take equally long.
 
     Args:
-        use: of the last batches.
         num_slots: of the fleet now; the result before anything was observed.
     """
     if use.observed_s <= 0.0:
@@ -411,7 +409,6 @@ def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
     """Return the replicas with so many slots, of the size that the present ones have; at least 1.
 
     Args:
-        slots: see `slots_needed`.
         num_slots, num_replicas: of the fleet now; 0 without one.
     """
     if num_slots <= 0 or num_replicas <= 0:

@@ -84,7 +84,6 @@ class AdapterMerge:
     """Adds an adapter to the weights of its base model, one by one.
 
     Args:
-        adapter: to add.
         names: of the base model's tensors in its files.
 
     Raises:
@@ -168,8 +167,6 @@ def write_adapter_config(
     """Write the configuration that belongs to a file of A and B.
 
     Args:
-        folder: exists.
-        rank, alpha, base: as in `Adapter`.
         layers: all that are adapted, each expert's too.
 
     Raises:

@@ -57,7 +57,6 @@ def merge_checkpoint(
     """Write weights, configuration and tokenizer; `target` appears when it is complete.
 
     Args:
-        source: from `find_source`.
         target: new, or an empty folder.
         on_tensor: called with (tensors done, tensors in all).
 

@@ -28,10 +28,8 @@ def read_pretrained(
     """Read a model from disk, never from a network, onto the CPU.
 
     Args:
-        family: reads it, by its ``from_pretrained``.
         folder: ``actor_rollout_ref.model.path``.
         may_lack: returns whether the files may lack a weight, which is then initialized.
-        options: of `family`.
 
     Raises:
         CheckpointError: a file of weights is missing or damaged; names it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -95,7 +95,6 @@ def copy_weights(
 
     Args:
         source: with ``*.safetensors``.
-        target: existing folder.
         dtype: what floating-point weights become; ``None`` leaves them.
         dropped: tied outputs to leave out; each must equal the input embedding.
         on_tensor: called with (tensors done, tensors in all).
@@ -123,8 +122,13 @@ def copy_weights(
         save_file(tensors, target / file.name, metadata={"format": "pt"})
         (target / file.name).chmod(_READABLE)  # safetensors lets only the owner read it
     if (source / INDEX_FILE).is_file():
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(target, weight_map, num_bytes)
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Write the index of a model in several files, from the file's name of each tensor."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_tensor(where: Path, name: str) -> Tensor:

@@ -42,7 +42,6 @@ def find_source(directory: Path, role: str = "actor") -> CheckpointSource:
     """Look at ``global_step_N``, a role's folder in it, or the ``huggingface`` folder itself.
 
     Args:
-        directory: given by the user.
         role: ``actor`` or ``critic``; which to take where both are there.
 
     Raises:

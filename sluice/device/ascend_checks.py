@@ -23,11 +23,9 @@ class AscendHost:
     """Facts about the host; `sluice.device.host` gathers them.
 
     Attributes:
-        environment: of the process.
         torch_version: without its build, such as ``2.13.0``.
         torch_npu_version: the same of torch_npu; ``None`` if it is not installed.
         num_devices: NPUs whose device file is there.
-        interfaces: names of the host's networks.
         vllm_version: of vLLM; ``None`` if it is not installed.
         vllm_ascend_version: of vLLM's plugin for NPUs; ``None`` if it is not installed.
     """
@@ -46,7 +44,6 @@ class AscendDemand:
     """What a process or a launcher needs of the host.
 
     Attributes:
-        num_devices: NPUs.
         collectives_on_device: whether weights or gradients travel by HCCL.
         runs_vllm: whether a replica uses one with vLLM.
         captures_graphs: whether that vLLM captures graphs.

@@ -42,7 +42,6 @@ def hccl_environment(
     """Return the variables to add to `given` for a process that computes on an NPU.
 
     Args:
-        endpoint: where the process serves.
         given: the environment; none of its variables is in the result.
     """
     transfer_s = config.sluice.weights.timeout_s

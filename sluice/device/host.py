@@ -95,12 +95,7 @@ def launch_environment(
     endpoint: EndpointConfig,
     given: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the variables that a launcher adds to `given` for a process.
-
-    Args:
-        device: the process's ``device`` key.
-        endpoint: where it serves.
-    """
+    """Return the variables that a launcher adds to `given` for a process."""
     if wants_npu(device, given):
         return hccl_environment(config, endpoint, given)
     return import_environment(has_torch_npu=has_torch_npu(), given=given)

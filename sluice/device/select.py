@@ -58,7 +58,6 @@ def transfer_device(name: str | None, backend: str | None) -> Device:
     """Return the device that weights are sent from: the trainer's own, or the CPU for ``gloo``.
 
     Args:
-        name: as for `select_device`.
         backend: ``sluice.weights.backend``; ``None`` is the device's own.
 
     Raises:

@@ -15,7 +15,6 @@ class DryRunAsked(msgspec.Struct, frozen=True):
     Attributes:
         config: of the run, as builtins.
         model: the content of its config.json.
-        ranks: trainer ranks.
         runs: a stage's number, from 0, and the layers that it has then; one answer for each.
     """
 

@@ -72,7 +72,6 @@ def rank_host_bytes(
 
     Args:
         decoder: the policy without its image encoder; a critic counts the same.
-        encoder: of the policy.
     """
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sharding, critic = actor.fsdp_config, config.critic.fsdp

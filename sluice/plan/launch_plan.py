@@ -63,7 +63,6 @@ class PlannedModel:
     """The trained model.
 
     Attributes:
-        name: as it was given.
         content: of its config.json.
         encoder: encodes images; `None`: it reads none, or the encoder is not counted.
         reads_images: whether it has an encoder.

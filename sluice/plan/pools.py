@@ -46,7 +46,6 @@ class TrainerPool:
     """A trainer's device, and a step.
 
     Attributes:
-        layout: its ranks.
         parts: bytes on the device by what they hold; activations: what the largest micro-batch
             leaves for its backward pass.
         phases: peak bytes on the device by phase.

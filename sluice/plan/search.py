@@ -88,7 +88,6 @@ def trainer_changes(
 
     Args:
         split: the trainer's, from which another costs as much as it makes a pool smaller.
-        splits: those that are possible.
     """
     none = Change()
     every = product(

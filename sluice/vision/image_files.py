@@ -119,10 +119,6 @@ def decode_image(encoded: bytes, place: str) -> Image:
 
     Pillow gets the pixels alone, without the file's metadata.
 
-    Args:
-        encoded: a PNG, JPEG or WebP file.
-        place: name of the image, for errors.
-
     Raises:
         InvalidRequestError: the file has another format, is damaged or too large.
         ConfigError: Pillow is not installed.
@@ -185,7 +181,6 @@ def images_of_row(row: PromptRow, path: str, limits: ImageLimits | None) -> tupl
     """Read and check the encoded images of a row.
 
     Args:
-        row: the row, with images or their paths.
         path: the row's file; relative paths of images start from its folder.
         limits: limits on number and size; ``None`` reads no image.
 

@@ -183,7 +183,6 @@ class ImageHeader:
     """The header of an encoded image.
 
     Attributes:
-        format: file format.
         width: width as stored, in pixels, at least 1.
         height: height as stored, in pixels, at least 1.
         orientation: EXIF orientation, 1 to 8. Always 1 for PNG, where it is not read.

@@ -46,7 +46,6 @@ def check_images(
         field: name of the field that holds the images, for errors.
         images: encoded files.
         texts: texts of the prompt's turns, with one ``<image>`` for each image.
-        limits: limits on number and size.
 
     Raises:
         InvalidRequestError: names the image, the value, and the setting or the remedy.

@@ -148,7 +148,6 @@ class ImagePrompt:
         grid_thw: [images, 3] int64: frames (1), rows and columns of patches.
         num_tokens: [images] int64.
         places: [image tokens] int64, their places in the prompt.
-        positions: of the prompt's tokens.
     """
 
     patches: Sequence[Callable[[], npt.NDArray[np.float32]]]
@@ -167,7 +166,6 @@ class ImagePromptReader:
     """The layout of prompts with images for one model. Several threads may use it.
 
     Args:
-        shape: of the model.
         processor: transformers' image processor of the model, computing with NumPy and Pillow.
     """
 
@@ -229,7 +227,6 @@ class ImagePromptReader:
         the same patches as `read`.
 
         Args:
-            encoded: a file.
             number: names it in errors.
 
         Returns:

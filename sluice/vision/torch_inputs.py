@@ -43,7 +43,6 @@ def encode_images(
     """Run the vision tower once over all images.
 
     Args:
-        model: a vision-language model.
         pixel_values: [patches, numbers a patch] float32, on the model's device.
         grid_thw: [images, 3] int64, on the model's device.
     """
@@ -67,7 +66,6 @@ def forward_with_images(
     """Return the last hidden states [rows, tokens, hidden] of the language model.
 
     Args:
-        model: a vision-language model.
         token_ids: [rows, tokens] int64.
         position_ids: [3, rows, tokens] int64.
         is_image: [rows, tokens] bool, true at the tokens of images.

@@ -59,9 +59,6 @@ def read_vision_shape(model_path: Path | str) -> VisionShape | None:
 def reads_images(model_path: str | Path) -> bool | None:
     """Return whether the model in a folder is of a family whose images this package understands.
 
-    Args:
-        model_path: a folder in the form of Hugging Face's.
-
     Returns:
         ``None`` where no `config.json` can be read: another machine may have one.
     """

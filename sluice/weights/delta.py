@@ -299,7 +299,6 @@ class ChangeReceivingPort:
     """The receiver's port for changes, which it applies to the base in staging memory.
 
     Args:
-        plan: of the wire.
         base: the same parts of the base; only read, unless it is the staging memory itself.
         sizes: bytes of each bucket's changes.
 

@@ -40,7 +40,6 @@ def held_part(
     """Return what a share takes of a holding; ``None``: nothing.
 
     Args:
-        tensors: all weights.
         share: what is wanted of them; its cuts were checked.
         holding: what there is; ``None``: all weights.
     """
@@ -70,7 +69,6 @@ def stream_plans(
     """Return the layout of each stream to the workers with a share; ``None``: there is none.
 
     Args:
-        bucket_bytes: largest collective.
         share: of the workers; its cuts were checked.
         holdings: of the ranks that send; none: one rank holds all weights.
     """
@@ -111,7 +109,6 @@ def check_holdings(holdings: Sequence[Holding], tensors: Sequence[TensorSpec]) -
 
     Args:
         holdings: no two have a common part.
-        tensors: all weights.
     """
     shapes = {spec.name: spec.shape for spec in tensors}
     parts: dict[str, list[tuple[int, Cuts]]] = {name: [] for name in shapes}

@@ -336,7 +336,6 @@ class PackedShare:
     its places are apart.
 
     Args:
-        plan: of the stream.
         weights: its tensors, whole or parts that contain those of the stream. While they are read,
             nothing else must change them.
         depth: how many buckets stay as they are while later ones are made.

@@ -112,7 +112,6 @@ class RankSender:
         name: of this rank, for errors.
         workers: of each class, by rank, for errors.
         device: where collectives run.
-        keeps_base: see `WeightSender`.
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class RankSender:
             bases: what each class has; its weights are `old`.
             old: what this rank held of it.
             new: what this rank holds of the version to be sent.
-            should_stop: set it to give up early.
         """
         return [
             None if stream is None else encode_update(stream[0], base, old, new, should_stop)

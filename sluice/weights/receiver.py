@@ -123,7 +123,6 @@ class WeightReceiver:
         """Leave any earlier epoch and enter this one; block until every member has entered.
 
         Args:
-            spec: of the epoch.
             should_stop: ends the wait, even if it is set before the wait begins.
 
         Returns:

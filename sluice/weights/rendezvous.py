@@ -121,11 +121,7 @@ def member_server(
     is_member: Callable[[bytes], bool],
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Server:
-    """Return a server that answers only callers whose `KEY_METADATA` is a member's.
-
-    Args:
-        max_bytes: of a message.
-    """
+    """Return a server that answers only callers whose `KEY_METADATA` is a member's."""
     options = (*_message_limits(max_bytes), *_SERVER_OPTIONS)
     return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=options)
 

@@ -297,7 +297,6 @@ class WeightSender:
             bases: of the report on `old`; every member of the epoch must have committed it.
             old: its weights, or this rank's part. They must not change until this returns.
             new: the weights to be broadcast.
-            should_stop: set it to give up early.
             version: of `new`; only other ranks need it.
 
         Raises:
@@ -333,7 +332,6 @@ class WeightSender:
                 They are sent without a copy if the wire is on the CPU and workers take all of
                 them, and must not change until this returns. Other ranks have a snapshot of the
                 same version.
-            version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
             update: from `encode_update` of the same weights; sent instead of them.
 

@@ -131,7 +131,6 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
 
     Args:
         parts: each with the rank that holds it.
-        shape: of the whole tensor.
     """
     ranges_of = [{cut.dimension: cut.ranges for cut in cuts} for _, cuts in parts]
     # In order of the dimension that most parts differ in, and range by range, so that few are
@@ -162,7 +161,6 @@ def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
     """Return the cuts of a part's packed form that give a smaller part of the same tensor.
 
     Args:
-        shape: of the whole tensor.
         cuts: of the smaller part.
         outer: of the part that contains it.
     """

@@ -10,6 +10,7 @@ from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import PolicyObjective
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.registry import policy_objective
+from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
 from tests.parity import policy_loss_formulas as formulas
 from tests.parity.policy_loss_formulas import Padded, random_batch
 from tests.parity.policy_metric_formulas import metrics
@@ -42,7 +43,7 @@ def settings_for(mode: str, bypass_loss: str = "ppo_clip") -> PolicyLossSettings
         dro_beta=formulas.DRO_BETA,
         tau_pos=formulas.TAU_POS,
         tau_neg=formulas.TAU_NEG,
-        bypass_loss=bypass_loss,
+        correction=RolloutCorrectionSettings(loss_type=bypass_loss),
     )
 
 

@@ -11,7 +11,6 @@ from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
-    RunScale,
     StepTimes,
     step_metrics,
 )
@@ -98,7 +97,8 @@ def test_a_whole_step_equals_the_sample_logs() -> None:
         {},
         StepTimes(1315.245, 303.9206, 0.0, 0.0, 1738.0275),
         FleetInterval(0, 0.0, 8),
-        scale=RunScale(ranks=RANKS, dataset_rows=17917),
+        ranks=RANKS,
+        dataset_rows=17917,
     )
     assert found["perf/total_num_tokens"] == TOTAL_TOKENS
     assert found["perf/throughput"] == pytest.approx(69.3939, abs=1e-4)

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.model.forward import EntropyUse
+from services.trainer.learner.model.forward import EntropyUse, TokenPass
 from services.trainer.learner.model.loading import LoadedModel, load_policy
 from services.trainer.learner.model.lora import add_adapters, begin_expert_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
-from services.trainer.learner.model.passes import TokenPass, TokenPasses
+from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage, tied_weight
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model

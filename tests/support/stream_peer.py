@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from services.trainer.learner.places import Directory, exchange_places, local_part, place, region
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sharded_state import StateFiles, keep_step, write_state
-from services.trainer.learner.weight_stream import stream_rows
+from services.trainer.learner.weight_stream import cut_buckets, exchange_rows
 from sluice.device.select import select_device
 from tests.support.made_bytes import MadeBytes
 
@@ -59,13 +59,14 @@ def sharded(mesh: DeviceMesh, letters: str, whole: torch.Tensor) -> torch.Tensor
 def streamed(
     tensors: dict[str, torch.Tensor], places: Directory, parallel: TorchDistributed, bucket: int
 ) -> dict[str, object]:
-    """Stream them as the weights of a replica; say what arrived and what it took."""
+    """Bring them to rank 0 by buckets; say what arrived and what it took."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     found: dict[str, list[torch.Tensor]] = {}
     with MadeBytes() as live:
-        for name, rows in stream_rows(parts, places, parallel, "streaming", bucket_bytes=bucket):
-            found.setdefault(name, []).append(copied(rows))
-            del rows
+        for rows in cut_buckets(places, places, bucket):
+            values = exchange_rows([(0, one) for one in rows], parts, places, parallel, "streaming")
+            for one in rows[: len(values)]:
+                found.setdefault(one.name, []).append(copied(values.pop(0)))
     equal = {
         name: torch.equal(torch.cat(rows).reshape(SHAPES[name]), whole_tensor(name))
         for name, rows in found.items()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.dry_run.measure import _Rank, balanced_routing
-from services.trainer.learner.model.passes import TokenPass, TokenPasses
+from services.trainer.learner.model.forward import TokenPass
+from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig

@@ -26,10 +26,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from services.trainer.dry_run.live_bytes import LiveBytes
-from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
-from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
+from services.trainer.learner.model.forward import (
+    EntropyUse,
+    TokenPass,
+    hidden_states,
+    token_outputs,
+)
 from services.trainer.learner.model.loading import (
     LoadedModel,
     Stage,
@@ -43,7 +48,6 @@ from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_m
 from services.trainer.learner.rank_rendezvous import RankPlace
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.update.settings import update_settings
-from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.config.run import RunConfig
@@ -265,16 +269,15 @@ class _Rank:
         routing, entering = balanced_routing(self._model, tokens), None
         if stage is not None and stage.before is not None:
             entering = self._between(stage).requires_grad_(torch.is_grad_enabled())
-        if stage is not None and stage.after is not None:
-            return hidden_states(self._model, self._micro_batch, entering, routing)
-        return token_outputs(
-            self._model,
+        one = TokenPass(
             self._micro_batch,
-            temperature=self._config.actor_rollout_ref.rollout.temperature,
-            entropy=self._entropy,
+            self._config.actor_rollout_ref.rollout.temperature,
+            self._entropy,
             routing=routing,
-            entering=entering,
-        ).logprobs
+        )
+        if stage is not None and stage.after is not None:
+            return hidden_states(self._model, one, entering)
+        return token_outputs(self._model, one, entering).logprobs
 
 
 def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:
@@ -291,13 +294,8 @@ def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch
         _row(number, 0 if cut.whole_groups else number, length, data.max_prompt_length)
         for number, length in enumerate(lengths)
     ]
-    (plan,) = plan_micro_batches(
-        [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
-    )
     pad_to = math.lcm(cut.pad_to, parallel.token_multiple)
-    found = build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=pad_to)
-    assert found is not None
-    return found
+    return pack_rows(rows, _CPU, parallel.share, pad_to)
 
 
 def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingRow:

@@ -204,7 +204,9 @@ class Fleet:
         Raises:
             NotFoundError: this instance is unknown and must register again.
         """
-        member = self._find(name, instance_id)
+        member = self._instance(name, instance_id)
+        if member is None:
+            raise NotFoundError(f"replica {name} ({instance_id}) is unknown; register again")
         elapsed_s = max(now_s - member.last_seen_s, 1e-6)
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
@@ -238,8 +240,7 @@ class Fleet:
 
     def expel(self, info: ReplicaInfo, reason: str) -> None:
         """Drop one instance; its later heartbeats get NOT_FOUND."""
-        member = self._members.get(info.name)
-        if member is None or member.info.instance_id != info.instance_id:
+        if self._instance(info.name, info.instance_id) is None:
             return
         self._drop(info, reason)
         # It may live although it failed; when it registers again, its engine must answer first.
@@ -253,8 +254,8 @@ class Fleet:
 
     def mark_serving(self, info: ReplicaInfo, version: int) -> None:
         """Record that a replica serves `version`, unless another instance has its name."""
-        member = self._members.get(info.name)
-        if member is None or member.info.instance_id != info.instance_id:
+        member = self._instance(info.name, info.instance_id)
+        if member is None:
             return
         state = member.state
         if state is MemberState.PENDING:
@@ -272,7 +273,6 @@ class Fleet:
         """Let some of the replicas that serve `version` keep it; return them.
 
         Args:
-            version: the version that is validated.
             choose: returns how many of a number of replicas are held; 0: nothing changes.
         """
         serving = [m for m in self.members() if _serves(m, version)]
@@ -355,11 +355,9 @@ class Fleet:
         if known is None or load.wall_seconds >= known.wall_seconds:
             self._loads[instance_id] = load
 
-    def _find(self, name: str, instance_id: str) -> FleetMember:
+    def _instance(self, name: str, instance_id: str) -> FleetMember | None:
         member = self._members.get(name)
-        if member is None or member.info.instance_id != instance_id:
-            raise NotFoundError(f"replica {name} ({instance_id}) is unknown; register again")
-        return member
+        return member if member is not None and member.info.instance_id == instance_id else None
 
 
 def _serves(member: FleetMember, version: int) -> bool:

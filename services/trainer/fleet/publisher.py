@@ -76,9 +76,6 @@ class WeightPublisher:
 
     Args:
         make_sender: makes rank 0 of new groups, with its own rendezvous store.
-        timeout_s: seconds that the trainer's part of a collective has to end after a failure.
-        probe_timeout_s: seconds that a replica has to answer a probe.
-        sends_changes: whether an update may consist of the changes since the last one.
         swaps_at_once: returns how many of a number of replicas swap at the same time; by default
             all of them. Replicas that serve nothing yet always swap together.
     """
@@ -111,7 +108,7 @@ class WeightPublisher:
             timeout_s=timeout_s,
             probe_timeout_s=probe_timeout_s,
             signs_of_life=self._signs_of_life,
-            read_again=snapshots.read_again if sends_changes else None,
+            read_version=snapshots.read if sends_changes else None,
             counts=self._counts,
         )
         self._main = self._new_session(

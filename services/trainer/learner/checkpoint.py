@@ -12,7 +12,6 @@ leaves half a checkpoint under its final name. A policy and its critic stay, and
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -22,7 +21,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from sluice.concurrency.waits import advance
 from sluice.config.schema.trainer import TrainerConfig
@@ -49,6 +49,14 @@ class Checkpoint:
     step: int
     actor: Path
     progress: DataProgress
+
+
+class _Data(msgspec.Struct):
+    """The file ``data.json``; `files` are sizes in bytes, by path in the checkpoint's folder."""
+
+    step: int
+    progress: DataProgress
+    files: dict[str, int]
 
 
 class CheckpointStore:
@@ -219,9 +227,9 @@ def stored_checkpoints(root: Path) -> list[Path]:
     for folder in root.iterdir() if root.is_dir() else ():
         if _FOLDER_NAME.fullmatch(folder.name):
             try:
-                _ = _read_data(folder)["files"]
+                _read_data(folder)
                 saved_ns = (folder / DATA_FILE).stat().st_mtime_ns
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError):
                 continue
             found.append((saved_ns, folder))
     found.sort(key=lambda pair: pair[0], reverse=True)
@@ -267,25 +275,23 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     try:
         data = _read_data(folder)
-        step, files = int(data["step"]), dict(data["files"])
-        progress = _progress_of(data["progress"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         _refuse_verl(folder)
         raise CheckpointError(
             f"{folder} is not a complete checkpoint ({DATA_FILE}: {error!r}); "
             f"{resume_remedy(folder)}"
         ) from error
-    if folder.name != f"global_step_{step}":
+    if folder.name != f"global_step_{data.step}":
         raise CheckpointError(
-            f"{folder} holds step {step}; its folder was renamed; {resume_remedy(folder)}"
+            f"{folder} holds step {data.step}; its folder was renamed; {resume_remedy(folder)}"
         )
-    for name, size in files.items():
+    for name, size in data.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(
                 f"{folder} is incomplete: {name} should be {size} bytes; {resume_remedy(folder)}"
             )
-    return Checkpoint(step, folder / ACTOR_FOLDER, progress)
+    return Checkpoint(data.step, folder / ACTOR_FOLDER, data.progress)
 
 
 def resume_remedy(folder: Path) -> str:
@@ -302,7 +308,7 @@ def resume_remedy(folder: Path) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    sizes = _read_data(folder)["files"].items()
+    sizes = _read_data(folder).files.items()
     return all((folder / n).is_file() and (folder / n).stat().st_size == size for n, size in sizes)
 
 
@@ -317,24 +323,8 @@ def _refuse_verl(folder: Path) -> None:
         )
 
 
-def _read_data(folder: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
-    return data
-
-
-def _progress_of(values: dict[str, Any]) -> DataProgress:
-    sources = {name: _progress_of(one) for name, one in values.get("sources", {}).items()}
-    return DataProgress(int(values["low_water"]), tuple(map(int, values["ended_above"])), sources)
-
-
-def _progress_values(progress: DataProgress) -> dict[str, object]:
-    values: dict[str, object] = {
-        "low_water": progress.low_water,
-        "ended_above": list(progress.ended_above),
-    }
-    if progress.sources:
-        values["sources"] = {n: _progress_values(one) for n, one in progress.sources.items()}
-    return values
+def _read_data(folder: Path) -> _Data:
+    return msgspec.json.decode((folder / DATA_FILE).read_bytes(), type=_Data)
 
 
 def _write_data(folder: Path, step: int, progress: DataProgress) -> None:
@@ -343,12 +333,8 @@ def _write_data(folder: Path, step: int, progress: DataProgress) -> None:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    data = {
-        "step": step,
-        "progress": _progress_values(progress),
-        "files": files,
-    }
-    (folder / DATA_FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    text = msgspec.json.encode(_Data(step, progress, files))
+    (folder / DATA_FILE).write_bytes(msgspec.json.format(text, indent=1))
 
 
 def _sync_tree(folder: Path) -> None:

@@ -254,7 +254,6 @@ class Learner:
 
         Args:
             names: of weights that this rank holds; ``None``: all.
-            left_out: names of weights to leave out.
         """
         parameters = self._policy.parameters
         parts = {name: local_part(one) for name, one in parameters.items() if name not in left_out}

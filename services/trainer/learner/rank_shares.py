@@ -42,12 +42,14 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SequenceShare:
-    """This rank's place among the ranks that share a sequence."""
-
+class _Share:
     group: ProcessGroup
     rank: int
     size: int
+
+
+class SequenceShare(_Share):
+    """This rank's place among the ranks that share a sequence."""
 
     def cut(self, values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
         """Return this rank's part of values [..., T], padded by 0: [..., T / size]."""
@@ -127,13 +129,8 @@ class ImageRanks:
     encodes: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorShare:
+class TensorShare(_Share):
     """This rank's place among the ranks that cut a layer."""
-
-    group: ProcessGroup
-    rank: int
-    size: int
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Return all tokens [1, T, width] from this rank's [1, T / size, width].

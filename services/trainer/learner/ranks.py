@@ -276,7 +276,6 @@ class TorchDistributed(DataParallel):
 
     Args:
         device: holds the gradients; determines the backend.
-        timeout_s: deadline of every collective.
         forming_timeout_s: deadline of meeting the other ranks; by default `timeout_s`.
 
     Raises:

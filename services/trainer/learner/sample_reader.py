@@ -27,9 +27,7 @@ class RewardSamples:
 
     Args:
         address: host:port of the reward service.
-        max_message_bytes: largest message.
         stall_s: a call fails after so many seconds without a message.
-        credentials: identify this rank to the service.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class RewardSamples:
         Args:
             outline: the leased batch, with absent tokens.
             rows: numbers of samples in the batch, rising; without any there is no call.
-            step: the step to train with it.
 
         Raises:
             InvalidRequestError: the samples do not fit the outline.

@@ -32,7 +32,14 @@ from sluice.weights.digest import DIGEST_BYTES, WeightDigests, part_names
 from sluice.weights.group import rank_name
 from sluice.weights.holdings import stream_plans
 from sluice.weights.plan import TransferPlan
-from sluice.weights.rank_sender import NOTHING, Changes, JoinOrder, RankSender, SentStream
+from sluice.weights.rank_sender import (
+    NOTHING,
+    Changes,
+    JoinOrder,
+    OtherRank,
+    RankSender,
+    SentStream,
+)
 from sluice.weights.rendezvous import (
     KEY_METADATA,
     MAX_RANK_MESSAGE_BYTES,
@@ -73,9 +80,7 @@ class SendingRank(services.SendingRankServiceServicer):
     """A rank above 0, which sends its part of each version. It serves until `close`.
 
     Args:
-        number: of its holding.
         timeout_s: for each formation and each collective.
-        keeps_base: see `WeightSender`.
         key: secret of the run; rank 0 shows it.
         certificates: for TLS, here and at the rendezvous store.
 
@@ -246,16 +251,8 @@ def _answered(
         raise AssertionError from error  # `abort` raises; its stub does not declare so
 
 
-class SendingRankClient:
-    """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
-
-    Args:
-        key: secret of the run.
-
-    Raises (all methods but `leave`):
-        WeightSyncError: the rank failed, vanished, or was stopped. Names it.
-        DeadlineError: it did not answer in time.
-    """
+class SendingRankClient(OtherRank):
+    """Rank 0's calls to another rank that sends; errors as `OtherRank` says."""
 
     def __init__(
         self,
@@ -276,7 +273,6 @@ class SendingRankClient:
         self._lock = threading.Lock()
 
     def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
-        """Let the rank enter its groups, and wait until they are formed."""
         spec = order.spec
         request = messages.JoinGroupsRequest(
             epoch=spec.epoch,
@@ -309,7 +305,6 @@ class SendingRankClient:
         timeout_s: float,
         should_stop: threading.Event,
     ) -> bool:
-        """Let the rank find its changes; return whether they save bytes. It keeps them."""
         request = messages.EncodeChangesRequest(
             epoch=epoch,
             base_version=bases[0].version,
@@ -330,7 +325,6 @@ class SendingRankClient:
         should_stop: threading.Event,
         has_changes: bool,
     ) -> list[SentStream]:
-        """Let the rank send a version; return what each class got."""
         request = messages.SendVersionRequest(
             epoch=epoch, policy_version=version, changes=has_changes
         )
@@ -344,13 +338,11 @@ class SendingRankClient:
         ]
 
     def probe(self, timeout_s: float) -> None:
-        """Find out whether the rank answers."""
         never = threading.Event()
         request = messages.ProbeRequest()
         self._call(self._calls.Probe, request, 0, "answering a probe", timeout_s, never)
 
     def leave(self, epoch: int, reason: str) -> None:
-        """Let the rank leave an epoch; end this one's calls for it, and return at once."""
         request = messages.LeaveGroupsRequest(epoch=epoch, reason=reason)
         leaving = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:

@@ -134,7 +134,6 @@ def write_state(
     """Write this rank's pieces, and on rank 0 the index, a bucket at a time.
 
     Args:
-        folder: exists.
         parts: this rank's `local_part` of every tensor.
         parallel: all ranks; nothing is sent.
 

@@ -119,7 +119,6 @@ class StepProfiler:
     """The profiler of one rank: it writes a trace for each configured step.
 
     Args:
-        rank: of the trainer.
         kind: of the rank's device, as torch names it; a GPU's kernels are traced too.
 
     Raises:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.places import Directory, Placed, TensorPiece, is_held, region
+from services.trainer.learner.places import Directory, Placed, TensorPiece, region
 from services.trainer.learner.ranks import DataParallel
-from sluice.concurrency.waits import advance
 
 BUCKET_BYTES = 64 << 20
 
@@ -35,7 +34,6 @@ def cut_buckets(
     """Cut tensors into buckets of whole rows; every tensor is in one, an empty one too.
 
     Args:
-        directory: has all `names`.
         bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
     """
     bucket: list[Rows] = []
@@ -133,41 +131,6 @@ class _BucketExchange:
             values = torch.empty_like(target, memory_format=torch.contiguous_format)
             self.scattered.append((target, values))
         self.receives.append((values, source))
-
-
-def stream_rows(
-    parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
-    phase: str,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors on rank 0, and nothing on the others. Collective to its end.
-
-    A tensor comes in one or several parts: its rows in order, ``[rows, ...]``. Drop a part before
-    the next one is read.
-
-    Args:
-        bucket_bytes: rows of a bucket; rank 0 holds at most two buckets beside its own parts.
-
-    Raises:
-        DeadlineError: a rank did not take part in time.
-        PeerError: a rank failed.
-    """
-    is_alone = is_held(directory, 0)  # the other ranks are not needed
-    if is_alone and parallel.rank:
-        return
-    for bucket in cut_buckets(directory, directory, bucket_bytes):
-        advance()
-        if not is_alone:
-            # All ranks keep step: for a rank whose rows come late, or never, the deadline of one
-            # send, or of the next command, is too short for the whole stream.
-            parallel.all_gather([0.0], phase)
-        wanted = [(0, rows) for rows in bucket]
-        found = exchange_rows(wanted, parts, directory, parallel, phase)
-        for rows in bucket[: len(found)]:
-            yield rows.name, found.pop(0)  # the next bucket must not find this one in memory
 
 
 def _source(piece: TensorPiece, receiver: int) -> int:

@@ -37,7 +37,6 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        peaks: memory of rank 0's device, by phase of a step.
         gives_back: engines share the device, and take the memory that training does not hold.
     """
 

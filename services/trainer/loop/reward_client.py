@@ -217,7 +217,6 @@ class RewardClient:
         Args:
             version: the announced policy version, or the one that replicas are held at.
             examples: most responses to return with the metrics.
-            generated_tokens: returns the tokens that the fleet has generated so far.
 
         Raises:
             DeadlineError: nothing moved for `batch_timeout_s`, or the service went away for as

@@ -61,7 +61,6 @@ class RunState:
 
     Args:
         instance_id: UUID of this start of the trainer.
-        total_steps: steps of the whole run.
         step: finished steps (above 0 after a resume).
         elapsed_s: seconds since the start of the process.
 
@@ -186,7 +185,6 @@ class RunState:
         """End the run after the current step; at once if it waits or is paused.
 
         Args:
-            reason: for the log.
             skips_validation: end a running validation too, and start no last one.
             saves: save the last step even in a run that saves no steps.
         """

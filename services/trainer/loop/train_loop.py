@@ -53,7 +53,6 @@ from services.trainer.loop.step_trace import StepTrace, step_trace
 from services.trainer.metrics.sinks import Reporter
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
-    RunScale,
     StepTimes,
     account_metrics,
     host_memory_metrics,
@@ -81,7 +80,6 @@ class TrainLoop:
     """All steps of one run. `fleet` and `state` are shared with the service's calls.
 
     Args:
-        dataset_rows: of the training set.
         resume_from: data progress of the checkpoint; None for a new run.
     """
 
@@ -104,7 +102,7 @@ class TrainLoop:
         self._validates = config.data.val_files is not None
         # They share devices with the trainer.
         self._engines_sleep = sleeps_while_training(config)
-        self._scale = RunScale(world_size(config), dataset_rows)
+        self._ranks, self._dataset_rows = world_size(config), dataset_rows
         self._terms = batch_terms(config)
         self._learner = learner
         self._reward = reward
@@ -263,7 +261,8 @@ class TrainLoop:
                 learned,
                 times,
                 self._fleet_interval(fleet_began),
-                scale=self._scale,
+                ranks=self._ranks,
+                dataset_rows=self._dataset_rows,
             ),
             **self._delivered.metrics,
             **self._learner.take_memory_metrics(),

@@ -30,7 +30,7 @@ from sluice.report.progress import TimeLeft, step_line
 from sluice.report.run_record import accuracy_of
 from sluice.safe_text import without_secrets
 from sluice.telemetry import metric_names
-from sluice.whole_file import write_whole
+from sluice.whole_file import append_lines, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ class MetricSink(Protocol):
         ...
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write validation responses of the version after `step`, for readers."""
-        ...
+        """Write validation responses of the version after `step`; by default none."""
+        return
 
     def close(self) -> None:
-        """Put everything on disk, or send it."""
-        ...
+        """Put everything on disk, or send it; by default nothing is open."""
+        return
 
 
 class BackgroundSink:
@@ -177,24 +177,16 @@ class SinkTarget:
     replaces_after: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One kind of sink: its ``module:class`` in this package, and what must be installed for it."""
-
-    sink: str
-    package: str | None = None
-    extra: str = ""
-
-
-_KINDS: Mapping[str, _Kind] = {
-    CONSOLE: _Kind("sinks:ConsoleSink"),
-    JSONL: _Kind("sinks:JsonlSink"),
-    "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
-    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb"),
-    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow"),
-    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab"),
-    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio"),
+_SINKS: Mapping[str, str] = {
+    CONSOLE: "sinks:ConsoleSink",
+    JSONL: "sinks:JsonlSink",
+    "tensorboard": "tensorboard_sink:TensorBoardSink",
+    "wandb": "wandb_sink:WandbSink",
+    "mlflow": "mlflow_sink:MlflowSink",
+    "swanlab": "swanlab_sink:SwanlabSink",
+    "trackio": "trackio_sink:TrackioSink",
 }
+"""The ``module:class`` in this package of each sink. A vendor's is named after its package."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -205,11 +197,10 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     problems = []
     for name in dict.fromkeys(names):
-        kind = _KINDS.get(name)
-        if kind is None:
-            problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_KINDS)}")
-        elif kind.package is not None and not _is_installed(kind.package):
-            problems.append(_remedy(name, kind))
+        if name not in _SINKS:
+            problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_SINKS)}")
+        elif name not in (CONSOLE, JSONL) and not _is_installed(name):
+            problems.append(_remedy(name))
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -256,15 +247,14 @@ async def open_sinks(
 
 
 def _open(name: str, target: SinkTarget) -> MetricSink:
-    kind = _KINDS[name]
-    module, _, attribute = kind.sink.partition(":")
+    module, _, attribute = _SINKS[name].partition(":")
     package = __name__.rpartition(".")[0]
     try:
         open_sink: Callable[[SinkTarget], MetricSink] = getattr(
             importlib.import_module(f"{package}.{module}"), attribute
         )
     except ImportError as error:
-        raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
+        raise ConfigError(f"{_remedy(name)} ({error})") from error
     try:
         return open_sink(target)
     except Exception as error:
@@ -283,10 +273,11 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _remedy(name: str, kind: _Kind) -> str:
+def _remedy(name: str) -> str:
+    extra = "train" if name == "tensorboard" else name
     return (
-        f"trainer.logger: {name} needs the package {kind.package}, which is not installed; "
-        f"run pip install 'sluice[{kind.extra}]', or remove {name} from trainer.logger"
+        f"trainer.logger: {name} needs the package {name}, which is not installed; "
+        f"run pip install 'sluice[{extra}]', or remove {name} from trainer.logger"
     )
 
 
@@ -374,65 +365,23 @@ def mlflow_name(name: str) -> str:
     return "/".join(parts)[:_LONGEST_MLFLOW_NAME].rstrip("/") or "_"
 
 
-class JsonlSink:
-    """The file ``metrics.jsonl``, written without buffering.
+class JsonlSink(MetricSink):
+    """The file ``metrics.jsonl``.
 
     NaN and infinity become null, so that every reader can parse the lines.
     """
 
     def __init__(self, target: SinkTarget) -> None:
-        self._metrics = LineFile(target.run_dir / METRICS_FILE)
+        self._file = target.run_dir / METRICS_FILE
+        target.run_dir.mkdir(parents=True, exist_ok=True)
+        self._file.open("ab").close()  # what cannot be written is an error of the start
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
-        self._metrics.append({"step": step, **finite})
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write nothing: responses are in the run's files."""
-
-    def close(self) -> None:
-        self._metrics.close()
+        append_lines(self._file, json.dumps({"step": step, **finite}).encode() + b"\n")
 
 
-class LineFile:
-    """A file of whole lines: one that a full disk or a kill cut off never joins the next one.
-
-    Args:
-        path: created with its folder if missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._is_torn = _ends_within_a_line(path)
-        self._file = path.open("ab", buffering=0)
-
-    def append(self, row: Mapping[str, object]) -> None:
-        """Append one object as a line.
-
-        Raises:
-            OSError: the line is not completely on disk.
-        """
-        line = json.dumps(row).encode() + b"\n"
-        payload = b"\n" + line if self._is_torn else line
-        self._is_torn = True  # until the whole line is written
-        written = self._file.write(payload)
-        if written != len(payload):
-            raise OSError(f"{self._file.name}: only {written} of {len(payload)} bytes written")
-        self._is_torn = False
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
-class ConsoleSink:
+class ConsoleSink(MetricSink):
     """Log lines in verl's form: ``step:N - key:value - ...``."""
 
     def __init__(self, target: SinkTarget | None = None) -> None:
@@ -453,16 +402,9 @@ class ConsoleSink:
                 one.score,
             )
 
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
-
-class ProgressSink:
-    """Log a short line for each step and each validation, for a reader of the trainer's log.
-
-    Args:
-        total_steps: of the run.
-    """
+class ProgressSink(MetricSink):
+    """Log a short line for each step and each validation, for a reader of the trainer's log."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps, self._time_left = total_steps, TimeLeft()
@@ -473,9 +415,3 @@ class ProgressSink:
             logger.info("%s", step_line(step, self._total_steps, metrics, left))
         elif (accuracy := accuracy_of(metrics)) is not None:
             logger.info("validation after step %d: accuracy %.3f", step, accuracy)
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Log nothing: responses are in the run's files."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""

@@ -38,14 +38,6 @@ class FleetInterval:
     replica_busy_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RunScale:
-    """Number of trainer ranks, and rows of the training set (0: only clients submit prompts)."""
-
-    ranks: int
-    dataset_rows: int
-
-
 def step_metrics(
     step: int,
     batch: TrainBatch,
@@ -53,12 +45,13 @@ def step_metrics(
     times: StepTimes,
     fleet: FleetInterval,
     *,
-    scale: RunScale,
+    ranks: int,
+    dataset_rows: int,
 ) -> dict[str, float]:
     """Return all metrics of one step; `docs/metrics.md` defines each name.
 
     `timing_s/gen` is the wait for the batch: generation runs concurrently with training, so this
-    wait is all that it costs a step.
+    wait is all that it costs a step. With `dataset_rows` 0 only clients submit prompts.
     """
     step_s = max(times.step_s, 1e-9)
     replica_s = max(times.step_s * max(fleet.replicas, 1), 1e-9)
@@ -66,8 +59,8 @@ def step_metrics(
         **batch.statistics,
         **learned,
         **_wait_groups(batch, times.wait_batch_s),
-        **_speed(batch, times, scale.ranks),
-        **_epoch(batch, scale.dataset_rows),
+        **_speed(batch, times, ranks),
+        **_epoch(batch, dataset_rows),
         "training/global_step": float(step),
         "timing_s/wait_batch": times.wait_batch_s,
         "timing_s/train": times.train_s,

@@ -12,7 +12,6 @@ from sluice.algorithm.advantages.inputs import (
     AdvantageSettings,
     Groups,
     masked_whiten,
-    missing_field,
 )
 from sluice.errors import ConfigError
 
@@ -34,21 +33,7 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     are, so that such a baseline depends on what it did, and rewards or punishes it for another
     turn.
     """
-    return _grpo(inputs, settings, estimator="grpo")
-
-
-@torch.no_grad()
-def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """Return the same as `grpo`, under verl's other name.
-
-    verl always divides by the std under this name; here the setting holds for both names.
-    Needs `group_index`.
-    """
-    return _grpo(inputs, settings, estimator="grpo_vectorized")
-
-
-def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: str) -> Advantages:
-    groups = Groups.of(inputs, estimator=estimator)
+    groups = Groups.of(inputs)
     rewards = inputs.row_rewards()
     scores = group_relative(rewards, groups, norm_by_std=settings.norm_by_std)
     advantages = inputs.on_tokens(scores)
@@ -64,6 +49,16 @@ def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: st
         counts = (differs | (groups.row_sizes == 1)).unsqueeze(-1)
         advantages = torch.where(counts, advantages, 0.0)  # which may be infinite before
     return Advantages(advantages, advantages)
+
+
+@torch.no_grad()
+def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Return the same as `grpo`, under verl's other name.
+
+    verl always divides by the std under this name; here the setting holds for both names.
+    Needs `group_index`.
+    """
+    return grpo(inputs, settings)
 
 
 def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
@@ -94,7 +89,7 @@ def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantag
     Raises:
         ValueError: a group has one row only.
     """
-    groups = Groups.of(inputs, estimator="grpo_passk")
+    groups = Groups.of(inputs)
     if int(groups.sizes.min()) < 2:
         raise ValueError(
             "algorithm.adv_estimator: 'grpo_passk' needs groups of at least 2 rows, got one of "
@@ -118,20 +113,17 @@ def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     `rewards` is not read. Needs `group_index` and `reward_components`.
 
     Raises:
-        ConfigError: there are no components, or as many weights as components were not given.
+        ConfigError: there are no components, or another number of weights.
         ValueError: the batch has fewer than two masked positions.
     """
-    components, weights = inputs.reward_components, settings.gdpo_reward_weights
-    if not components:
-        raise missing_field("reward_components", estimator="gdpo")
-    if weights is None:
-        weights = (1.0,) * len(components)
-    if len(weights) != len(components):
+    components = inputs.reward_components
+    weights = settings.gdpo_reward_weights or (1.0,) * len(components)
+    if not components or len(weights) != len(components):
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(components)} "
             f"reward components ({', '.join(components)}); give one weight each"
         )
-    groups = Groups.of(inputs, estimator="gdpo")
+    groups = Groups.of(inputs)
     scores = torch.zeros_like(inputs.row_rewards())
     for weight, component in zip(weights, components.values(), strict=True):
         scores += weight * group_relative(component.double(), groups, norm_by_std=True)
@@ -169,7 +161,7 @@ def reinforce_plus_plus_baseline(
     Raises:
         ValueError: the batch has fewer than two masked positions.
     """
-    groups = Groups.of(inputs, estimator="reinforce_plus_plus_baseline")
+    groups = Groups.of(inputs)
     return _whitened(inputs, centred_or_raw(inputs.row_rewards(), groups))
 
 
@@ -179,14 +171,14 @@ def rloo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
 
     REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, §3.3).
     """
-    groups = Groups.of(inputs, estimator="rloo")
+    groups = Groups.of(inputs)
     return _on_all_tokens(inputs, _leave_one_out(inputs.row_rewards(), groups))
 
 
 @torch.no_grad()
 def rloo_vectorized(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     """`rloo`, but a group of one gets 0, as in verl. Needs `group_index`."""
-    groups = Groups.of(inputs, estimator="rloo_vectorized")
+    groups = Groups.of(inputs)
     scores = _leave_one_out(inputs.row_rewards(), groups)
     return _on_all_tokens(inputs, torch.where(groups.row_sizes == 1, 0.0, scores))
 
@@ -204,7 +196,7 @@ def opo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     The optimal reward baseline (OPO, Hao et al. 2025, arXiv 2505.23585). Lengths count masked
     positions; the baseline of a group without any is 0. Needs `group_index`.
     """
-    groups = Groups.of(inputs, estimator="opo")
+    groups = Groups.of(inputs)
     rewards, lengths = inputs.row_rewards(), inputs.mask.sum(-1)
     baselines = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
     return _on_all_tokens(inputs, rewards - torch.where(groups.row_sizes == 1, 0.0, baselines))
@@ -217,7 +209,7 @@ def gpg(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     Group policy gradient (GPG, Chu et al. 2025, arXiv 2504.02546). The mean of a group of one is
     0. Needs `group_index`.
     """
-    groups = Groups.of(inputs, estimator="gpg")
+    groups = Groups.of(inputs)
     rewards = inputs.row_rewards()
     alpha = rewards.numel() / max(int(torch.count_nonzero(rewards)), 1)
     return _on_all_tokens(inputs, alpha * centred_or_raw(rewards, groups))
@@ -232,7 +224,7 @@ def adpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     ranking of one candidate prefers nothing. Returns are R on the mask. The ADPO loss reads one
     number a row, here on all of its tokens. Needs `group_index`.
     """
-    groups = Groups.of(inputs, estimator="adpo")
+    groups = Groups.of(inputs)
     masked = torch.where(inputs.mask, inputs.rewards, torch.zeros_like(inputs.rewards))
     rewards = masked.sum(-1, dtype=torch.float64)
     scores = groups.centred(rewards)

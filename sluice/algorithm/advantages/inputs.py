@@ -6,26 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 
 from sluice.errors import ConfigError
 
-_PROVIDERS: Mapping[str, str] = MappingProxyType(
-    {
-        "group_index": "give the prompt of each row",
-        "values": "switch the critic on (critic.enable=true)",
-        "baselines": "give the reward of one greedy response a prompt",
-        "old_logprobs": "give the logprobs of the policy before the batch",
-        "sum_pi_squared": "give the sums of squared probabilities",
-        "reward_components": (
-            "set algorithm.gdpo_reward_keys to values that the reward function reports"
-        ),
-    }
-)
-
-_TABLES = ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights", "turn_rewards")
+TABLES = ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights", "turn_rewards")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -66,22 +52,22 @@ class AdvantageInputs:
             raise ValueError(f"rewards must have shape [rows, width], got {list(shape)}")
         if self.mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {self.mask.dtype}; pass mask.bool()")
-        for name in _TABLES:
+        for name in TABLES:
             _check_shape(name, getattr(self, name), shape)
         for name in ("group_index", "baselines"):
             _check_shape(name, getattr(self, name), shape[:1])
         for key, component in self.reward_components.items():
             _check_shape(f"reward_components[{key!r}]", component, shape[:1])
 
-    def required(self, name: str, *, estimator: str) -> torch.Tensor:
-        """Return the optional field `name`.
+    def required(self, name: str) -> torch.Tensor:
+        """Return an optional field.
 
         Raises:
-            ConfigError: it was not given; names the estimator, the field and the remedy.
+            ConfigError: it was not given.
         """
         found: torch.Tensor | None = getattr(self, name)
         if found is None:
-            raise missing_field(name, estimator=estimator)
+            raise ConfigError(f"the advantage estimator needs the field {name}, which is not given")
         return found
 
     def row_rewards(self) -> torch.Tensor:
@@ -126,14 +112,6 @@ class Advantages:
 
     advantages: torch.Tensor
     returns: torch.Tensor
-
-
-def missing_field(name: str, *, estimator: str) -> ConfigError:
-    """Return the error for an estimator that lacks an optional field."""
-    return ConfigError(
-        f"algorithm.adv_estimator: '{estimator}' needs the field {name}, which is not given; "
-        f"{_PROVIDERS[name]}, or choose another estimator"
-    )
 
 
 def _check_shape(name: str, value: torch.Tensor | None, shape: torch.Size) -> None:
@@ -196,13 +174,13 @@ class Groups:
     sizes: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs, *, estimator: str) -> Groups:
+    def of(cls, inputs: AdvantageInputs) -> Groups:
         """Return the groups of a batch.
 
         Raises:
             ConfigError: the batch has no group index.
         """
-        index = inputs.required("group_index", estimator=estimator)
+        index = inputs.required("group_index")
         _, of_row, sizes = torch.unique(index, return_inverse=True, return_counts=True)
         return cls(of_row, sizes)
 

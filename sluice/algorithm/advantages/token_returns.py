@@ -4,9 +4,12 @@ group's other responses got from there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sluice.algorithm.advantages.inputs import (
+    TABLES,
     AdvantageInputs,
     Advantages,
     AdvantageSettings,
@@ -29,7 +32,7 @@ def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     Raises:
         ValueError: the batch has fewer than two masked positions.
     """
-    values = inputs.required("values", estimator="gae")
+    values = inputs.required("values")
     raw = torch.empty_like(inputs.rewards)
     next_value = torch.zeros_like(inputs.rewards[:, 0])
     next_advantage = torch.zeros_like(next_value)
@@ -68,7 +71,7 @@ def remax(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
 
     ReMax (Li et al. 2024, arXiv 2310.10505): b is the greedy response's reward. Needs `baselines`.
     """
-    baselines = inputs.required("baselines", estimator="remax")
+    baselines = inputs.required("baselines")
     returns = inputs.reward_to_go()
     return Advantages(returns - inputs.on_tokens(baselines), returns)
 
@@ -82,17 +85,16 @@ def optimal_token_baseline(inputs: AdvantageInputs, _settings: AdvantageSettings
     with; lengths count masked positions. Returns are G. Needs `group_index`, `old_logprobs` and
     `sum_pi_squared`.
     """
-    name = "optimal_token_baseline"
-    groups, energy = Groups.of(inputs, estimator=name), path_energy(inputs, estimator=name)
+    groups, energy = Groups.of(inputs), path_energy(inputs)
     returns = inputs.reward_to_go()
     baselines = energy_baselines(returns, energy * inputs.mask, groups)
     return Advantages(_without_tail(inputs, baselines, groups, returns), returns)
 
 
-def path_energy(inputs: AdvantageInputs, *, estimator: str) -> torch.Tensor:
+def path_energy(inputs: AdvantageInputs) -> torch.Tensor:
     """Return W_t, float [rows, width]: sum over the masked positions up to and including t."""
-    probability = inputs.required("old_logprobs", estimator=estimator).exp()
-    sum_pi_squared = inputs.required("sum_pi_squared", estimator=estimator)
+    probability = inputs.required("old_logprobs").exp()
+    sum_pi_squared = inputs.required("sum_pi_squared")
     energy = 1.0 - 2.0 * probability + sum_pi_squared
     if inputs.importance_weights is not None:
         energy = energy * inputs.importance_weights.square()
@@ -137,12 +139,6 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSetti
 
 
 def _reordered(inputs: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
-    name, weights = "tir_optimal_token_baseline", inputs.importance_weights
-    return AdvantageInputs(
-        rewards=inputs.rewards.gather(-1, order),
-        mask=inputs.mask.gather(-1, order),
-        group_index=inputs.required("group_index", estimator=name),
-        old_logprobs=inputs.required("old_logprobs", estimator=name).gather(-1, order),
-        sum_pi_squared=inputs.required("sum_pi_squared", estimator=name).gather(-1, order),
-        importance_weights=None if weights is None else weights.gather(-1, order),
-    )
+    tables = {name: getattr(inputs, name) for name in ("rewards", *TABLES)}
+    found = {name: one.gather(-1, order) for name, one in tables.items() if one is not None}
+    return replace(inputs, **found)

@@ -4,12 +4,9 @@ global counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-
-from sluice.algorithm.rollout_correction.statistics import Statistics
 
 
 def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -95,25 +92,3 @@ class MetricMean:
     def mean(self) -> float:
         """``total / count``, 0 for nothing."""
         return float(self.total) / max(self.count, 1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Correction:
-    """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``).
-
-    The metrics are readings of the statistics. Merge these over micro-batches and ranks: the mean
-    of two maxima is no maximum.
-    """
-
-    weights: torch.Tensor | None = None  # float [N], without gradient
-    keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
-    metrics: Mapping[str, MetricMean] = field(default_factory=dict)
-    statistics: Statistics = field(default_factory=dict)
-
-
-Corrector = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]
-"""Importance weights and rejections of one micro-batch.
-
-Compares the logprobs of the policy being updated (detached) with the engine's, float [N] each, of
-the rows that the row index [N] names; the last argument is the number of rows.
-"""

@@ -88,7 +88,7 @@ def surrogate_terms(
 class PolicyObjective:
     """This micro-batch's share of the mini-batch's loss (0-d, to differentiate) and metrics.
 
-    `statistics` are those of a `Correction` within the loss.
+    `statistics` are those of a rollout correction within the loss.
     """
 
     loss: torch.Tensor
@@ -159,9 +159,7 @@ def total_loss(
 
     Args:
         entropy: float [N], nats; with a coefficient of 0 it is only reported.
-        entropy_coeff: weight of the bonus.
         kl: float [N], estimated divergences from the reference policy.
-        kl_loss_coef: weight of the penalty.
     """
     total, shares = objective.loss, []
     mode, factor = settings.loss_agg_mode, settings.loss_scale_factor

@@ -9,13 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from sluice.algorithm.losses.inputs import (
-    Correction,
-    GlobalCounts,
-    LossInputs,
-    MetricMean,
-    row_means,
-)
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean, row_means
 from sluice.algorithm.losses.objective import (
     LossAggregation,
     PolicyObjective,
@@ -25,6 +19,7 @@ from sluice.algorithm.losses.objective import (
     token_objective,
 )
 from sluice.algorithm.losses.settings import PolicyLossSettings
+from sluice.algorithm.rollout_correction.correction import normalized_weights, rollout_correction
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 _LOG_GUARD, _WEIGHT_GUARD = 1e-8, 1e-10
@@ -314,28 +309,26 @@ def gpg_objective(
 def bypass_mode_objective(
     inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
 ) -> PolicyObjective:
-    """Return a loss whose old policy is the engine's, corrected by ``settings.bypass_corrector``.
+    """Return a loss whose old policy is the engine's, corrected by ``settings.correction``.
 
     It saves a forward pass. ``ppo_clip``: `vanilla_objective` of p / p_rollout; its clip bounds
-    that ratio already, so weights are not applied. ``reinforce``: ``-w A log p`` with w the
-    corrector's weight of p / p_rollout, 1 without. Rejected tokens are left out; denominators still
-    come from `counts`. Weights in `inputs` compare other policies and are ignored. verl's rollout
-    correction, bypass mode. Needs ``inputs.rollout_logprobs``.
+    that ratio already, so weights are not applied. ``reinforce``: ``-w A log p`` with w the weight
+    of p / p_rollout, 1 without; `rollout_is_batch_normalize` divides by the micro-batch's mean,
+    since the policy moves between micro-batches of different steps. Rejected tokens are left out;
+    denominators still come from `counts`. Weights in `inputs` compare other policies and are
+    ignored. verl's rollout correction, bypass mode. Needs ``inputs.rollout_logprobs``.
     """
-    assert inputs.rollout_logprobs is not None
-    found = Correction()
-    if settings.bypass_corrector is not None:
-        found = settings.bypass_corrector(
-            inputs.logprobs.detach(), inputs.rollout_logprobs, inputs.row_index, inputs.num_rows
-        )
-    weights = found.weights if settings.bypass_loss == "reinforce" else None
-    inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs, rollout_weights=weights)
-    if found.keep is not None:
-        inputs = inputs.keeping(found.keep)
-    optimise = _reinforce if settings.bypass_loss == "reinforce" else vanilla_objective
+    engine, correction = inputs.rollout_logprobs, settings.correction
+    assert engine is not None
+    found = rollout_correction(inputs.logprobs, engine, inputs.row_index, correction)
+    weights, optimise = None, vanilla_objective
+    if correction.loss_type == "reinforce":
+        weights, optimise = found.weights, _reinforce
+    if weights is not None:
+        weights = normalized_weights(weights, found.statistics)
+    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(found.kept)
     objective = optimise(inputs, counts, settings)
-    metrics = {**objective.metrics, **found.metrics}
-    return PolicyObjective(objective.loss, metrics, found.statistics)
+    return replace(objective, statistics=found.statistics)
 
 
 def _reinforce(

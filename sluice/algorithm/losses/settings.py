@@ -5,10 +5,8 @@ their values. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sluice.algorithm.losses.inputs import Corrector
+from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,7 @@ class PolicyLossSettings:
         dro_beta: weight of ``dro``'s squared log-ratio, > 0 where it is used.
         tau_pos: SAPO's temperature where the advantage is positive.
         tau_neg: SAPO's temperature elsewhere.
-        bypass_loss: what ``bypass_mode`` optimises, ``ppo_clip`` or ``reinforce``.
-        bypass_corrector: its importance weights and rejections, none by default.
+        correction: the corrections within ``bypass_mode``, and what it optimises (`loss_type`).
     """
 
     loss_agg_mode: str = "token-mean"
@@ -82,6 +79,5 @@ class PolicyLossSettings:
     dro_beta: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    bypass_loss: str = "ppo_clip"
-    bypass_corrector: Corrector | None = None
+    correction: RolloutCorrectionSettings = field(default_factory=RolloutCorrectionSettings)
     adpo: AdpoSettings = field(default_factory=AdpoSettings)

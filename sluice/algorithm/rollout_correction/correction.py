@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.losses.inputs import Correction, Corrector, MetricMean
 from sluice.algorithm.rollout_correction.settings import (
     RejectionRule,
     RolloutCorrectionSettings,
@@ -290,38 +289,3 @@ def normalized_weights(weights: torch.Tensor, batch_statistics: Statistics) -> t
     if not factor.moments.count:
         return weights
     return weights / factor.moments.read(Reading.NORMALIZER)
-
-
-def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
-    """Return a corrector of one micro-batch at a time.
-
-    It compares the current policy with the engine's. `rollout_is_batch_normalize` divides by the
-    micro-batch's mean, since the policy moves between micro-batches of different steps.
-    """
-
-    def correct(
-        logprobs: torch.Tensor,
-        rollout_logprobs: torch.Tensor,
-        row_index: torch.Tensor,
-        num_rows: int,
-    ) -> Correction:
-        found = rollout_correction(logprobs, rollout_logprobs, row_index, settings)
-        weights = found.weights
-        if weights is not None:
-            weights = normalized_weights(weights, found.statistics)
-        metrics = {
-            f"rollout_corr/{name}": _mean(one, logprobs.device)
-            for name, one in found.statistics.items()
-            if one.moments.count
-        }
-        return Correction(weights, found.kept, metrics, found.statistics)
-
-    return correct
-
-
-def _mean(statistic: Statistic, device: torch.device) -> MetricMean:
-    if statistic.reading is Reading.MEAN:
-        total, count = statistic.moments.total, int(statistic.moments.count)
-    else:
-        total, count = statistic.moments.read(statistic.reading), 1
-    return MetricMean(torch.tensor(total, dtype=torch.float64, device=device), count)

@@ -275,7 +275,6 @@ class AdmissionOrder:
         """Return the sequence of the prompt to start now, which leaves the line; there must be one.
 
         Args:
-            version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
         """
         sequence, (_, since) = next(iter(self._line.items()))

@@ -100,11 +100,9 @@ class CoverageGuard:
         """Return the guard after one more kept group.
 
         Args:
-            side: the choice it passed.
             hardness: probability that its prompt is hard, given all its samples.
             value: of the choice it passed, as given to `probability`, times the probability of any
                 other that it passed.
-            probability: the probability of its start.
         """
         classes = {other: counted.decayed() for other, counted in self.classes.items()}
         classes[side] = classes[side].plus(hardness, value, probability)
@@ -131,7 +129,6 @@ class CoverageGuard:
         """Return the probability of a start, in (0, 1]; 1 for `Side.NONE`.
 
         Args:
-            side: of the choice.
             value: the choice's worth, used on the hard side only: expected trained samples, times
                 the price, over expected started samples; in [0, 1].
         """

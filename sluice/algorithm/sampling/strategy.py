@@ -235,7 +235,6 @@ class SamplingStrategy:
 
         Args:
             attempt: as `after_probes` returned it, if it continued.
-            mean_tokens: mean response length.
             kept: whether it waits for a batch.
             seconds: since it was admitted.
         """

@@ -40,12 +40,13 @@ def inputs(**changes: object) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize(("name", "missing"), PAIRS)
-def test_a_missing_field_is_named_with_its_estimator(name: str, missing: str) -> None:
+def test_a_missing_field_is_named(name: str, missing: str) -> None:
     given_fields = fields()
     given_fields.pop(missing)
     with pytest.raises(ConfigError) as caught:
         batch_estimator(name)(AdvantageInputs(**given_fields), AdvantageSettings())  # type: ignore[arg-type]
-    assert f"'{name}' needs the field {missing}" in str(caught.value)
+    named = "0 reward components" if missing == "reward_components" else f"the field {missing}"
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))

@@ -12,16 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.losses.inputs import (
-    Correction,
-    GlobalCounts,
-    LossInputs,
-    MetricMean,
-    row_means,
-)
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, row_means
 from sluice.algorithm.losses.objective import LossAggregation, PolicyObjective
 from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import POLICY_OBJECTIVES, SILENT_AT_ZERO_ADVANTAGE, policy_objective
+from sluice.algorithm.rollout_correction.correction import rollout_correction
+from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
 from sluice.errors import ConfigError
 from tests.support.padded_inputs import padded_inputs
 
@@ -178,7 +174,7 @@ def test_rows_without_an_advantage_may_be_left_out_of_just_the_losses_that_say_s
 def test_rows_without_an_advantage_may_be_left_out_of_reinforce_in_bypass_mode() -> None:
     whole = rows_of([4, 3, 5, 5], 4)
     whole = replace(whole, advantages=whole.advantages.masked_fill(whole.row_index >= 2, 0.0))
-    chosen = replace(SETTINGS, bypass_loss="reinforce")
+    chosen = replace(SETTINGS, correction=RolloutCorrectionSettings(loss_type="reinforce"))
     objective = policy_objective("bypass_mode")
     every = objective(whole, counts_of(whole), chosen).loss
     left = objective(some_rows(whole, [0, 1]), counts_of(whole), chosen).loss
@@ -236,30 +232,25 @@ def test_clip_cov_draws_its_share_of_candidates_by_the_seed(seed: int) -> None:
 
 def test_bypass_applies_weights_and_rejections_and_keeps_the_denominators() -> None:
     inputs = rows_of([2, 2], 3)
-    weights = torch.tensor([0.5, 2.0, 1.0, 1.0], dtype=torch.float64)
-    keep = torch.tensor([True, True, False, True])
-    seen: list[torch.Tensor] = []
-
-    def corrector(
-        logprobs: torch.Tensor,
-        rollout_logprobs: torch.Tensor,
-        row_index: torch.Tensor,
-        num_rows: int,
-    ) -> Correction:
-        seen.extend((logprobs, rollout_logprobs, row_index))
-        return Correction(weights, keep, {"rollout_corr/kl": MetricMean(torch.tensor(3.0), 4)})
-
-    chosen = replace(SETTINGS, bypass_loss="reinforce", bypass_corrector=corrector)
+    assert inputs.rollout_logprobs is not None
+    correction = RolloutCorrectionSettings(
+        rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.5, loss_type="reinforce"
+    )
+    corrected = rollout_correction(
+        inputs.logprobs, inputs.rollout_logprobs, inputs.row_index, correction
+    )
+    assert corrected.weights is not None
+    keep = corrected.kept
+    assert 0 < keep.sum() < 4
+    chosen = replace(SETTINGS, correction=correction)
     objective = policy_objective("bypass_mode")
     found = objective(inputs, counts_of(inputs), chosen)
+    weights = corrected.weights.double()
     expected = -(weights * inputs.advantages * inputs.logprobs)[keep].sum() / 4
     torch.testing.assert_close(found.loss, expected)
-    assert found.metrics["rollout_corr/kl"].mean == 0.75
-    assert found.metrics["actor/ppo_kl"].count == 3
-    assert not seen[0].requires_grad
-    assert seen[1] is inputs.rollout_logprobs
-    clipped = objective(inputs, counts_of(inputs), replace(chosen, bypass_loss="ppo_clip"))
-    assert inputs.rollout_logprobs is not None
+    assert found.metrics["actor/ppo_kl"].count == keep.sum()
+    clips = replace(chosen, correction=replace(correction, loss_type="ppo_clip"))
+    clipped = objective(inputs, counts_of(inputs), clips)
     plain = replace(inputs, old_logprobs=inputs.rollout_logprobs, rollout_weights=None)
     torch.testing.assert_close(
         clipped.loss,

@@ -19,7 +19,6 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
-    RunScale,
     StepTimes,
     account_metrics,
     host_memory_metrics,
@@ -164,7 +163,8 @@ def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),
         FleetInterval(400, 6.0, 2, prompt_tokens=8, reused_tokens=4, replica_busy_s=(4.0, 2.0)),
-        scale=RunScale(ranks=1, dataset_rows=8),
+        ranks=1,
+        dataset_rows=8,
     )
     assert len(emitted) > 60
     assert without_row(emitted) == []

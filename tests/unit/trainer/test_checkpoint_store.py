@@ -165,7 +165,7 @@ def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path: Path) -> None:
 
 def test_progress_is_readable_json(tmp_path: Path) -> None:
     data = json.loads((save(CheckpointStore(tmp_path), 4) / "data.json").read_text("utf-8"))
-    assert data["progress"] == {"low_water": 7, "ended_above": [9, 12]}
+    assert data["progress"] == {"low_water": 7, "ended_above": [9, 12], "sources": {}}
 
 
 def test_the_progress_of_each_source_is_found_again(tmp_path: Path) -> None:

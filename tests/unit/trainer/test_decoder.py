@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from services.trainer.learner.model import forward, loading
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
-from services.trainer.learner.model.forward import response_values, token_outputs
+from services.trainer.learner.model.forward import TokenPass, response_values, token_outputs
 from services.trainer.learner.model.loading import load_critic, load_policy
 from sluice.algorithm import token_statistics as head_statistics
 from sluice.config.schema.actor import FsdpConfig
@@ -86,7 +86,7 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(name: str, tmp_
         settings = ModelConfig(path=str(tmp_path), enable_gradient_checkpointing=recomputes)
         own = load_policy(settings, FLOAT32, max_tokens=28).model
         assert len(own_layers(own)) == model.config.num_hidden_layers
-        logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+        logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
         assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
 
@@ -105,7 +105,7 @@ def test_in_bfloat16_logprobs_are_those_of_transformers_layers_to_the_bit(
     monkeypatch.setattr(loading, "use_own_layers", lambda *_, **__: None)
     found.append(load_policy(settings, precision, max_tokens=28).model)
     assert [bool(own_layers(one)) for one in found] == [True, False]
-    own, theirs = (token_outputs(one, pack(parity_rows()), temperature=1.0) for one in found)
+    own, theirs = (token_outputs(one, TokenPass(pack(parity_rows()))) for one in found)
     assert torch.equal(own.logprobs, theirs.logprobs)
 
 
@@ -121,7 +121,7 @@ def test_padding_changes_nothing(
     expected, of_plain = plain(model)
     micro_batch = pack(parity_rows(), pad_to=512)
     assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 512)
-    logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+    logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
 
@@ -142,7 +142,7 @@ def test_compiled_layers_compute_the_same_and_share_their_code(
     own = load_policy(settings, FsdpConfig(dtype="float32", use_torch_compile=True), 28).model
     expected, of_plain = plain(model)
     micro_batch = pack(parity_rows())
-    logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+    logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
     compiled = [one.co_name for one in get_compilation_metrics() if one.co_name]
@@ -198,7 +198,6 @@ def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
 
 
 def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> None:
-    register_packed_attention()
     exact = make_model("qwen3")
     random_norms(exact)
     exact.set_attn_implementation(PACKED_ATTENTION)
@@ -208,7 +207,7 @@ def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> No
     micro_batch = pack(parity_rows())
     with torch.no_grad():
         expected, *found = (
-            token_outputs(one, micro_batch, temperature=TEMPERATURE).logprobs
+            token_outputs(one, TokenPass(micro_batch, TEMPERATURE)).logprobs
             for one in (exact, own, theirs)
         )
     of_own, of_theirs = ((one - expected).square().mean().sqrt() for one in found)
@@ -220,7 +219,7 @@ def test_a_float32_head_computes_logprobs_and_gradients_from_float32_logits(tmp_
     settings = ModelConfig(path=str(tmp_path), float32_head=True)
     model = load_policy(settings, FsdpConfig(model_dtype="bfloat16"), max_tokens=28).model
     micro_batch = pack(parity_rows())
-    found = token_outputs(model, micro_batch, temperature=1.0).logprobs
+    found = token_outputs(model, TokenPass(micro_batch)).logprobs
     of_weight = gradients(model, weighed(found, micro_batch))
     hidden = model.base_model(
         input_ids=micro_batch.input_ids,

@@ -12,8 +12,8 @@ from services.trainer.learner.batch import micro_batch as packing
 from services.trainer.learner.batch.micro_batch import build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, batch_table, own_rows, split_batch
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.attention import PACKED_ATTENTION
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import piece_tokens, plan_micro_batches, whole_groups
@@ -60,10 +60,9 @@ def mixed_rows() -> list[TrainingRow]:
 def test_each_sampled_token_weighs_once_as_in_a_pass_over_its_own_turn(family: str) -> None:
     model, rows = make_model(family), mixed_rows()
     plain_logprobs, expected = plain(model, some=rows)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     packed = pack(rows)
-    logprobs = token_outputs(model, packed, temperature=TEMPERATURE).logprobs
+    logprobs = token_outputs(model, TokenPass(packed, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs.detach(), plain_logprobs, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(model, weighed(logprobs, packed)), expected) <= MOST_ERROR
 
@@ -76,7 +75,6 @@ def test_blocks_without_a_mask_change_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_logits_after_tokens_that_are_only_read_have_no_gradient() -> None:
     model = make_model()
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     (row,) = rows_of(make_episodes(1, (TREE, LINEAR)))[:1]
     packed = pack([row])
@@ -107,14 +105,13 @@ def test_linear_turns_are_the_plain_pass_over_the_joined_sequence() -> None:
     each = each.gather(1, torch.from_numpy(joined[1:, None]))[:, 0]
     sampled = np.concatenate([np.full(part.size, i % 2) for i, part in enumerate(parts)])
     expected = each[row.prompt_token_ids.size - 1 :][torch.from_numpy(sampled) == 1]
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     packed = pack([row])
     # The whole sequence but its last token is computed, once.
     assert packed.input_ids[0].tolist() == joined[:-1].tolist()
     assert packed.position_ids[0].tolist() == list(range(joined.size - 1))
     assert packed.columns.tolist() == list(range(row.token_ids.size))
-    found = token_outputs(model, packed, temperature=TEMPERATURE).logprobs
+    found = token_outputs(model, TokenPass(packed, TEMPERATURE)).logprobs
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

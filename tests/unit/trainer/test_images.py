@@ -18,9 +18,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTra
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.packing import plan_micro_batches
@@ -148,13 +148,12 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool
         ]
     )
     expected = _gradients(model, plain)
-    register_packed_attention()
     trained = copy.deepcopy(model)
     trained.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
     if own:
         use_own_layers(trained)
     assert own == any(isinstance(one, DecoderLayer) for one in trained.modules())
-    packed = token_outputs(trained, micro_batch, temperature=0.7).logprobs
+    packed = token_outputs(trained, TokenPass(micro_batch, 0.7)).logprobs
     found = _gradients(trained, packed)
     torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-5)
     assert found.keys() == expected.keys() == {name for name, _ in model.named_parameters()}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.experts import ExpertAdapter, RoutingTape, use_own_experts
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
@@ -132,10 +132,10 @@ def test_adapters_of_experts_off_leave_the_model(tmp_path: Path) -> None:
     model, tokens = learner._model, idle_micro_batch(CPU, DataParallel())
     plain = make_learner(tmp_path, {"exclude_modules": r".*\.experts\..*"})._model
     with torch.no_grad():
-        trained = token_outputs(model, tokens, temperature=1.0).logprobs
+        trained = token_outputs(model, TokenPass(tokens)).logprobs
         with without_adapters(model), without_adapters(plain):
             found, expected = (
-                token_outputs(one, tokens, temperature=1.0).logprobs for one in (model, plain)
+                token_outputs(one, TokenPass(tokens)).logprobs for one in (model, plain)
             )
     assert torch.equal(found, expected)
     assert not torch.equal(found, trained)
@@ -161,9 +161,9 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     whole.train_step(make_batch(), 1)
     model, tokens = whole._model, idle_micro_batch(CPU, DataParallel())
     with torch.no_grad(), without_adapters(model):
-        found = token_outputs(model, tokens, temperature=1.0).logprobs
+        found = token_outputs(model, TokenPass(tokens)).logprobs
     assert torch.equal(
-        found, token_outputs(make_learner(folder)._model, tokens, temperature=1.0).logprobs
+        found, token_outputs(make_learner(folder)._model, TokenPass(tokens)).logprobs
     )
 
 

@@ -14,8 +14,8 @@ from services.trainer.learner.batch import micro_batch
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.model import attention
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import check_packing, token_outputs
+from services.trainer.learner.model.attention import PACKED_ATTENTION
+from services.trainer.learner.model.forward import TokenPass, check_packing, token_outputs
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
@@ -66,9 +66,8 @@ def check_against_plain(family: str) -> None:
     model = make_model(family)
     plain = torch.cat([plain_logprobs(model, row) for row in rows()])
     expected = gradients(model, plain)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
-    packed = token_outputs(model, pack(rows()), temperature=TEMPERATURE).logprobs
+    packed = token_outputs(model, TokenPass(pack(rows()), TEMPERATURE)).logprobs
     found = gradients(model, packed)
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
     assert found.keys() == expected.keys()
@@ -179,10 +178,9 @@ def test_a_family_that_ignores_the_packing_is_refused() -> None:
 
 def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
     model = make_model("mistral", sliding_window=8)
-    register_packed_attention()
     model.set_attn_implementation(PACKED_ATTENTION)
     with pytest.raises(ConfigError, match="MistralAttention uses sliding_window"):
-        token_outputs(model, pack(rows()), temperature=1.0)
+        token_outputs(model, TokenPass(pack(rows())))
 
 
 def test_the_value_of_a_row_is_that_of_its_first_token() -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import passes
-from services.trainer.learner.model.forward import EntropyUse, token_outputs
+from services.trainer.learner.model.forward import EntropyUse, TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
@@ -60,11 +60,13 @@ class Forwards:
         self.entropies: list[EntropyUse] = []
         monkeypatch.setattr(passes, "token_outputs", self._record)
 
-    def _record(self, *arguments: object, **keywords: object) -> TokenStatistics:
-        outputs = token_outputs(*arguments, **keywords)  # type: ignore[arg-type]
+    def _record(
+        self, model: PreTrainedModel, one: TokenPass, entering: torch.Tensor | None
+    ) -> TokenStatistics:
+        outputs = token_outputs(model, one, entering)
         kept = self.differentiated if torch.is_grad_enabled() else self.recomputed
         kept.append(outputs.logprobs.detach())
-        self.entropies.append(keywords["entropy"])  # type: ignore[arg-type]
+        self.entropies.append(one.entropy)
         return outputs
 
 

@@ -23,10 +23,10 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
 )
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.experts import Routing, RoutingTape, routing_tape
 from services.trainer.learner.model.experts import use_own_experts as use_own
-from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import PeerError
@@ -46,7 +46,6 @@ LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
 
 def own_model(**changes: object) -> PreTrainedModel:
-    register_packed_attention()
     own = make_model("qwen3_moe", **changes)
     own.set_attn_implementation(PACKED_ATTENTION)
     use_own(own)
@@ -71,7 +70,7 @@ def packed(*groups: TrainGroup) -> MicroBatch:
 
 def logprobs(model: PreTrainedModel, micro_batch: MicroBatch, routing: Routing) -> list[Tensor]:
     """By row."""
-    found = token_outputs(model, micro_batch, temperature=1.0, routing=routing).logprobs
+    found = token_outputs(model, TokenPass(micro_batch, routing=routing)).logprobs
     return [found[micro_batch.rows == row] for row in range(micro_batch.num_rows)]
 
 

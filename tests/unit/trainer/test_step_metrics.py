@@ -12,7 +12,7 @@ import torch
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.metrics.step_metrics import FleetInterval, RunScale, StepTimes, step_metrics
+from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -63,7 +63,8 @@ def metrics(
         {"actor/pg_loss": 0.5},
         times,
         fleet,
-        scale=RunScale(ranks=2, dataset_rows=dataset_rows),
+        ranks=2,
+        dataset_rows=dataset_rows,
     )
 
 

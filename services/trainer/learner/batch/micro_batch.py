@@ -371,7 +371,6 @@ def build_micro_batch(
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
     Args:
-        plan: the rows of this micro-batch.
         images: images of prompts, by `TrainingRow.group`.
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.

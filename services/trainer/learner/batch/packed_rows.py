@@ -266,7 +266,6 @@ def pack_images(
 
     Args:
         prompts: packed position of each prompt's first token, and its images.
-        ranks: that divide the images; they have the same prompts.
     """
     seen = [(start, image) for start, image in prompts if image is not None]
     if not seen or not ranks.encodes:

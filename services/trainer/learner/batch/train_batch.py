@@ -43,17 +43,6 @@ class BatchTable:
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
     turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last token
 
-    def rows(self, chosen: Tensor) -> BatchTable:
-        """Return the table of some rows, int64 indexes."""
-        turns = self.turn_rewards
-        return BatchTable(
-            self.rewards[chosen],
-            self.group_index[chosen],
-            self.mask[chosen],
-            self.baselines[chosen],
-            None if turns is None else turns[chosen],
-        )
-
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     """Return the batch as a table."""

@@ -54,7 +54,6 @@ def packed_attention(
     """Attend within each packed sequence and, from a row, to its prompt.
 
     Args:
-        module: the model's attention layer.
         query: [1, heads, T, head dim].
         key: [1, kv heads, T, head dim]; heads are a multiple of kv heads.
         value: [1, kv heads, T, value dim].
@@ -106,12 +105,8 @@ def _attend(
     return packed.view(1, packed.shape[0], query.shape[1], -1)
 
 
-def register_packed_attention() -> None:
-    """Register `PACKED_ATTENTION` with transformers.
-
-    It registers no mask function under that name, so transformers builds no mask at all.
-    """
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+# No mask function has that name, so transformers builds no mask at all.
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def _refuse(

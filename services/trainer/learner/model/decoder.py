@@ -130,7 +130,6 @@ class DecoderLayer(GradientCheckpointingLayer):
             hidden: [1, T, width].
             attention_mask: ``None``, or packed attention refuses it.
             position_embeddings: cosines and sines, [1, T, head dim] each.
-            packed_layout: of the T tokens.
         """
         states = self._heads(hidden, *position_embeddings)
         attended = self.self_attn.attend(*states, attention_mask, packed_layout)
@@ -156,9 +155,6 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 class Attention(nn.Module):
     """Causal attention with rotated queries and keys; several query heads may share a key head.
-
-    Args:
-        theirs: the attention of transformers.
 
     Attributes:
         tensor: the ranks that divide the heads among them.
@@ -234,9 +230,6 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class GatedMlp(nn.Module):
     """A multilayer perceptron with a gate (Shazeer 2020).
-
-    Args:
-        theirs: the one of transformers.
 
     Attributes:
         tensor: the ranks that divide its inner width among them.
@@ -314,11 +307,7 @@ def own_linear(theirs: nn.Linear) -> Linear:
 
 
 class FloatRmsNorm(nn.Module):
-    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019).
-
-    Args:
-        theirs: the norm of transformers.
-    """
+    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019)."""
 
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
         super().__init__()

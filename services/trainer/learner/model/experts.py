@@ -298,7 +298,6 @@ class SparseExperts(nn.Module):
         config: with transformers' names: ``num_experts``, ``num_experts_per_tok``,
             ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
         layer: its place among the blocks of the whole model.
-        tape: shared by all of them.
         is_compiled: compile what is not a product of matrices; layers share the code.
     """
 
@@ -372,7 +371,6 @@ def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
 
     Args:
         model: built by transformers, not sharded yet.
-        compiled: compile what is not a product of matrices.
     """
     config = model.config.get_text_config()
     tape, layer = RoutingTape(getattr(config, "num_experts", 0)), 0

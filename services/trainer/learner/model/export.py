@@ -6,7 +6,6 @@ gets bucket by bucket. So no rank holds more than two buckets beside its own par
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +26,13 @@ from services.trainer.learner.weight_stream import (
     Rows,
     cut_buckets,
     exchange_rows,
-    stream_rows,
 )
+from sluice.checkpoint.safetensors_files import write_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STEM = "model"
-_INDEX = "model.safetensors.index.json"
 _PHASE = "writing the model's files"
 
 Published = Sequence[tuple[str, Sizes]]
@@ -64,11 +62,9 @@ def write_model(
     experts, one tensor each) are made on rank 0, which then holds the whole model.
 
     Args:
-        folder: exists.
         model: its own weights are not read.
         parts: this rank's `local_part` of every tensor of the files.
         directory: of the same, on all ranks.
-        bucket_bytes: rows that a rank gets at once.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -204,8 +200,7 @@ def _write_index(folder: Path, files: Sequence[ModelFile]) -> None:
     }
     sizes = [t for file in files for t in file.tensors.values()]
     total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_index(folder, weight_map, total)
 
 
 def _write_converted(
@@ -216,9 +211,11 @@ def _write_converted(
     parallel: DataParallel,
 ) -> Iterator[None]:
     whole: dict[str, list[Tensor]] = {}
-    for name, rows in stream_rows(parts, directory, parallel, _PHASE):
-        whole.setdefault(name, []).append(rows.cpu())
-    yield
+    for bucket in cut_buckets(directory, directory, BUCKET_BYTES):
+        found = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
+        for rows, values in zip(bucket, found, strict=False):  # only rank 0 has found any
+            whole.setdefault(rows.name, []).append(values.cpu())
+        yield
     if parallel.rank:
         # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.
         yield from (None for _ in _published(model, _empty(directory)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
 from types import MethodType
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
-_FLOAT32_HEAD = "sluice_float32_head"
-_COMPILED_HEAD = "sluice_compiled_head"
+_HEAD = "sluice_head"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
@@ -54,51 +53,48 @@ class EntropyUse(StrEnum):
     BONUS = "bonus"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPass:
+    """One pass over a micro-batch; a critic's needs nothing else.
+
+    Logits are divided by `temperature`, that of sampling. A complete `routing` is followed, another
+    one completed.
+    """
+
+    micro_batch: MicroBatch
+    temperature: float = 1.0
+    entropy: EntropyUse = EntropyUse.NONE
+    with_sum_pi_squared: bool = False
+    routing: Routing | None = None
+
+
 def token_outputs(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    *,
-    temperature: float,
-    entropy: EntropyUse = EntropyUse.NONE,
-    with_sum_pi_squared: bool = False,
-    routing: Routing | None = None,
-    entering: Tensor | None = None,
+    model: PreTrainedModel, one: TokenPass, entering: Tensor | None = None
 ) -> TokenStatistics:
     """Run the model once over the packed tokens; return statistics of the response tokens, [N].
 
     Args:
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
-        micro_batch: on the model's device.
-        temperature: sampling temperature; logits are divided by it.
-        entropy: whether to compute entropies, and whether with a gradient.
-        with_sum_pi_squared: whether to compute squared probabilities, without a gradient.
-        routing: to follow if it is complete, else to complete; see `Routing`.
         entering: of a pipeline's last stage: what the stage before has computed.
     """
-    found: tuple[Tensor | None, ...] = _begin(model, routing)(
-        micro_batch,
+    found: tuple[Tensor | None, ...] = _begin(model, one.routing)(
+        one.micro_batch,
         entering,
-        temperature=temperature,
-        with_entropy=entropy is not EntropyUse.NONE,
-        entropy_gradient=entropy is EntropyUse.BONUS,
-        with_sum_pi_squared=with_sum_pi_squared,
+        temperature=one.temperature,
+        with_entropy=one.entropy is not EntropyUse.NONE,
+        entropy_gradient=one.entropy is EntropyUse.BONUS,
+        with_sum_pi_squared=one.with_sum_pi_squared,
     )
-    return _of_all_ranks(found, micro_batch)
+    return _of_all_ranks(found, one.micro_batch)
 
 
-def hidden_states(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    entering: Tensor | None,
-    routing: Routing | None = None,
-) -> Tensor:
+def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | None) -> Tensor:
     """Run a pipeline's stage, but not the last one; return the hidden states of this rank's tokens.
 
     Args:
-        model, micro_batch, routing: as in `token_outputs`.
         entering: hidden states [1, t, width]; ``None``: it is the first stage.
     """
-    (found,) = _begin(model, routing)(micro_batch, entering, is_last=False)
+    (found,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
     hidden: Tensor = found
     return hidden
 
@@ -117,20 +113,15 @@ def gather_in_passes(model: PreTrainedModel) -> None:
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
-def use_float32_head(model: PreTrainedModel) -> None:
-    """Make `token_outputs` compute logits in float32.
+def set_head(model: PreTrainedModel, *, in_float32: bool, is_compiled: bool) -> None:
+    """Let `token_outputs` compute logits in float32, and compile its arithmetic on them.
 
     Where the device multiplies halves into float32, gradients of the logits are rounded to the
     weight's dtype and nothing else is; elsewhere a pass holds a float32 copy of the head, and its
     gradients are float32 too. MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of
     differences between engine and trainer.
     """
-    setattr(model, _FLOAT32_HEAD, True)
-
-
-def use_compiled_head(model: PreTrainedModel) -> None:
-    """Make `token_outputs` compile its arithmetic on logits."""
-    setattr(model, _COMPILED_HEAD, True)
+    setattr(model, _HEAD, (in_float32, is_compiled))
 
 
 def _token_pass(
@@ -234,11 +225,11 @@ def _head(model: PreTrainedModel) -> LinearHead:
     bias = getattr(linear, "bias", None)
     weight, bias = own_part(linear.weight), None if bias is None else own_part(bias)
     part = linear.part() if isinstance(linear, CutHead) else None
-    in_float32 = getattr(model, _FLOAT32_HEAD, False)
+    in_float32, is_compiled = getattr(model, _HEAD, (False, False))
     is_wide = in_float32 and head_statistics.widens(weight)
     if in_float32 and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False), part)
+    return LinearHead(weight, bias, scale, is_wide, is_compiled, part)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:
@@ -267,11 +258,7 @@ def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def response_values(
     model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None = None
 ) -> Tensor:
-    """Return a critic's values [N], float32, of the state before each response token.
-
-    Args:
-        model, micro_batch, entering: as in `token_outputs`.
-    """
+    """Return a critic's values [N], float32, of the state before each response token."""
     found: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
     (values,) = found
     share, own = micro_batch.layout.share, micro_batch.own
@@ -294,7 +281,6 @@ def check_packing(
 
     Args:
         naming_failures: names errors of other ranks, as opposed to errors of the model.
-        share: the packed rows are shared as sequences will be.
 
     Raises:
         ConfigError: they differ by more than rounding.
@@ -304,7 +290,7 @@ def check_packing(
     try:
         with torch.no_grad(), naming_failures or nullcontext():
             packed = _packed(model, rows, share)
-            together = token_outputs(model, packed, temperature=1.0).logprobs
+            together = token_outputs(model, TokenPass(packed)).logprobs
             alone = torch.cat([_logprobs_by_logits(model, row) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(model, repr(error)) from error

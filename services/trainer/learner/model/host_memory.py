@@ -49,7 +49,6 @@ class HostMemory:
         """Give tensors their memory and values again; those that are not away stay as they are.
 
         Args:
-            tensors: as in `move_out`.
             wait: until the values are there. Otherwise they are when the device's current stream
                 has reached this call.
         """

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.decoder import VALUE_HEADS, use_own_layers, value_head
 from services.trainer.learner.model.experts import use_own_experts
-from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
+from services.trainer.learner.model.forward import DTYPES, set_head
 from services.trainer.learner.model.lora import add_adapters
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
@@ -114,9 +114,7 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    dtype = _dtype(model, precision)
-    files = _unread(model, dtype) if is_sharded else None
-    loaded = files or LoadedModel(_read(model, dtype))
+    loaded = _loaded(model, _dtype(model, precision), is_sharded=is_sharded)
     _set_up_passes(loaded.model, model, precision, max_tokens)
     return loaded
 
@@ -132,8 +130,7 @@ def load_critic(
         ConfigError: the model has no head that `value_head` finds, or as `load_policy`.
     """
     dtype = DTYPES[precision.model_dtype]
-    files = _unread(model, dtype, is_critic=True) if is_sharded else None
-    loaded = files or LoadedModel(_read(model, dtype, is_critic=True))
+    loaded = _loaded(model, dtype, is_sharded=is_sharded, is_critic=True)
     if value_head(loaded.model) is None:
         raise ConfigError(
             f"the head of a {loaded.model.config.model_type} model for token classification is "
@@ -147,7 +144,6 @@ def build_policy(
     config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> PreTrainedModel:
     """Build the policy that `load_policy` would load, without reading weights."""
-    register_packed_attention()
     built = _built(config, model, _dtype(model, precision))
     _set_up_passes(built, model, precision, max_tokens)
     return built
@@ -158,14 +154,17 @@ def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
     return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
 
 
+def _family(model_type: str, *, is_critic: bool) -> Any:  # noqa: ANN401 - they have no common type
+    """Return the class of transformers that builds and reads such models."""
+    if is_critic:
+        return AutoModelForTokenClassification
+    return AutoModelForImageTextToText if model_type in FAMILIES else AutoModelForCausalLM
+
+
 def _built(
     config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
 ) -> PreTrainedModel:
-    family: Any = AutoModelForCausalLM
-    if config.model_type in FAMILIES:
-        family = AutoModelForImageTextToText
-    if is_critic:
-        family = AutoModelForTokenClassification
+    family = _family(config.model_type, is_critic=is_critic)
     with no_init_weights():  # initialization would write all of the memory
         built: PreTrainedModel = family.from_config(
             config,
@@ -183,10 +182,7 @@ def _set_up_passes(
     check_attention(loaded.config, max_tokens)
     use_own_layers(loaded, compiled=precision.use_torch_compile)
     use_own_experts(loaded, compiled=precision.use_torch_compile)
-    if model.float32_head:
-        use_float32_head(loaded)
-    if precision.use_torch_compile:
-        use_compiled_head(loaded)
+    set_head(loaded, in_float32=model.float32_head, is_compiled=precision.use_torch_compile)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         recompute_layers(loaded)
@@ -264,14 +260,20 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
+def _loaded(
+    model: ModelConfig, dtype: torch.dtype, *, is_sharded: bool, is_critic: bool = False
+) -> LoadedModel:
+    head = {"num_labels": 1} if is_critic else {}
+    unread = _unread(model, dtype, head, is_critic=is_critic) if is_sharded else None
+    return unread or LoadedModel(_read(model, dtype, head, is_critic=is_critic))
+
+
 def _unread(
-    model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
+    model: ModelConfig, dtype: torch.dtype, head: Mapping[str, int], *, is_critic: bool
 ) -> LoadedModel | None:
     """Return the model without reading weights; None if its files do not match its parameters."""
-    register_packed_attention()
     try:
         files = WeightFiles(Path(model.path))
-        head = {"num_labels": 1} if is_critic else {}
         config = AutoConfig.from_pretrained(
             model.path, **head, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
@@ -299,21 +301,18 @@ def _unread(
     return LoadedModel(loaded, files)
 
 
-def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
-    register_packed_attention()
-    head = {"num_labels": 1} if is_critic else {}
+def _read(
+    model: ModelConfig, dtype: torch.dtype, head: Mapping[str, int], *, is_critic: bool
+) -> PreTrainedModel:
     if not (Path(model.path) / "config.json").is_file():
         raise ConfigError(
             f"actor_rollout_ref.model.path={model.path!r}: no config.json there; give the "
             "directory of a Hugging Face causal language model (config.json, *.safetensors)"
         )
     shape = read_vision_shape(model.path)
-    family: Any = AutoModelForCausalLM if shape is None else AutoModelForImageTextToText
-    if is_critic:
-        family = AutoModelForTokenClassification
     kind = "" if shape is None else shape.model_type
     return read_pretrained(
-        family,
+        _family(kind, is_critic=is_critic),
         model.path,
         may_lack=_is_value_head,
         **head,

@@ -359,7 +359,6 @@ def write_config(
     """Write the configuration of a model's adapters as peft does.
 
     Args:
-        folder: exists.
         parameters: A and B of all adapted layers, those of other stages too.
 
     Raises:

@@ -74,7 +74,6 @@ class ShardedGradients:
 
     Args:
         parameters: this rank's shards.
-        parallel: all ranks.
         tied: one of them that another stage of a pipeline holds too, and the rank that has the same
             shard there.
     """
@@ -172,7 +171,6 @@ class ModelOptimizer:
     Args:
         named_parameters: trained parameters by name, tied ones once. Frozen ones are not among
             them and get neither moments nor gradients.
-        config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
         host_share: least share of the moments to keep in host memory. While a step changes those
@@ -313,7 +311,6 @@ class ModelOptimizer:
         """Load this rank's part of the tensors of `state_tensors`.
 
         Args:
-            state: of all ranks.
             elsewhere: names of parameters that only other ranks train.
 
         Raises:

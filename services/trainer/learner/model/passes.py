@@ -31,7 +31,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import (
-    EntropyUse,
+    TokenPass,
     hidden_states,
     response_values,
     token_outputs,
@@ -49,17 +49,6 @@ Outputs = TypeVar("Outputs", TokenStatistics, Tensor)
 Read: TypeAlias = Callable[[int, Outputs], None]
 Loss: TypeAlias = Callable[[int, Outputs], Tensor]
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenPass:
-    """The arguments of `token_outputs` for a pass; those of a critic need the micro-batch only."""
-
-    micro_batch: MicroBatch
-    temperature: float = 1.0
-    entropy: EntropyUse = EntropyUse.NONE
-    with_sum_pi_squared: bool = False
-    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +198,7 @@ class Passes(ABC, Generic[Outputs]):
         """Return what the next stage gets; on the last one, what `finish` makes of the outputs."""
         if self._after is None:
             return finish(self._run_last(one, entering))
-        return hidden_states(self._model, one.micro_batch, entering, one.routing)
+        return hidden_states(self._model, one, entering)
 
     def _backward(self, one: _InFlight, gradient: Tensor | None) -> Tensor | None:
         if self._shards is not None:
@@ -280,15 +269,7 @@ class TokenPasses(Passes[TokenStatistics]):
     """Passes of a policy."""
 
     def _run_last(self, one: TokenPass, entering: Tensor | None) -> TokenStatistics:
-        return token_outputs(
-            self._model,
-            one.micro_batch,
-            temperature=one.temperature,
-            entropy=one.entropy,
-            with_sum_pi_squared=one.with_sum_pi_squared,
-            routing=one.routing,
-            entering=entering,
-        )
+        return token_outputs(self._model, one, entering)
 
 
 class ValuePasses(Passes[Tensor]):

@@ -62,8 +62,6 @@ def recompute_as_configured(
     """Apply Megatron's keys, which override `enable_gradient_checkpointing`.
 
     Args:
-        model: in evaluation mode.
-        overrides: the keys.
         first_layer: of a pipeline's stage, whose layers ``block`` counts.
 
     Raises:

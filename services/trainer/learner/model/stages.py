@@ -38,7 +38,6 @@ def own_stage(
 
     Args:
         model: whole, weights read or not.
-        precision: dtype of its passes.
         cut: which layers make a stage; ``None``: the model has only those of this stage.
 
     Raises:
@@ -148,11 +147,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
 def tied_weight(
     model: PreTrainedModel, trained: Mapping[str, nn.Parameter], stage: Stage | None
 ) -> tuple[nn.Parameter, int] | None:
-    """Return the embedding, if another stage trains it too, and the rank with the same part of it.
-
-    Args:
-        model: what this rank holds of it.
-    """
+    """Return the embedding, if another stage trains it too, and the rank with the same part."""
     if stage is None or stage.twin is None:
         return None
     embedding: Any = model.get_input_embeddings()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -54,6 +55,7 @@ from services.trainer.learner.places import (
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
 from sluice.checkpoint.adapter_files import ADAPTER_FOLDER, ADAPTER_STEM
+from sluice.checkpoint.source import HUGGINGFACE_FOLDER
 from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
@@ -68,12 +70,11 @@ _CPU = "cpu"
 ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 CRITIC_SHARDING = "critic.fsdp"
 
-HUGGINGFACE_FOLDER = "huggingface"
 OPTIMIZER_STEM = "optimizer"
 OPTIMIZER_INDEX = "optimizer.index.json"
 EXTRA_STATE_FILE = "extra_state.json"
 # What reading a damaged or hostile file of numbers and names may raise.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -224,7 +225,6 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
     Args:
         directory: written by `PolicyState`, in any layout of ranks.
-        trained: sharded or whole.
 
     Returns:
         the sum of the loaded weights, as `LoadedModel.sum`.
@@ -248,24 +248,27 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
     else:
         with trained.host.present(list(trained.parameters.values())):
             total = _load_weights(directory / HUGGINGFACE_FOLDER, trained)
-    try:
+    with _naming(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
         elsewhere = {n for n, one in trained.outline.items() if one.requires_grad}
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM), elsewhere)
-    except (*_UNREADABLE, SafetensorError) as error:
-        raise CheckpointError(
-            f"{_damaged_file(directory) or directory / OPTIMIZER_INDEX} cannot be read ({error}); "
-            f"{resume_remedy(directory.parent)}"
-        ) from error
-    try:
-        extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
+    file = directory / EXTRA_STATE_FILE
+    with _naming(file, directory.parent):
+        extra = json.loads(file.read_text(encoding="utf-8"))
         trained.optimizer.skipped_updates = int(extra["skipped_updates"])
         restore_random_state(extra["random_state"], _device(trained.model))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
-            f"{resume_remedy(directory.parent)}"
-        ) from error
     return total
+
+
+@contextmanager
+def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
+    """Name the file that the block cannot read; the first damaged one of a folder of `weights`."""
+    try:
+        yield
+    except (*_UNREADABLE, SafetensorError) as error:
+        damaged = None if weights is None else _damaged_file(weights)
+        raise CheckpointError(
+            f"{damaged or file} cannot be read ({error}); {resume_remedy(checkpoint)}"
+        ) from error
 
 
 def _moment_places(trained: TrainedModel, moments: Mapping[str, Tensor]) -> Directory:
@@ -302,7 +305,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
     """Read this rank's rows, or load through transformers, which handles renamed weights."""
     model, parameters, outline = trained.model, trained.parameters, trained.outline
     _refuse_another_family(folder, model)
-    try:
+    with _naming(folder, folder.parents[1], weights=folder):
         if any(isinstance(one, DTensor) for one in parameters.values()):
             files = WeightFiles(folder)
             if files.match(outline):
@@ -315,11 +318,6 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{_damaged_file(folder) or folder} cannot be read ({error}); "
-            f"{resume_remedy(folder.parents[1])}"
-        ) from error
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
     differing = sorted(set(outline).symmetric_difference(loaded) | set(report["missing_keys"]))
@@ -339,12 +337,8 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
     """Refuse weights of another model family, which transformers would try to fit in."""
     file = folder / "config.json"
-    try:
+    with _naming(file, folder.parents[1]):
         family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); {resume_remedy(folder.parents[1])}"
-        ) from error
     if family != model.config.model_type:
         raise CheckpointError(
             f"{folder} holds a {family} model and actor_rollout_ref.model.path a "
@@ -378,8 +372,6 @@ def trained_model(
 
     Args:
         loaded: the same on every rank.
-        sharding: how many ranks share one copy.
-        key: the section of `sharding` in the configuration.
         device: gets a model that stays whole.
 
     Raises:

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from services.trainer.learner.places import region
-from sluice.checkpoint.safetensors_files import former_name
+from sluice.checkpoint.safetensors_files import INDEX_FILE, former_name
 from sluice.weights.adapters import PROJECTIONS
 
 CHUNK_BYTES = 64 << 20
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that make a row of it.
 _EXPERTS = {
@@ -54,7 +54,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         names = {_SINGLE}
         if not (folder / _SINGLE).is_file():
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
             names = set(index["weight_map"].values())
         self._opened: dict[str, Any] = {}
         for name in sorted(names):

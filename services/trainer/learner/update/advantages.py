@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
+from sluice.algorithm.batch_metrics import spread
 from sluice.algorithm.kl import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
 from sluice.algorithm.sources import source_metric
 from sluice.types import TrainBatch
+
+TablesT = TypeVar("TablesT", BatchTable, "PassTables")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +33,6 @@ class PassTables:
     sum_pi_squared: Tensor | None = None
     importance_weights: Tensor | None = None
     kept: Tensor | None = None  # bool, false at rejected tokens
-
-    def rows(self, chosen: Tensor) -> PassTables:
-        """Return the tables of some rows, int64 indexes."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PassTables(**{n: None if v is None else v[chosen] for n, v in given.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +67,6 @@ def token_advantages(
         table: the batch; its rewards of turns count where the run trains on them.
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
-        components: reward components (gdpo).
-        controller: the weight of the penalty.
 
     Raises:
         ConfigError: the estimator lacks an input; names it.
@@ -132,9 +129,17 @@ def estimate_by_source(
         keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
         groups = tuple(group for group in batch.groups if group.source == source)
         components = reward_components(replace(batch, groups=groups), keys or (), device)
-        found = token_advantages(table.rows(rows), passed.rows(rows), components, own, controller)
+        found = token_advantages(
+            _rows(table, rows), _rows(passed, rows), components, own, controller
+        )
         parts[source] = rows, found
     return _joined(parts, table, controller)
+
+
+def _rows(tables: TablesT, chosen: Tensor) -> TablesT:
+    """Return the tables of some rows, int64 indexes."""
+    given = {one.name: getattr(tables, one.name) for one in fields(tables)}
+    return replace(tables, **{n: v[chosen] for n, v in given.items() if v is not None})
 
 
 def _joined(
@@ -183,18 +188,8 @@ def _metrics(
 ) -> dict[str, float]:
     """Return ``critic/rewards`` over rows with tokens, advantages and returns over `mask`."""
     answered = responses.any(-1)
-    found = {
-        "critic/rewards": rewards.sum(-1, dtype=torch.float64)[answered],
-        "critic/advantages": advantages[mask].double(),
-        "critic/returns": returns[mask].double(),
-    }
     return {
-        f"{name}/{reading}": float(value)
-        for name, values in found.items()
-        if values.numel()
-        for reading, value in (
-            ("mean", values.mean()),
-            ("max", values.max()),
-            ("min", values.min()),
-        )
+        **spread("critic/rewards", rewards.sum(-1, dtype=torch.float64)[answered]),
+        **spread("critic/advantages", advantages[mask].double()),
+        **spread("critic/returns", returns[mask].double()),
     }

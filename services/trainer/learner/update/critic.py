@@ -21,13 +21,15 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
+from services.trainer.learner.model.forward import TokenPass
 from services.trainer.learner.model.loading import LoadedModel, load_critic
-from services.trainer.learner.model.passes import TokenPass, ValuePasses
+from services.trainer.learner.model.passes import ValuePasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.batch_metrics import spread
 from sluice.algorithm.losses.objective import ValueLoss, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
@@ -231,9 +233,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, fl
         return {}
     explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
     return {
-        "critic/values/mean": float(predicted.mean()),
-        "critic/values/max": float(predicted.max()),
-        "critic/values/min": float(predicted.min()),
+        **spread("critic/values", predicted),
         "critic/vf_explained_var": float(explained),
     }
 

@@ -188,9 +188,7 @@ class LossTerms:
             row_advantages=torch.zeros(samples),
         )
         counts = GlobalCounts(tokens=2 * samples, rows=samples, groups=1)
-        found = self._objective(inputs, counts, self._settings.loss)
-        # What is made of statistics is no mean.
-        return tuple(name for name in found.metrics if name not in metrics_of(found.statistics))
+        return tuple(self._objective(inputs, counts, self._settings.loss).metrics)
 
     def no_corrections(self) -> Statistics:
         """Return the statistics of `correct`, or of a loss that corrects, for no tokens."""

@@ -36,8 +36,8 @@ from services.trainer.learner.model.experts import (
     idle_routing,
     routing_tape,
 )
-from services.trainer.learner.model.forward import EntropyUse
-from services.trainer.learner.model.passes import TokenPass, TokenPasses, idle_micro_batch
+from services.trainer.learner.model.forward import EntropyUse, TokenPass
+from services.trainer.learner.model.passes import TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
@@ -96,7 +96,6 @@ class PolicyUpdate:
     Args:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
-        peaks: of this rank's device, by phase.
 
     Attributes:
         kl_controller: weight of the divergence in the reward; part of a checkpoint.

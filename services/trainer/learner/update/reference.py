@@ -10,9 +10,10 @@ from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.model.experts import uncounted
+from services.trainer.learner.model.forward import TokenPass
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import without_adapters
-from services.trainer.learner.model.passes import TokenPass, TokenPasses
+from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, TrainedModel, share_model
 from services.trainer.learner.ranks import DataParallel

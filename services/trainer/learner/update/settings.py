@@ -9,7 +9,6 @@ from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
 from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_objective
-from sluice.algorithm.rollout_correction.correction import bypass_corrector
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.config.derived import (
     advantage_estimator,
@@ -195,8 +194,7 @@ def _loss(
         dro_beta=constants.dro_beta,
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
-        bypass_loss=correction.loss_type,
-        bypass_corrector=bypass_corrector(correction) if is_bypassed(config) else None,
+        correction=correction,
         adpo=_adpo(config, vocab_size),
     )
 
