@@ -14,6 +14,7 @@ from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.trained_model import random_state, restore_random_state
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import StateFiles
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress
 from tests.support.crashing_saver import write_checkpoint
@@ -170,6 +171,21 @@ def test_a_damaged_checkpoint_is_refused(
     learner.save(tmp_path / "actor")
     (tmp_path / "actor" / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
+        learner.load(tmp_path / "actor")
+
+
+def test_a_device_too_small_for_the_moments_is_no_damaged_checkpoint(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(model_folder)
+    learner.train_step(make_batch(2), 1)
+    learner.save(tmp_path / "actor")
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StateFiles, "fill", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
         learner.load(tmp_path / "actor")
 
 
