@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),
+    "divided by two ranks, in two copies": (4, {"expert_parallel_size": 2, "fsdp_size": 2}),
     "divided by four ranks": (4, {"expert_parallel_size": 4}),
 }
 

@@ -68,7 +68,7 @@ EXPERTS = "qwen3_vl_moe"
             },
             [(EXPERTS, FORM, True)],
         ),
-        (2, {"tensor_parallel_size": 2, "fsdp_size": 1}, [("qwen2_vl", TWO_HEADS, False)]),
+        (4, {"tensor_parallel_size": 2, "fsdp_size": 1}, [("qwen2_vl", TWO_HEADS, False)]),
     ],
 )
 def test_gradients_are_those_of_transformers_on_one_rank(
