@@ -55,10 +55,10 @@ class EntropyUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPass:
-    """One pass over a micro-batch; a critic's needs nothing else.
+    """One pass over a micro-batch on the model's device; a critic's pass reads nothing else.
 
-    Logits are divided by `temperature`, that of sampling. A complete `routing` is followed, another
-    one completed.
+    Logits are divided by `temperature`, that of sampling. Sums of squared probabilities have no
+    gradient. A complete `routing` is followed, another one completed.
     """
 
     micro_batch: MicroBatch
