@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -104,26 +104,44 @@ class SnapshotBuffers:
     def read(self, version: int | None = None) -> Iterator[Snapshot]:
         """Read a version, the newest one or the one before it; ``None``: the newest.
 
-        Its memory is not overwritten inside the block. Keep it short: `write` waits for it.
+        Its memory is not overwritten inside the block.
 
         Raises:
             NotReadyError: it was not written, or is overwritten.
         """
-        with self._released:
-            newest_first = sorted(self._slots, key=lambda slot: slot is not self._newest)
-            there = [(slot, slot.held) for slot in newest_first if slot.held is not None]
-            found = next((one for one in there if version in (None, one[1].version)), None)
-            if found is None:
+        with self._read(lambda held: version in (None, held.version)) as snapshot:
+            if snapshot is None:
                 name = "the weights" if version is None else f"version {version}"
                 raise NotReadyError(f"no snapshot holds {name}; publish a newer version")
-            slot, snapshot = found
-            slot.readers += 1
-        try:
             yield snapshot
+
+    @contextmanager
+    def read_again(self, earlier: Snapshot) -> Iterator[WeightBuffer | None]:
+        """Read an earlier snapshot; ``None`` if it is overwritten. It stays whole inside the block.
+
+        That can be the newest version or the one before it. Keep the block short: `write` waits for
+        it.
+        """
+        with self._read(lambda held: held is earlier) as snapshot:
+            yield None if snapshot is None else snapshot.weights
+
+    @contextmanager
+    def _read(self, is_wanted: Callable[[Snapshot], bool]) -> Iterator[Snapshot | None]:
+        """Read the newest snapshot that is wanted; ``None`` if there is none."""
+        with self._released:
+            newest_first = sorted(self._slots, key=lambda slot: slot is not self._newest)
+            found = (s for s in newest_first if s.held is not None and is_wanted(s.held))
+            slot = next(found, None)
+            held = None if slot is None else slot.held
+            if slot is not None:
+                slot.readers += 1
+        try:
+            yield held
         finally:
-            with self._released:
-                slot.readers -= 1
-                self._released.notify_all()
+            if slot is not None:
+                with self._released:
+                    slot.readers -= 1
+                    self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
         """Wait until the older slot has no reader, hide it from readers, and return it."""

@@ -23,23 +23,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import deadline
-from sluice.errors import (
-    InvalidRequestError,
-    NotReadyError,
-    PeerError,
-    SluiceError,
-    WeightSyncError,
-)
+from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weight_share import WHOLE
 from sluice.weights.group import SENDER_NAME
+from sluice.weights.plan import WeightBuffer
 from sluice.weights.rank_sender import Changes
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.snapshot import Snapshot
@@ -59,8 +54,8 @@ SignsOfLife = Callable[[], Mapping[str, float]]
 _ASKS = 2
 """Probes before a member is left out: on a loaded machine one answer may be late."""
 
-ReadVersion = Callable[[int], AbstractContextManager[Snapshot]]
-"""Opens the snapshot of a version; see `SnapshotBuffers.read`."""
+ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
+"""Opens an earlier snapshot's memory, or None if it was overwritten; see `SnapshotBuffers`."""
 
 
 @dataclass(slots=True)
@@ -195,6 +190,14 @@ class DeliveryResult:
     report: BroadcastReport | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _GroupBase:
+    """The snapshot that all members of the current group serve."""
+
+    snapshot: Snapshot
+    bases: tuple[Base, ...]
+
+
 class TransferSession:
     """A sender and the members of its current group.
 
@@ -204,7 +207,7 @@ class TransferSession:
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
         read: opens the snapshot that is sent; closed before replicas commit.
-        read_version: opens earlier snapshots; ``None``: all weights are sent every time.
+        read_again: opens earlier snapshots; ``None``: all weights are sent every time.
         swaps_at_once: returns how many of the members swap at the same time, at least 1.
     """
 
@@ -219,7 +222,7 @@ class TransferSession:
         probe_timeout_s: float,
         signs_of_life: SignsOfLife,
         read: Callable[[], AbstractContextManager[Snapshot]],
-        read_version: ReadVersion | None,
+        read_again: ReadAgain | None,
         counts: SyncCounts,
         swaps_at_once: Callable[[Sequence[ReplicaInfo]], int],
     ) -> None:
@@ -227,8 +230,8 @@ class TransferSession:
         self._swaps_at_once = swaps_at_once
         self._signs_of_life = signs_of_life
         self._read = read
-        self._read_version = read_version
-        self._bases: tuple[Base, ...] = ()  # what all members serve, by class of workers
+        self._read_again = read_again
+        self._group_base: _GroupBase | None = None
         self._sender = sender
         self._connect = connect
         self._tensors = tuple(tensors)
@@ -258,7 +261,7 @@ class TransferSession:
             self._counts.failed(SyncPhase.STAGE)
             return delivery
         with self._counts.timed(SyncPhase.COMMIT):
-            await self._commit(delivery.report, delivery)
+            await self._commit(delivery.report, snapshot, delivery)
         if len(delivery.served) < len(self._members):
             self._counts.failed(SyncPhase.COMMIT)
         return delivery
@@ -355,25 +358,27 @@ class TransferSession:
 
     async def _changes_to(self, snapshot: Snapshot) -> Changes | None:
         """Encode the changes since the version that all members serve, if that saves bytes."""
-        bases, read_version = self._bases, self._read_version
-        if not bases or read_version is None:
+        base, read_again = self._group_base, self._read_again
+        if base is None or read_again is None:
             return None
         stop = threading.Event()
 
         def encode() -> Changes | None:
-            # The version before may be overwritten by now; then all weights are sent.
-            with suppress(NotReadyError), read_version(bases[0].version) as old:
+            with read_again(base.snapshot) as old:
+                if old is None:
+                    return None
                 return self._sender.encode_update(
-                    bases, old.weights, snapshot.weights, stop, snapshot.version
+                    base.bases, old, snapshot.weights, stop, snapshot.version
                 )
-            return None
 
         try:
             return await asyncio.to_thread(encode)
         finally:
             stop.set()  # a cancelled delivery must not leave the thread behind
 
-    async def _commit(self, report: BroadcastReport, delivery: DeliveryResult) -> None:
+    async def _commit(
+        self, report: BroadcastReport, snapshot: Snapshot, delivery: DeliveryResult
+    ) -> None:
         version, digests = report.version, report.digests
         # A replica whose turn comes late serves the version before meanwhile. One that dies in its
         # turn ends it by the deadline of its call.
@@ -388,7 +393,7 @@ class TransferSession:
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
         # A delta needs the same base on all members; after a failed commit one may differ.
-        self._bases = () if answers.failed else report.bases
+        self._group_base = None if answers.failed else _GroupBase(snapshot, report.bases)
 
     async def _together(
         self,
@@ -452,7 +457,7 @@ class TransferSession:
         async with AsyncExitStack() as stack:
             for client in self._clients.values():
                 stack.push_async_callback(client.close)
-        self._members, self._clients, self._bases = (), {}, ()
+        self._members, self._clients, self._group_base = (), {}, None
 
 
 def _key(member: ReplicaInfo) -> str:

@@ -108,7 +108,7 @@ class WeightPublisher:
             timeout_s=timeout_s,
             probe_timeout_s=probe_timeout_s,
             signs_of_life=self._signs_of_life,
-            read_version=snapshots.read if sends_changes else None,
+            read_again=snapshots.read_again if sends_changes else None,
             counts=self._counts,
         )
         self._main = self._new_session(

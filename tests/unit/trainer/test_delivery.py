@@ -62,7 +62,7 @@ async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_s
         probe_timeout_s=1.0,
         signs_of_life=dict,
         read=nullcontext,
-        read_version=None,
+        read_again=None,
         counts=SyncCounts(),
         swaps_at_once=len,
     )
