@@ -173,11 +173,7 @@ async def _lead(config: RunConfig) -> bool:
             guards=_guards(config, trained, observed.state),
             resume_from=checkpoint.progress if checkpoint else None,
         )
-        async with (
-            beside(_expire_silent(observed.fleet), "heartbeats"),
-            beside(_refresh_accounting(accounting, observed.fleet, replicas), "accounting"),
-        ):
-            await loop.run()
+        await _run_loop(loop, observed.fleet, accounting, replicas)
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
     return True
@@ -205,6 +201,16 @@ def _guards(config: RunConfig, trained: _Trained, state: RunState) -> RunGuards:
     guards = RunGuards(config.sluice.guards, file, state, trained.guard_record)
     trained.learner.protect(guards.protected)
     return guards
+
+
+async def _run_loop(
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
+) -> None:
+    async with (
+        beside(_expire_silent(fleet), "heartbeats"),
+        beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
+    ):
+        await loop.run()
 
 
 async def _expire_silent(fleet: Fleet) -> None:

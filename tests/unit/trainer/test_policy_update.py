@@ -12,7 +12,6 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import passes
 from services.trainer.learner.model.forward import EntropyUse, TokenPass, token_outputs
@@ -104,11 +103,12 @@ def test_padding_to_a_length_changes_nothing_but_the_number_of_tokens(
     lengths: list[int] = []
     padded = {"dtype": "float32", "pad_to_length": True, "pad_to_length_bucket": 64}
     expected = train(make_config(model_folder), make_batch())[0]
-    run = passes.token_outputs
 
-    def note(model: object, micro_batch: MicroBatch, **options: object) -> TokenStatistics:
-        lengths.append(micro_batch.input_ids.shape[1])
-        return run(model, micro_batch, **options)
+    def note(
+        model: PreTrainedModel, one: TokenPass, entering: torch.Tensor | None
+    ) -> TokenStatistics:
+        lengths.append(one.micro_batch.input_ids.shape[1])
+        return token_outputs(model, one, entering)
 
     monkeypatch.setattr(passes, "token_outputs", note)
     assert_close(train(make_config(model_folder, fsdp_config=padded), make_batch())[0], expected)
