@@ -84,6 +84,7 @@ async def test_a_client_in_node_asks_again_when_its_question_for_replicas_gets_n
         "concurrency": 1,
         "max_tokens": 1,
         "deadline_s": 300,
+        "vanish_at": None,
     }
     try:
         client.stdin.write(json.dumps(task).encode() + b"\ngo\n")

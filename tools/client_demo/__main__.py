@@ -60,7 +60,8 @@ class Client:
         name: unique.
         language: `PYTHON` or `NODE`.
         prompts: number and turns of each.
-        vanish_after: it is killed after so many answers, while another one comes; None: never.
+        vanish_at: it kills itself in the middle of its first answer to a prompt of this number or
+            a higher one; None: never.
 
     Attributes:
         answered: the clients' lines of answered prompts (`python_client` has their keys), each
@@ -72,7 +73,7 @@ class Client:
     name: str
     language: str
     prompts: Prompts
-    vanish_after: int | None = None
+    vanish_at: int | None = None
     answered: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     under_way: set[int] = field(default_factory=set)
@@ -102,8 +103,8 @@ class Client:
                 ends.push_async_callback(_end, process)
                 assert process.stdin is not None
                 assert process.stdout is not None
-                own = {**task, "name": self.name, "prompts": self.prompts}
-                process.stdin.write(json.dumps(own).encode() + b"\n")
+                own = {"name": self.name, "prompts": self.prompts, "vanish_at": self.vanish_at}
+                process.stdin.write(json.dumps({**task, **own}).encode() + b"\n")
                 if "ready" not in json.loads(await process.stdout.readline() or b"{}"):
                     raise RuntimeError(f"client {self.name} did not start; its error is above")
             if ready is not None:
@@ -111,22 +112,15 @@ class Client:
             process.stdin.write(b"go\n")
             async for line in process.stdout:
                 self._take(json.loads(line))
-                if not self.has_vanished and self._should_vanish():
-                    self.has_vanished = True
-                    process.kill()
             code = await process.wait()
-        self.has_vanished = self.has_vanished and code != 0  # or it ended before the signal came
-        if code != (-signal.SIGKILL if self.has_vanished else 0):
+        self.has_vanished = self.vanish_at is not None and code == -signal.SIGKILL
+        if code != 0 and not self.has_vanished:
             raise RuntimeError(f"client {self.name} ended with code {code}; its error is above")
 
     def left(self) -> Prompts:
         """Return the prompts without an answer."""
         had = {one["done"] for one in self.answered} | self.failed.keys()
         return [prompt for prompt in self.prompts if prompt[0] not in had]
-
-    def _should_vanish(self) -> bool:
-        after = self.vanish_after
-        return after is not None and len(self.answered) >= after and bool(self.under_way)
 
     def _take(self, line: dict[str, Any]) -> None:
         if "began" in line:
@@ -220,11 +214,11 @@ def _plan(rows: Sequence[list[dict[str, str]]], options: argparse.Namespace) -> 
         language = options.languages[index % len(options.languages)]
         mine = prompts[index :: options.clients]
         clients.append(Client(f"{language}-{index}", language, mine))
-    # The n-th to vanish does so after n of `vanish` + 1 equal parts of its prompts. An odd step
-    # alternates their languages.
+    # The n-th to vanish does so after about n of `vanish` + 1 equal parts of its prompts, which it
+    # asks in order. An odd step alternates their languages.
     step = max(1, options.clients // max(options.vanish, 1) - 1) | 1
     for number, client in enumerate(clients[::step][: options.vanish], start=1):
-        client.vanish_after = number * len(client.prompts) // (options.vanish + 1)
+        client.vanish_at = client.prompts[number * len(client.prompts) // (options.vanish + 1)][0]
     return clients
 
 

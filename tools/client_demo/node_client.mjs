@@ -118,7 +118,8 @@ async function answer(fleet, [number, messages], task, metadata) {
   const onToken = () => {
     if (firstS !== null) return;
     firstS = seconds(since);
-    tell({ began: number });
+    tell({ began: number }); // Node writes to a pipe at once.
+    if (task.vanish_at !== null && number >= task.vanish_at) process.kill(process.pid, "SIGKILL");
   };
   for (let retries = 0; ; retries += 1) {
     let address = null;

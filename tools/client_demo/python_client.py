@@ -1,15 +1,18 @@
 """A client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
 
 Its first line of input is its task (a JSON object: run, name, concurrency, max_tokens, deadline_s,
-prompts); it answers ``{"ready": true}`` and begins with the second line. Then it prints a line for
-each prompt's first token (``began``), end (``done``, with seconds, first_s, tokens and retries) or
-failure (``failed``). The client in Node follows the same rules.
+prompts, vanish_at); it answers ``{"ready": true}`` and begins with the second line. Then it prints
+a line for each prompt's first token (``began``), end (``done``, with seconds, first_s, tokens and
+retries) or failure (``failed``). At the first token of a prompt numbered `vanish_at` or higher it
+kills itself, if that is not null. The client in Node follows the same rules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections import deque
@@ -50,6 +53,8 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
             elif isinstance(event, SampleDelta) and first_s is None:
                 first_s = time.monotonic() - began_s
                 _notify(began=number)
+                if task["vanish_at"] is not None and number >= task["vanish_at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
             elif isinstance(event, SampleFinished):
                 seconds = time.monotonic() - began_s
                 _notify(
