@@ -118,7 +118,9 @@ def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     """
     components = inputs.reward_components
     weights = settings.gdpo_reward_weights or (1.0,) * len(components)
-    if not components or len(weights) != len(components):
+    if not components:
+        raise ConfigError("algorithm.gdpo_reward_keys names no reward component; gdpo needs one")
+    if len(weights) != len(components):
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(components)} "
             f"reward components ({', '.join(components)}); give one weight each"

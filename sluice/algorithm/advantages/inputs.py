@@ -67,7 +67,10 @@ class AdvantageInputs:
         """
         found: torch.Tensor | None = getattr(self, name)
         if found is None:
-            raise ConfigError(f"the advantage estimator needs the field {name}, which is not given")
+            raise ConfigError(
+                f"algorithm.adv_estimator needs {name}, which the batch lacks; "
+                "give it or choose another estimator"
+            )
         return found
 
     def row_rewards(self) -> torch.Tensor:

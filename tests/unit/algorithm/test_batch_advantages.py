@@ -45,7 +45,7 @@ def test_a_missing_field_is_named(name: str, missing: str) -> None:
     given_fields.pop(missing)
     with pytest.raises(ConfigError) as caught:
         batch_estimator(name)(AdvantageInputs(**given_fields), AdvantageSettings())  # type: ignore[arg-type]
-    named = "0 reward components" if missing == "reward_components" else f"the field {missing}"
+    named = "no reward component" if missing == "reward_components" else f"needs {missing},"
     assert named in str(caught.value)
 
 

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from services.trainer.learner.model import weight_files
+from services.trainer.learner.model import export, weight_files
 from services.trainer.learner.model.loading import load_critic, load_policy
 from services.trainer.learner.model.sharding import fill_shards
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.places import exchange_places
+from services.trainer.learner.ranks import DataParallel
+from sluice.concurrency.waits import units_done
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -96,6 +99,27 @@ def test_a_vision_model_is_read_by_its_shards_as_transformers_reads_it(
         assert torch.equal(part, one[:, 1:] if one.ndim > 1 else one), name
     for ours, theirs in zip(loaded.model.buffers(), whole.model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_every_bucket_of_a_model_that_is_published_in_another_form_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "BUCKET_BYTES", 1 << 12)
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
+    model = AutoModelForCausalLM.from_config(config)
+    parts = {name: one.detach() for name, one in model.named_parameters()}
+    alone = DataParallel()
+    places = exchange_places(parts, alone)
+    assert export.published_names(model, places) is None
+    before = units_done()
+    gathering = export.write_model(tmp_path, model, parts, places, alone)
+    units = [units_done() for _, _ in zip(range(8), gathering, strict=False)]
+    assert [unit - before for unit in units] == list(range(8))
+    assert not [*tmp_path.glob("*.safetensors")]  # so far nothing is written
+    assert [*gathering]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    for name, one in saved.named_parameters():
+        assert torch.equal(one, parts[name]), name
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -28,6 +28,7 @@ from services.trainer.learner.weight_stream import (
     exchange_rows,
 )
 from sluice.checkpoint.safetensors_files import write_index
+from sluice.concurrency.waits import advance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,8 +214,10 @@ def _write_converted(
     whole: dict[str, list[Tensor]] = {}
     for bucket in cut_buckets(directory, directory, BUCKET_BYTES):
         found = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
-        for rows, values in zip(bucket, found, strict=False):  # only rank 0 has found any
-            whole.setdefault(rows.name, []).append(values.cpu())
+        advance()
+        for rows in bucket[: len(found)]:  # only rank 0 has found any
+            # The next bucket must not find this one in the device's memory.
+            whole.setdefault(rows.name, []).append(found.pop(0).cpu())
         yield
     if parallel.rank:
         # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.

@@ -264,7 +264,7 @@ def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterat
     """Name the file that the block cannot read; the first damaged one of a folder of `weights`."""
     try:
         yield
-    except torch.OutOfMemoryError:  # no file is at fault
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # no file is at fault
         raise
     except (*_UNREADABLE, SafetensorError) as error:
         damaged = None if weights is None else _damaged_file(weights)
