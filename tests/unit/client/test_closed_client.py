@@ -28,7 +28,7 @@ from tests.support.threaded_run import threaded_run
 from tests.support.token_replica import TokenReplica
 
 PROMPTS = [NewPrompt("a", (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
 
 
 class LastingTrainer(trainer_pb2_grpc.TrainerServiceServicer):

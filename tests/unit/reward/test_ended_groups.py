@@ -58,7 +58,7 @@ async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_pa
     async with running_app(config, ScriptedClient(), files=files) as app:
         submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = groups_in(tmp_path / "samples")
