@@ -148,12 +148,12 @@ def test_a_closed_client_ends_the_calls_of_other_threads(waits_for: str) -> None
 
         thread = threading.Thread(target=generate, daemon=True)
         thread.start()
-        for _ in range(2000):
+        for _ in range(6000):
             if replica.requests:
                 break
             threading.Event().wait(0.01)
         client.close()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     assert len(ended) == 1
 
