@@ -52,8 +52,7 @@ print("said", answer["choices"][0]["message"]["content"])
 ENDS = {
     "reward": 'print(json.dumps({"reward": float(task["ground_truth"]) / 2}))',
     "fail": 'sys.exit("out of luck")',
-    "hang": "open(__file__ + '.hangs', 'w'); "
-    "import subprocess; subprocess.run(['sleep', '1000'])",
+    "hang": "open(__file__ + '.hangs', 'w'); import subprocess; subprocess.run(['sleep', '1000'])",
     "flood": "print('x' * (1 << 20), file=sys.stderr); print('y' * (1 << 20)); "
     'print(json.dumps({"reward": 0.5}))',
     "fail with half a character": r"""print('{"failure": "\\ud800"}')""",

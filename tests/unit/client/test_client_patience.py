@@ -20,8 +20,8 @@ from sluice.client import (
     RunAddress,
     SampleFinished,
     Sampling,
+    generation,
 )
-from sluice.client import generation
 from sluice.client.fleet import ClientFleet, FleetReplica
 from sluice.client.submission import OpenPrompts
 from sluice.errors import InvalidRequestError, PeerError

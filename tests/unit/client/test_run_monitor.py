@@ -126,13 +126,17 @@ async def test_a_hold_ends_when_its_lease_could_not_be_renewed(
     monkeypatch.setattr(run_monitor, "_RENEWALS_PER_LEASE", 300)
     trainer = FailingTrainer(step=1)
     trainer.num_refusals = 1000
+
+    async def hold(monitor: RunMonitor) -> None:
+        async with monitor.held(60):
+            while trainer.num_refusals > 998:  # it asks again
+                await asyncio.sleep(0.01)
+            skip_time(run_monitor._LEASE_S)
+            await asyncio.Event().wait()
+
     async with monitored(trainer) as monitor:
         with pytest.raises(ExceptionGroup) as found:
-            async with monitor.held(60):
-                while trainer.num_refusals > 998:  # it asks again
-                    await asyncio.sleep(0.01)
-                skip_time(run_monitor._LEASE_S)
-                await asyncio.Event().wait()
+            await hold(monitor)
     assert isinstance(found.value.exceptions[0], DeadlineError)
 
 
