@@ -123,7 +123,7 @@ def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> Submissio
 
 
 async def settled(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Let the loop run, and its time go on if nothing else can, until `condition` holds."""
+    """Let the loop run, and time pass if nothing else can, until `condition` holds."""
     async with asyncio.timeout(timeout_s):
         for turn in itertools.count():
             if condition():

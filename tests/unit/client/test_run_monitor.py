@@ -193,7 +193,7 @@ async def test_a_validation_is_of_the_version_that_was_asked_for() -> None:
 def lasting(
     monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
 ) -> Callable[..., ScriptedReward]:
-    """A validation of which each look finds that a third of its standstill has passed."""
+    """A validation: each look at it finds that a third of its standstill has passed."""
     monkeypatch.setattr(run_monitor, "_LOOK_EVERY_S", 0.01)
 
     def made(**scripted: Any) -> ScriptedReward:
