@@ -21,7 +21,7 @@ from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 
 LAYOUT = "layout"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ class Trainer:
                 others=others,
             ),
             connect=lambda info: self.replicas[info.instance_id],
-            timeout_s=5.0,
+            timeout_s=60.0,
             probe_timeout_s=1.0,
             sends_changes=sends_changes,
             swaps_at_once=swaps_at_once,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -121,11 +122,13 @@ def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> Submissio
     return session
 
 
-async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Let the loop run until `condition` holds."""
+async def settled(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Let the loop run, and time pass if nothing else can, until `condition` holds."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0)
+        for turn in itertools.count():
+            if condition():
+                return
+            await asyncio.sleep(0 if turn % 100 else 0.001)
 
 
 async def publish(app: RewardApp, client: ScriptedClient, version: int) -> None:
@@ -136,7 +139,7 @@ async def publish(app: RewardApp, client: ScriptedClient, version: int) -> None:
 
 async def train(app: RewardApp, client: ScriptedClient, step: int) -> TrainBatch:
     """Take a batch, acknowledge it and publish what it made."""
-    batch = await app.loop.batches.take(step, step - 1, 5)
+    batch = await app.loop.batches.take(step, step - 1, 60)
     app.loop.batches.acknowledge(batch.batch_id, step)
     await publish(app, client, step)
     return batch

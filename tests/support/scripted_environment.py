@@ -277,6 +277,6 @@ class ThisProcess:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Polls within a deadline."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)

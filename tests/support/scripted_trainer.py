@@ -143,6 +143,6 @@ async def monitored(trainer: ScriptedTrainer) -> AsyncIterator[RunMonitor]:
     async with (
         serving(trainer=trainer, reward=ScriptedReward()) as server,
         RunMonitor(server.address, server.address) as monitor,
-        asyncio.timeout(30),
+        asyncio.timeout(240),
     ):
         yield monitor

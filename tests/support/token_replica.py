@@ -73,14 +73,8 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
         """Streams tokens, then each sample."""
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        accepted = rollout_pb2.PromptAccepted(
-            prompt_token_ids_u32=token_ids_to_bytes(PROMPT), policy_version=3
-        )
-        await context.write(rollout_pb2.GenerateResponse(accepted=accepted))
-        if self.scores_prompts and request.with_prompt_logprobs:
-            scored = scored_prompt_to_proto(SCORED)
-            await context.write(rollout_pb2.GenerateResponse(prompt_logprobs=scored))
         try:
+            await self._accept(request, context)
             for number in range(self.signs):
                 await asyncio.sleep(self.sign_pause_s)
                 await context.write(rollout_pb2.GenerateResponse(engine_tokens=number))
@@ -88,6 +82,15 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    async def _accept(self, request: Any, context: Any) -> None:
+        accepted = rollout_pb2.PromptAccepted(
+            prompt_token_ids_u32=token_ids_to_bytes(PROMPT), policy_version=3
+        )
+        await context.write(rollout_pb2.GenerateResponse(accepted=accepted))
+        if self.scores_prompts and request.with_prompt_logprobs:
+            scored = scored_prompt_to_proto(SCORED)
+            await context.write(rollout_pb2.GenerateResponse(prompt_logprobs=scored))
 
     async def _sample(self, request: Any, context: Any) -> None:
         had = {p.sample_index: rollout_from_proto(p).num_tokens for p in request.partials}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from sluice.concurrency.threads import StopReason
 from sluice.types import TransferGroupSpec
 from sluice.weights.rendezvous import EpochStore, RendezvousStore
@@ -16,7 +20,7 @@ def make_spec(
     rank: int = 0,
     world_size: int = 2,
     host: str = "127.0.0.1",
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
     store_key: bytes = KEY,
 ) -> TransferGroupSpec:
     return TransferGroupSpec(
@@ -38,7 +42,7 @@ def link_to(
     store: RendezvousStore,
     *,
     epoch: int = 1,
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
     stop_reason: StopReason = lambda: None,
     store_key: bytes = KEY,
 ) -> EpochStore:
@@ -46,3 +50,15 @@ def link_to(
         store.port, epoch=epoch, host=store.host, timeout_s=timeout_s, store_key=store_key
     )
     return EpochStore(spec, "forming epoch 1", "rollout-0", stop_reason)
+
+
+def give_calls_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a member's timeout end its waits for others alone: the store answers when it can."""
+    call = EpochStore._call
+
+    def patient(store: EpochStore, method: Any, request: Any) -> Any:
+        one = EpochStore.__new__(EpochStore)
+        vars(one).update(vars(store), _timeout_s=60.0)
+        return call(one, method, request)
+
+    monkeypatch.setattr(EpochStore, "_call", patient)

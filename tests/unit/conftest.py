@@ -2,9 +2,53 @@
 
 from __future__ import annotations
 
+import selectors
+import time
+from collections.abc import Callable
+
 import pytest
 
 from sluice.config.run import RunConfig
+
+
+@pytest.fixture
+def waits_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still while the event loop works, and is its next timer's when it idles.
+
+    However slow the machine is, a timer then comes after all that could be done before it. For
+    tests whose work is in the event loop: time would not wait for a thread or a process.
+    """
+    now_s, select = time.monotonic(), selectors.DefaultSelector.select
+
+    def pass_by(selector: selectors.DefaultSelector, timeout: float | None = None) -> list[object]:
+        nonlocal now_s
+        found = select(selector, timeout if timeout is None else 0.0)
+        if timeout and not found:
+            now_s += timeout
+        return found
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", pass_by)
+
+
+@pytest.fixture
+def skip_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clocks of this process forward by so many seconds.
+
+    With it a limit is long enough for whatever comes before it, and passes when the test says so.
+    """
+    skipped_s = 0.0
+
+    def ahead(clock: Callable[[], float]) -> Callable[[], float]:
+        return lambda: clock() + skipped_s
+
+    def skip(seconds: float) -> None:
+        nonlocal skipped_s
+        skipped_s += seconds
+
+    for name in ("monotonic", "time"):
+        monkeypatch.setattr(time, name, ahead(getattr(time, name)))
+    return skip
 
 
 @pytest.fixture

@@ -70,6 +70,6 @@ def test_it_serves_until_a_signal_ends_it(tmp_path: Path) -> None:
                 with pytest.raises(urllib.error.HTTPError, match="400"):
                     urllib.request.urlopen(f"{url}/completions", json.dumps(asked).encode(), 20)
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()

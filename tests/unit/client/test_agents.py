@@ -52,7 +52,7 @@ print("said", answer["choices"][0]["message"]["content"])
 ENDS = {
     "reward": 'print(json.dumps({"reward": float(task["ground_truth"]) / 2}))',
     "fail": 'sys.exit("out of luck")',
-    "hang": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "hang": "open(__file__ + '.hangs', 'w'); import subprocess; subprocess.run(['sleep', '1000'])",
     "flood": "print('x' * (1 << 20), file=sys.stderr); print('y' * (1 << 20)); "
     'print(json.dumps({"reward": 0.5}))',
     "fail with half a character": r"""print('{"failure": "\\ud800"}')""",
@@ -62,6 +62,11 @@ ENDS = {
     "refuse to end": "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
     "while True: time.sleep(1)",
 }
+
+
+@pytest.fixture(autouse=True)
+def _last_calls_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.client.agents._LAST_CALL_S", 60.0)
 
 
 async def never_ends() -> bool:
@@ -88,8 +93,8 @@ async def played(run: Leased, folder: Path, end: str, n: int = 3) -> tuple[Rollo
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(runner.run())
         group = await run.generator.generate(group_request(n))
+        await eventually(lambda: not runner.counts.running)
         working.cancel()
-    assert runner.counts.running == 0
     return group, "\n".join(said)
 
 
@@ -104,12 +109,18 @@ async def test_each_sample_gets_the_reward_that_its_program_prints_last(
 
 @pytest.mark.parametrize(
     ("end", "detail"),
-    [("fail", "exit code 1: out of luck"), ("hang", "episode_timeout_s=4")],
+    [("fail", "exit code 1: out of luck"), ("hang", "episode_timeout_s=600")],
 )
 async def test_a_program_that_fails_or_hangs_leaves_no_reward(
-    tmp_path: Path, end: str, detail: str
+    tmp_path: Path, end: str, detail: str, skip_time: Callable[[float], None]
 ) -> None:
-    async with leased(tmp_path, answers, timeout_s=4.0) as run:
+    async def let_its_time_pass() -> None:
+        await eventually((tmp_path / "agent.py.hangs").exists)
+        skip_time(600.0)
+
+    async with leased(tmp_path, answers, timeout_s=600.0) as run, asyncio.TaskGroup() as tasks:
+        if end == "hang":
+            tasks.create_task(let_its_time_pass())
         group, _ = await played(run, tmp_path, end, n=1)
     failed = group.rollouts[0].outcome
     assert isinstance(failed, Failed)
@@ -146,7 +157,7 @@ class Scripted:
         """Lease it once, and then be away, or have none."""
         self.num_taken += 1
         if self.num_taken == 1:
-            return [LeasedSample("one", "p", 0, (), "{}", 30.0)]
+            return [LeasedSample("one", "p", 0, (), "{}", 300.0)]
         if self.is_away:
             raise AWAY
         await asyncio.sleep(0.01)
@@ -209,7 +220,7 @@ async def test_stopping_ends_the_programs_and_their_samples(tmp_path: Path, end:
         runner = runner_of(run, tmp_path, end)
         working = tasks.create_task(runner.run())
         group = tasks.create_task(run.generator.generate(group_request(1)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not run.engine.prompts:
                 await asyncio.sleep(0.01)
         working.cancel()
@@ -259,7 +270,7 @@ async def test_a_runner_shows_life_while_all_of_its_programs_work(
         leases = run.client.leases()
         working = tasks.create_task(runner_of(run, tmp_path, "hang", leases=Counted()).run())
         group = tasks.create_task(run.generator.generate(group_request(2)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(run.engine.prompts) < 2:
                 await asyncio.sleep(0.01)
             shown.clear()
@@ -293,11 +304,11 @@ async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
     note = tmp_path / "child"
     script = f"sleep 1000 & echo $! > {note}; trap '' TERM; wait; wait"
     program = await AgentProgram.start(["bash", "-c", script], {})
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not note.exists() or not note.read_text():
             await asyncio.sleep(0.01)
     await program.stop()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while Path(f"/proc/{int(note.read_text())}/cmdline").exists():
             await asyncio.sleep(0.01)
 
@@ -309,16 +320,16 @@ async def test_a_program_that_the_system_does_not_end_holds_nobody(
     monkeypatch.setattr("sluice.client.agent_program._KILLED_S", 0.05, raising=False)
     program = await AgentProgram.start(["sleep", "1000"], {})
     monkeypatch.setattr("sluice.client.agent_program.os.killpg", lambda *_: None)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await program.stop()
     with pytest.raises(AgentFailedError, match="exit code -9"):  # Python's own kill
-        await program.result(b"", 20.0)
+        await program.result(b"", 60.0)
 
 
 async def test_a_program_that_ends_before_its_task_is_read_has_ended() -> None:
     script = "exec 3<&0; sleep 1000 <&3 >/dev/null 2>&1 & exit 0"  # the pipe stays open
     program = await AgentProgram.start(["bash", "-c", script], {})
-    assert await program.result(b"x" * (1 << 20), 20.0) is None
+    assert await program.result(b"x" * (1 << 20), 60.0) is None
     await program.stop()
 
 

@@ -28,7 +28,7 @@ from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.token_replica import TokenReplica, token_replicas
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=5.0)
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
 TURNS = (ChatMessage("user", "<image>How many?"),)
 
 
@@ -146,7 +146,7 @@ async def test_a_prompt_whose_call_failed_while_its_file_was_read_is_sent_by_the
 
     def encode(prompt: NewPrompt) -> Message:
         begun.set()
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         return prompt_to_proto(prompt)
 
     monkeypatch.setattr(submission, "prompt_to_proto", encode)
@@ -154,7 +154,7 @@ async def test_a_prompt_whose_call_failed_while_its_file_was_read_is_sent_by_the
     failed, following = under_way.requests(), under_way.requests()
     async with asyncio.TaskGroup() as tasks:
         stale = tasks.create_task(anext(failed, None))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, 60)
         first = tasks.create_task(anext(following))
         await asyncio.sleep(0)
         may_end.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,6 +20,7 @@ from sluice.client import (
     RunAddress,
     SampleFinished,
     Sampling,
+    generation,
 )
 from sluice.client.fleet import ClientFleet, FleetReplica
 from sluice.client.submission import OpenPrompts
@@ -145,9 +148,29 @@ async def until_cancelled(replica: TokenReplica) -> None:
         await replica.cancelled.wait()
 
 
+def only_stalls_after(monkeypatch: pytest.MonkeyPatch, hung: TokenReplica, messages: int) -> None:
+    """Let no stream stall but that of `hung`, and that one only after so many messages."""
+    moving = generation._moving
+
+    async def patient(
+        stream: AsyncGenerator[Any, None], address: str, stall_s: float
+    ) -> AsyncGenerator[Any, None]:
+        for _ in range(messages if address == hung.address else 0):
+            yield await anext(stream)
+        last_s = stall_s if address == hung.address else 600.0
+        async with aclosing(moving(stream, address, last_s)) as rest:
+            async for message in rest:
+                yield message
+
+    monkeypatch.setattr(generation, "_moving", patient)
+
+
 @pytest.mark.parametrize("every_token", [False, True])
-async def test_a_replica_whose_engine_hangs_is_left_for_another_one(every_token: bool) -> None:
+async def test_a_replica_whose_engine_hangs_is_left_for_another_one(
+    monkeypatch: pytest.MonkeyPatch, every_token: bool
+) -> None:
     hung, sound = TokenReplica(hangs_after=2), TokenReplica(slots_busy=3)
+    only_stalls_after(monkeypatch, hung, 3)  # it has accepted, and sent both tokens
     policy = RetryPolicy(first_s=0.01, stall_s=0.2)
     async with (
         token_replicas(hung, sound) as addresses,
@@ -165,9 +188,20 @@ async def test_a_replica_whose_engine_hangs_is_left_for_another_one(every_token:
     assert "neither tokens nor a sign of life for 0.2 s" in starts[-1].moved_because
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
+async def test_signs_of_life_keep_a_stream_that_waits_longer_than_it_may_be_silent() -> None:
+    async def signs() -> AsyncGenerator[Any, None]:
+        for number in range(6):
+            await asyncio.sleep(0.5)
+            yield number
+
+    moving = generation._moving(cast("Any", signs()), "replica", 2.5)
+    assert [message async for message in moving] == list(range(6))
+
+
 async def test_a_replica_that_is_busy_with_other_samples_is_waited_for() -> None:
-    busy = TokenReplica(signs=6, sign_pause_s=0.5)
-    policy = RetryPolicy(first_s=0.01, stall_s=2.5, patience_s=0.0)
+    busy = TokenReplica(signs=6)
+    policy = RetryPolicy(first_s=0.01, patience_s=0.0)
     async with (
         token_replicas(busy) as addresses,
         AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,
@@ -177,8 +211,11 @@ async def test_a_replica_that_is_busy_with_other_samples_is_waited_for() -> None
     assert len(busy.requests) == 1
 
 
-async def test_a_fleet_that_hangs_altogether_ends_the_call_after_its_patience() -> None:
+async def test_a_fleet_that_hangs_altogether_ends_the_call_after_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hung = TokenReplica(hangs_after=0)
+    only_stalls_after(monkeypatch, hung, 1)  # it has accepted
     policy = RetryPolicy(first_s=0.01, stall_s=0.1, patience_s=0.1)
     async with (
         token_replicas(hung) as addresses,

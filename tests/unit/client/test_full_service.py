@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
@@ -14,7 +14,7 @@ from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunA
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.05, patience_s=0.3)
+QUICK = RetryPolicy(first_s=0.01, most_s=0.05)
 
 
 @dataclass
@@ -96,7 +96,7 @@ async def submitted(
     async with (
         serving(reward=reward) as server,
         AsyncClient(RunAddress(reward=server.address), policy=policy) as client,
-        asyncio.timeout(30),
+        asyncio.timeout(120),
         aclosing(client.submit(prompts, until_outcome=until_outcome)) as events,
     ):
         return [event async for event in events]
@@ -134,7 +134,8 @@ async def test_prompts_wait_longer_than_the_patience_for_their_outcomes() -> Non
 
 async def test_without_outcomes_prompts_are_refused_with_the_reason_when_patience_ends() -> None:
     reward = SmallReward(capacity=5, ends_after_s=None)
-    events = await submitted(reward, 60, until_outcome=False)
+    policy = replace(QUICK, patience_s=0.3)
+    events = await submitted(reward, 60, until_outcome=False, policy=policy)
     assert Counter(event.event for event in events) == {"accepted": 5, "refused": 55}
     assert len({event.prompt_id for event in events}) == 60
     assert {event.detail for event in events} == {"", "5 prompts are unfinished"}

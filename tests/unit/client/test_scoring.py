@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,11 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client import AsyncClient, RetryPolicy, RunAddress, ScoreItem
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError
 from sluice.rpc.policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.retries import Retries
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     Attributes:
         most_items: a call with more of them never ends.
         takes_s: seconds that any other lasts.
+        waits_until: what each of the others waits for before.
         capacity: calls at once; further ones are refused.
         sizes: items of each call.
         num_cancelled: calls that were cancelled.
@@ -37,6 +39,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
 
     most_items: int = 1000
     takes_s: float = 0.0
+    waits_until: Callable[[Scorers], bool] = lambda _: True
     capacity: int = 1000
     sizes: list[int] = field(default_factory=list)
     num_cancelled: int = 0
@@ -57,6 +60,8 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
             if len(request.items) > self.most_items:
                 await asyncio.Event().wait()
             await asyncio.sleep(self.takes_s)
+            while not self.waits_until(self):
+                await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -90,13 +95,13 @@ async def client_of(service: Scorers) -> AsyncIterator[AsyncClient]:
     async with (
         serving(reward=service) as server,
         AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
-        asyncio.timeout(30),
+        asyncio.timeout(240),
     ):
         yield client
 
 
 async def test_scores_come_in_order_from_several_calls_at_once() -> None:
-    service = Scorers(takes_s=0.01)
+    service = Scorers(waits_until=lambda calls: calls.most_open == 4)
     async with client_of(service) as client:
         outcomes = await client.score([*items(300), ScoreItem("math_dapo", "slow", "4")])
         assert await client.score([]) == []
@@ -109,7 +114,7 @@ async def test_scores_come_in_order_from_several_calls_at_once() -> None:
 
 
 async def test_a_full_service_gets_fewer_calls_at_once_and_grades_all() -> None:
-    service = Scorers(capacity=1, takes_s=0.1)
+    service = Scorers(capacity=1, waits_until=lambda calls: calls.num_refused == 3)
     async with client_of(service) as client:
         assert scores(await client.score(items(320))) == list(range(320))
     assert service.num_refused == 3
@@ -136,8 +141,10 @@ async def test_one_client_makes_no_more_calls_than_a_service_takes_of_it() -> No
 
 @pytest.mark.usefixtures("short_calls")
 async def test_a_call_has_the_whole_time_of_the_caller() -> None:
-    async with client_of(Scorers(takes_s=2.0)) as client:
-        assert scores(await client.score(items(3), deadline_s=25)) == [0, 1, 2]
+    service = Scorers(takes_s=2.0)
+    async with client_of(service) as client:
+        assert scores(await client.score(items(3), deadline_s=200)) == [0, 1, 2]
+        service.most_items = 0
         with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
             await client.score(items(3))
 
@@ -149,13 +156,22 @@ async def test_the_callers_deadline_ends_the_scoring() -> None:
             await client.score(items(20), deadline_s=1.5)
         while service.num_open:
             await asyncio.sleep(0.01)
-    assert service.num_cancelled == 2
+    assert service.num_cancelled == len(service.sizes)  # of two, but for those still on their way
 
 
-async def test_a_deadline_that_passes_over_failures_tells_of_them() -> None:
+async def test_a_deadline_that_passes_over_failures_tells_of_them(
+    monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
+) -> None:
+    after = Retries.wait_after
+
+    async def wait_after(*arguments: Any) -> None:
+        skip_time(600.0)
+        await after(*arguments)
+
+    monkeypatch.setattr(Retries, "wait_after", wait_after)
     async with AsyncClient(RunAddress(reward="127.0.0.1:1")) as client:
         with pytest.raises(DeadlineError, match=r"last try ended with: 127\.0\.0\.1:1: failed"):
-            await client.score(items(1), deadline_s=0.5)
+            await client.score(items(1), deadline_s=600.0)
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf")])

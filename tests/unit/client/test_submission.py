@@ -22,7 +22,7 @@ from sluice.rpc.policy import CallPolicy
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
 
 
 def prompt(prompt_id: str, **extra: object) -> NewPrompt:

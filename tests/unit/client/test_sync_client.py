@@ -48,7 +48,7 @@ def test_a_closed_iterator_ends_its_call_at_the_replica() -> None:
         with closing(client.stream("text")) as events:
             assert isinstance(next(iter(events)), object)
             next(events)
-        for _ in range(2000):
+        for _ in range(6000):
             if replica.cancelled.is_set():
                 break
             threading.Event().wait(0.01)
@@ -96,7 +96,7 @@ def in_own_thread(client: Client, work: Callable[[], object]) -> list[BaseExcept
 
 
 def until_no_thread_reads() -> None:
-    for _ in range(2000):
+    for _ in range(6000):
         if "sluice prompts" not in [thread.name for thread in threading.enumerate()]:
             return
         threading.Event().wait(0.01)
@@ -185,7 +185,7 @@ def test_an_iterator_that_the_client_s_own_thread_collects_ends_its_call() -> No
         next(held[0])
         next(held[0])
         assert not in_own_thread(client, lambda: (held.clear(), gc.collect()))
-        for _ in range(2000):
+        for _ in range(6000):
             if replica.cancelled.is_set():
                 break
             threading.Event().wait(0.01)

@@ -198,4 +198,5 @@ def test_a_write_that_fails_while_closing_is_the_last_one() -> None:
     for item in (1, 2, 3):
         writer.put(item)
     writer.close(0.2)
+    writer._thread.join(WAIT_S)
     assert writer.num_dropped == 1

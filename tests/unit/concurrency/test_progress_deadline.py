@@ -10,6 +10,7 @@ from sluice.concurrency.waits import while_progressing
 from sluice.errors import DeadlineError, PeerError
 
 STALL_S = 1.0
+pytestmark = pytest.mark.usefixtures("waits_take_no_time")
 
 
 class Work:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.concurrency.threads import MethodThreads
 from sluice.environment.episodes import AuthorCalls
 from sluice.environment.servicer import EnvironmentServicer, serving
+from sluice.errors import NotFoundError
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row
 from tests.support.scripted_environment import eventually
 
 STOP = FinishReason.STOP
+GO = [{"role": "user", "content": "Go."}]
 WORLD = """
 import asyncio
 from pathlib import Path
@@ -357,8 +360,7 @@ async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentSe
         grpc.aio.insecure_channel(address) as channel,
     ):
         made = environment_pb2_grpc.EnvironmentServiceStub(channel)
-        messages = [{"role": "user", "content": "Go."}]
-        request = environment.OpenRequest(episode_id="a", messages=messages, timeout_s=60)
+        request = environment.OpenRequest(episode_id="a", messages=GO, timeout_s=60)
         await made.Open(request, timeout=30)
         yield made
 
@@ -407,19 +409,27 @@ async def test_a_caller_that_does_not_let_an_answer_end_the_episode_closes_it(
 async def test_a_call_beyond_its_deadline_is_cut_short_and_the_next_one_fails(
     tmp_path: Path,
 ) -> None:
-    async with stub(tmp_path) as calls:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await calls.Step(answer("wait"), timeout=0.2)
-        with pytest.raises(grpc.aio.AioRpcError, match="cut short"):
-            await calls.Step(answer("wait"), timeout=30)
+    calls = AuthorCalls()
+    async with asyncio.TaskGroup() as tasks:
+        servicer = EnvironmentServicer(world(tmp_path), tasks, calls)
+        opening = environment.OpenRequest(episode_id="a", messages=GO, timeout_s=60)
+        await servicer.Open(opening, Caller())
+        for time_s in (0.05, 60.0):
+            with pytest.raises(NotFoundError, match="cut short"):
+                await servicer.Step(answer("wait"), Caller(time_s))
+        await servicer.close()
+    calls.close()
 
 
+@dataclass
 class Caller:
-    """The context of a call that has time."""
+    """The context of a call that has so many seconds."""
+
+    time_s: float = 60.0
 
     def time_remaining(self) -> float:
         """Seconds."""
-        return 30.0
+        return self.time_s
 
 
 async def test_a_close_that_hangs_holds_neither_other_calls_nor_the_end_of_the_server(
@@ -427,7 +437,7 @@ async def test_a_close_that_hangs_holds_neither_other_calls_nor_the_end_of_the_s
 ) -> None:
     monkeypatch.setattr("sluice.environment.servicer.CLOSE_S", 0.1)
     now_s, calls = 0.0, AuthorCalls()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         servicer = EnvironmentServicer(world(tmp_path, HANGING), tasks, calls, lambda: now_s)
         for name in ("expired", "next"):
             await servicer.Open(environment.OpenRequest(episode_id=name, timeout_s=5), Caller())
@@ -472,7 +482,7 @@ async def test_a_first_thread_that_is_refused_is_asked_for_again(
 ) -> None:
     threads, refusing = MethodThreads(2), Refusing(monkeypatch)
     refusing.left = 5
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await threads.run(lambda: "made") == "made"
         assert await threads.run(lambda: "again") == "again"
     threads.close()
@@ -482,9 +492,9 @@ async def test_calls_run_side_by_side_after_a_further_thread_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads, refusing, go = MethodThreads(3), Refusing(monkeypatch), threading.Event()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for _ in range(2):
-            tasks.create_task(threads.run(partial(go.wait, 20)))
+            tasks.create_task(threads.run(partial(go.wait, 300)))
             await asyncio.sleep(0.01)
             refusing.left = 5
         assert await threads.run(lambda: "made") == "made"
@@ -499,7 +509,7 @@ async def test_a_call_that_gets_no_thread_counts_as_running(
     now_s, refusing = 0.0, Refusing(monkeypatch)
     calls = AuthorCalls(lambda: now_s)
     refusing.left = 1 << 30
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(calls.run(lambda: "made"))
         await asyncio.sleep(0)
         now_s = 9.0

@@ -120,9 +120,13 @@ async def test_a_docker_that_is_down_is_no_observation(tmp_path: Path, docker: P
             await played.step(0, calls(("shell", {"command": "true"})), STOP)
 
 
-async def test_an_image_that_is_not_there_is_no_observation(tmp_path: Path, docker: Path) -> None:
+async def test_an_image_that_is_not_there_is_no_observation(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than a call may take: there is one try.
+    monkeypatch.setattr("services.reward.episodes.client._FIRST_BACKOFF_S", 60.0)
     (docker / "refused").touch()
     source = author_file(tmp_path, blocks(PAGE, "python")[3])
-    async with served(source, tmp_path, call_timeout_s=0.2) as servers:
+    async with served(source, tmp_path) as servers:
         with pytest.raises(EpisodeFailedError, match="no such image"):
             await episode(servers).open()

@@ -15,7 +15,14 @@ from sluice.launch.cluster.nodes import ServiceHost
 from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.launch.service_spec import ServiceSpec
-from tests.support.scripted_children import SLEEP, WAIT_S, Supervised, end_self, spec
+from tests.support.scripted_children import (
+    SLEEP,
+    WAIT_S,
+    Supervised,
+    end_self,
+    open_gate,
+    spec,
+)
 
 
 def pipes() -> set[tuple[str, str]]:
@@ -126,10 +133,17 @@ async def test_nothing_is_started_again_beside_a_process_that_the_kernel_holds(
     held_by_the_kernel: list[LocalChild], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.launch.processes.crew._COMPANIONS_S", 0.1)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     held = spec("trainer-0", SLEEP, crew="trainer", max_restarts=3)
-    fails = spec("trainer-1", "raise SystemExit(1)", crew="trainer", max_restarts=3)
-    run = Supervised(tmp_path, held, fails, grace_s=0.1)
-    end = await run.run()
+    fails = f"open({str(gate)!r}).read(); raise SystemExit(1)"
+    other = spec("trainer-1", fails, crew="trainer", max_restarts=3)
+    run = Supervised(tmp_path / "logs", held, other, grace_s=0.1)
+    async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until(lambda: "ready" in run.said("trainer-0"))
+        await open_gate(gate)
+    end = ending.result()
     (left,) = set(held_by_the_kernel)
     await really_kill(left)
     assert end.failures == (

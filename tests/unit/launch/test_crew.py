@@ -78,11 +78,18 @@ else:
 KILL_SELF = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+def until_exists(path: Path, *, exists: bool = True) -> str:
+    """Waits for a file, or for its end."""
+    return f"[time.sleep(.01) for _ in iter(lambda: os.path.exists({str(path)!r}), {exists})]"
+
+
 @pytest.mark.parametrize("other", [POLITE.format(code=0), STUBBORN])
 async def test_when_one_of_a_crew_is_killed_all_end_and_start_together(
     tmp_path: Path, other: str
 ) -> None:
-    follower = rank(1, once(tmp_path / "mark", KILL_SELF, "sys.exit(0)"))
+    # Not before the other one has begun.
+    dies = f"{until_exists(tmp_path / 'other')}; {KILL_SELF}"
+    follower = rank(1, once(tmp_path / "mark", dies, "sys.exit(0)"))
     leader = rank(0, once(tmp_path / "other", other.replace("\n", "\n    "), "sys.exit(0)"))
     run = Supervised(tmp_path, replace(leader, ends_run=True), follower, grace_s=3.0)
     end = await run.run()
@@ -98,10 +105,13 @@ async def test_when_one_of_a_crew_is_killed_all_end_and_start_together(
 async def test_a_rank_that_fails_because_another_was_killed_is_not_taken_for_the_cause(
     tmp_path: Path,
 ) -> None:
-    gone = tmp_path / "gone"
-    killed = once(tmp_path / "mark", f"open({str(gone)!r}, 'w'); {KILL_SELF}", "sys.exit(0)")
-    notices = f"[time.sleep(.01) for _ in iter(lambda: os.path.exists({str(gone)!r}), True)]"
-    fails = once(tmp_path / "other", f"{notices}; sys.exit('rank 1 is gone')", "sys.exit(0)")
+    begun, process = tmp_path / "other", tmp_path / "process"
+    leaves = f"os.symlink(f'/proc/{{os.getpid()}}', {str(process)!r})"
+    dies = f"{until_exists(begun)}; {leaves}; {KILL_SELF}"
+    killed = once(tmp_path / "mark", dies, "sys.exit(0)")
+    # It has ended, and its end has been noticed.
+    notices = f"{until_exists(process)}; {until_exists(process, exists=False)}"
+    fails = once(begun, f"{notices}; sys.exit('rank 1 is gone')", "sys.exit(0)")
     leader = rank(0, fails, ends_run=True)
     end = await Supervised(tmp_path, leader, rank(1, killed)).run()
     assert (end.exit_code, end.failures) == (0, ())

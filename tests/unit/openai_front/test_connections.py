@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ COMPLETION = "/v1/completions"
 ASKED = {"model": "policy", "prompt": "a"}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 IDLE_S = 0.3
+HELD_S = 240.0
 
 
 @asynccontextmanager
@@ -111,19 +112,21 @@ async def _read_to_its_end(reader: asyncio.StreamReader) -> None:
 
 
 async def test_a_request_that_is_being_answered_is_not_idle(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(serving, "_IDLE_S", IDLE_S)
+    monkeypatch.setattr(serving, "_IDLE_S", 25.0)
     replica = TokenReplica(hangs_after=0)
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses) as front,
-        asyncio.timeout(60),
+        asyncio.timeout(HELD_S),
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(front.post(COMPLETION, **ASKED))
         await until(lambda: bool(replica.requests))
-        await asyncio.sleep(4 * IDLE_S)
+        skip_time(50.0)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
         assert not waiting.done()
         assert not replica.cancelled.is_set()
         waiting.cancel()
@@ -137,13 +140,20 @@ class FullReplica(TokenReplica):
         await context.abort(code, "the queue is full", trailing_metadata=kind)
 
 
-async def test_a_deadline_that_passed_while_all_was_full_is_reported_as_full() -> None:
+async def test_a_deadline_that_passed_while_all_was_full_is_reported_as_full(
+    skip_time: Callable[[float], None],
+) -> None:
     replica = FullReplica()
-    settings = FrontSettings(deadline_s=0.5)
+    settings = FrontSettings(deadline_s=200.0)
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses, settings=settings) as front,
+        asyncio.timeout(HELD_S),
+        asyncio.TaskGroup() as tasks,
     ):
-        status, answer = await front.post(COMPLETION, **ASKED)
+        asking = tasks.create_task(front.post(COMPLETION, **ASKED))
+        while len(replica.requests) < 3:
+            await asyncio.sleep(0.01)
+        skip_time(200.0)
+        status, answer = await asking
     assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert len(replica.requests) > 1

@@ -50,7 +50,7 @@ async def steps(app: RewardApp, client: ScriptedClient, first: int, count: int) 
         await app.loop.announce("trainer", step, [replica("a", step)], None)
         names = 3 * step
         submit(app, ["answer=1 right=0", "answer=1 right=2", "answer=1 right=1"], first=names)
-        batch = await app.loop.batches.take(step, step, 5)
+        batch = await app.loop.batches.take(step, step, 60)
         app.loop.batches.acknowledge(batch.batch_id, step)
 
 
@@ -92,7 +92,7 @@ async def test_the_last_acknowledgements_may_be_repeated_and_older_ones_are_unkn
             client.versions["a"] = step
             await app.loop.announce("trainer", step, [replica("a", step)], None)
             submit(app, ["answer=1 right=1"], first=step)
-            batch_ids.append((await app.loop.batches.take(step, step, 5)).batch_id)
+            batch_ids.append((await app.loop.batches.take(step, step, 60)).batch_id)
             app.loop.batches.acknowledge(batch_ids[-1], step)
         for batch_id in batch_ids[1:]:
             app.loop.batches.acknowledge(batch_id, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_pa
     async with running_app(config, ScriptedClient(), files=files) as app:
         submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = groups_in(tmp_path / "samples")
@@ -153,6 +154,11 @@ def test_an_error_of_the_archive_is_logged_once_and_ends_nothing_else(
     assert len((tmp_path / "groups.jsonl").read_bytes().splitlines()) == 150
 
 
+def lines(folder: Path) -> list[bytes]:
+    path = folder / "groups.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
 def test_a_disk_that_hangs_delays_the_end_for_a_deadline_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +168,10 @@ def test_a_disk_that_hangs_delays_the_end_for_a_deadline_only(
     log = GroupLog(tmp_path / "groups.jsonl", samples=SampleArchive(tmp_path, 1), most_chars=9)
     for number in range(150):
         add(log, str(number))
+    ends_s = time.monotonic() + 60
+    while len(lines(tmp_path)) < 150:  # another disk, which takes its lines
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
     log.close()
     freed.set()
     assert "samples of groups never reached" in caplog.text

@@ -187,7 +187,7 @@ async def test_another_trainer_closes_the_episodes_that_run() -> None:
         await app.loop.announce("another", 0, [*app.queue.fleet.announced], None)
         assert not before & worlds.open_now
         gate.set()
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
     assert len(batch.groups[0].rollouts) == 3
     assert worlds.open_now == set()
 

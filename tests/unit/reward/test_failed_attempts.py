@@ -193,7 +193,7 @@ async def test_tokens_of_samples_that_were_generated_again_have_failed(
     async with running_app(rules, ScriptedClient(make=named)) as app:
         submit(app, ["first"])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
         statistics = app.statistics()
         counted = outcomes(app)

@@ -85,7 +85,7 @@ async def test_a_group_carries_the_reward_of_a_greedy_response_to_its_prompt(
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 2)
         await publish(app, client, 0)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
     assert [group.baseline_reward for group in batch.groups] == [reward] * 2
     assert [len(group.rollouts) for group in batch.groups] == [2, 2]
     assert all(r.num_tokens == SAMPLE_TOKENS for g in batch.groups for r in g.rollouts)
@@ -110,7 +110,7 @@ async def test_without_remax_no_greedy_response_is_generated() -> None:
     async with running_app(config(estimator="grpo"), client) as app:
         submit(app, [MIXED] * 2)
         await publish(app, client, 0)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
     assert [group.baseline_reward for group in batch.groups] == [None, None]
     assert not any(map(is_greedy, client.requests))
     assert batch.statistics["train/greedy_tokens"] == 0
@@ -130,7 +130,7 @@ async def test_one_sample_and_one_greedy_response_make_a_group() -> None:
     async with running_app(config(n=1, filters=False), client) as app:
         submit(app, [RIGHT] * 2)
         await publish(app, client, 0)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
     assert [(g.scores[0].reward, g.baseline_reward) for g in batch.groups] == [(1.0, -1.0)] * 2
 
 
@@ -140,7 +140,7 @@ async def test_greedy_tokens_are_generated_tokens_and_have_a_count_of_their_own(
         submit(app, [MIXED, WRONG, MIXED])
         await publish(app, client, 0)
         await settled(lambda: app.groups.num_kept == 2 and bool(ends(app)))
-        found = (await app.loop.batches.take(1, 0, 5)).statistics
+        found = (await app.loop.batches.take(1, 0, 60)).statistics
         totals = app.counters.totals()
     assert found["train/greedy_tokens"] == 3 * GREEDY_TOKENS
     assert found["train/trained_tokens"] == 4 * SAMPLE_TOKENS

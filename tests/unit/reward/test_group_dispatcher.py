@@ -154,6 +154,7 @@ async def test_who_waits_for_a_version_nobody_serves_blocks_no_one() -> None:
         await blocked
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_only_missing_samples_are_generated_again_and_the_failed_replica_is_avoided() -> None:
     async def break_a(name: str, _request: GroupRequest, index: int) -> None:
         if name == "a" and index == 2:

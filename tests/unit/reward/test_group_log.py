@@ -134,7 +134,7 @@ async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path
     async with running_app(config, ScriptedClient(), files=files) as app:
         submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = {line["prompt_id"]: line for line in lines(path)}
@@ -164,7 +164,7 @@ async def test_samples_of_a_trained_batch_are_written_though_the_acknowledgement
     async with running_app(msgspec.convert(tree, RunConfig), ScriptedClient()) as app:
         submit(app, ["answer=1 right=1"] * 2)
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 20)
+        batch = await app.loop.batches.take(1, 0, 60)
         servicer, context = RewardServicer(app, RolloutConfig(), 16), cast("Any", None)
         request = reward.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=1)
         with monkeypatch.context() as patched:

@@ -115,7 +115,7 @@ def test_probes_judge_a_group_only_where_the_rest_could_not_help_or_they_agree(
 
 async def first_batch(app: RewardApp) -> TrainBatch:
     await app.loop.announce("trainer", 0, [replica("a")], None)
-    return await app.loop.batches.take(1, 0, 5)
+    return await app.loop.batches.take(1, 0, 60)
 
 
 async def test_a_staged_group_has_the_tokens_of_one_that_is_generated_at_once() -> None:
@@ -228,7 +228,7 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_generated_by_a_n
         with pytest.raises(DeadlineError, match="generating 1 groups"):
             await app.loop.batches.take(2, 1, 0.2)
         rest.set()
-        batch = await app.loop.batches.take(2, 1, 5)
+        batch = await app.loop.batches.take(2, 1, 60)
         assert batch.groups[0].prompt_id == "p0"
         assert [r.oldest_version for r in batch.groups[0].rollouts] == [0, 0, 1, 1]
         assert batch.statistics["train/staleness_max"] == 1
@@ -266,7 +266,7 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
         assert app.groups["p0"].state is GroupState.GENERATING
         assert app.groups.counts["grading"] == 0
         long_probe.set()
-        (group,) = (await app.loop.batches.take(1, 0, 5)).groups
+        (group,) = (await app.loop.batches.take(1, 0, 60)).groups
         assert app.groups.counts["grading"] == 0
     assert [r.sample_index for r in group.rollouts] == [0, 1, 2, 3, 4]
     assert grades.num_graded == 5  # each sample once
@@ -347,7 +347,7 @@ async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_togethe
         session = submit(app, ["answer=1 right=1", "answer=1 right=2", "answer=1 right=6"] * 6)
         await app.loop.announce("trainer", 0, [replica("a", slots=64)], None)
         for step in range(12):
-            await app.loop.batches.take(step + 1, step, 5)
+            await app.loop.batches.take(step + 1, step, 60)
             app.loop.batches.acknowledge(app.ledger.open_lease.batch_id, step + 1)  # type: ignore[union-attr]
             client.versions["a"] = step + 1
             newer = [replica("a", step + 1, slots=64)]

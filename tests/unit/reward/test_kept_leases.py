@@ -360,11 +360,13 @@ async def test_a_failure_of_a_program_at_its_limit_lets_scorers_grade_also_after
         assert run.engine.prompts == []
 
 
-async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_path: Path) -> None:
-    async with service(tmp_path, 0, timeout_s=1.0) as run, dying(run, 1):
+async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(
+    tmp_path: Path, skip_time: Callable[[float], None]
+) -> None:
+    async with service(tmp_path, 0, timeout_s=600.0) as run, dying(run, 1):
         (lease,) = await take(run, 1)
         await chat(run, lease.lease_id, ASKED)
-    await asyncio.sleep(1.0)
+    skip_time(600.0)
     async with service(tmp_path, 1) as run:
         path = f"/s/{lease.lease_id}/v1/chat/completions"
         assert (await post(run, path, model="any", messages=ASKED))[0] == 410
@@ -375,16 +377,18 @@ async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_p
 
 
 async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_without_it(
-    tmp_path: Path,
+    tmp_path: Path, skip_time: Callable[[float], None]
 ) -> None:
     async with service(tmp_path, 0) as run, dying(run, 2):
-        runner = run.client.leases()
-        lives, left = await runner.take(2, 5.0, keep_alive_s=15.0)
+        runner, offered = run.client.leases(), run.desk
+        await eventually(lambda: offered.num_offered == 2)
+        lives, left = await runner.take(2, 60.0, keep_alive_s=600.0)
     assert {lives.sample_index, left.sample_index} == {0, 1}
     async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 2))
         await play(run, lives.lease_id, 1.0)
         assert not group.done()
+        skip_time(600.0)
         found = await group
     assert found.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
     failed = failure_of(found.rollouts[left.sample_index])
@@ -441,7 +445,7 @@ async def test_a_sample_whose_lease_no_program_got_is_offered_again(
 async def lost(run: Leased) -> Sequence[LeasedSample]:
     """Take a sample whose response may not come."""
     with suppress(SluiceError):
-        return await run.client.leases().take(1, 5.0)
+        return await run.client.leases().take(1, 60.0)
     return ()
 
 
@@ -517,7 +521,7 @@ async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
         waiting = tasks.create_task(taking())
         await asyncio.sleep(0)
         run.desk.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await waiting
         group = tasks.create_task(generated(run, 1))
         await eventually(lambda: run.desk.num_offered == 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def failure_of(rollout: Rollout) -> Failed:
 
 async def take(run: Leased, count: int) -> list[LeasedSample]:
     found: list[LeasedSample] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await run.client.leases().take(count - len(found), 5.0)
     return found
@@ -207,15 +207,16 @@ async def test_few_requests_of_a_lease_wait_and_another_is_refused_until_one_is_
 
 
 async def test_a_session_without_an_end_fails_as_the_agent_s_and_its_late_reward_is_refused(
-    tmp_path: Path,
+    tmp_path: Path, skip_time: Callable[[float], None]
 ) -> None:
     async with (
-        leased(tmp_path, jar_policy("C"), timeout_s=2.0) as run,
+        leased(tmp_path, jar_policy("C"), timeout_s=600.0) as run,
         asyncio.TaskGroup() as tasks,
     ):
         group = tasks.create_task(generated(run, 1))
         (lease,) = await take(run, 1)
         await chat(run, lease.lease_id, ASKED)
+        skip_time(600.0)
         found = await group
         status, body = await post(run, f"/s/{lease.lease_id}/end", reward=1.0)
         assert (status, body["error"]["code"]) == (410, "lease_expired")
@@ -223,17 +224,20 @@ async def test_a_session_without_an_end_fails_as_the_agent_s_and_its_late_reward
         assert (await post(run, path, model="any", messages=ASKED))[0] == 410
     failed = failure_of(found.rollouts[0])
     assert failed.kind is FailureKind.AGENT
-    assert "episode_timeout_s=2 seconds had passed" in failed.detail
+    assert "episode_timeout_s=600 seconds had passed" in failed.detail
     assert run.desk.num_leased == 0
 
 
-async def test_the_wait_for_a_program_is_no_time_of_the_episode(tmp_path: Path) -> None:
+async def test_the_wait_for_a_program_is_no_time_of_the_episode(
+    tmp_path: Path, skip_time: Callable[[float], None]
+) -> None:
     async with (
-        leased(tmp_path, jar_policy("C"), timeout_s=3.0) as run,
+        leased(tmp_path, jar_policy("C"), timeout_s=600.0) as run,
         asyncio.TaskGroup() as tasks,
     ):
         group = tasks.create_task(generated(run, 1))
-        await asyncio.sleep(3.2)
+        await eventually(lambda: run.desk.num_offered == 1)
+        skip_time(601.0)
         (lease,) = await take(run, 1)
         await play(run, lease.lease_id, 1.0)
         assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
@@ -351,13 +355,14 @@ async def test_an_ended_lease_is_never_ended_otherwise(tmp_path: Path) -> None:
 
 
 async def test_samples_of_a_runner_that_left_fail_and_those_of_others_do_not(
-    tmp_path: Path,
+    tmp_path: Path, skip_time: Callable[[float], None]
 ) -> None:
     async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 3))
         (other,) = await take(run, 1)
-        silent, asked = await run.client.leases().take(2, 5.0, keep_alive_s=0.5)
+        silent, asked = await run.client.leases().take(2, 60.0, keep_alive_s=120.0)
         await chat(run, asked.lease_id, ASKED)
+        skip_time(120.0)
         await eventually(lambda: run.desk.num_leased == 1)
         with pytest.raises(NotFoundError):
             await run.client.leases().end(silent.lease_id, reward_value=1.0)
@@ -366,17 +371,19 @@ async def test_samples_of_a_runner_that_left_fail_and_those_of_others_do_not(
     for lease in (silent, asked):
         failed = failure_of(found.rollouts[lease.sample_index])
         assert failed.kind is FailureKind.AGENT
-        assert failed.detail == "its runner left: it made no call for 0.5 s"
+        assert failed.detail == "its runner left: it made no call for 120 s"
     assert found.rollouts[other.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
-async def test_a_runner_that_shows_life_keeps_its_samples(tmp_path: Path) -> None:
+async def test_a_runner_that_shows_life_keeps_its_samples(
+    tmp_path: Path, skip_time: Callable[[float], None]
+) -> None:
     async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 1))
         runner = run.client.leases()
-        (lease,) = await runner.take(1, 5.0, keep_alive_s=2.0)
-        for _ in range(25):
-            await asyncio.sleep(0.1)
-            assert await runner.take(0, 1.0, keep_alive_s=2.0) == []
+        (lease,) = await runner.take(1, 60.0, keep_alive_s=120.0)
+        for _ in range(5):
+            skip_time(60.0)
+            assert await runner.take(0, 1.0, keep_alive_s=120.0) == []
         await play(run, lease.lease_id, 1.0)
         assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})

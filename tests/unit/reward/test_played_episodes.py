@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import grpc
 import pytest
 from transformers import AutoTokenizer
 
-from services.reward.episodes import loop
+from services.reward.episodes import client, loop
 from services.reward.episodes.drivers import EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -68,6 +69,12 @@ def failure_of(rollout: Rollout) -> Failed:
 
 
 ASKED = (ChatMessage("user", "Add jars."),)
+
+
+@pytest.fixture(autouse=True)
+def _first_turns_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, unless a test lets the time pass."""
+    monkeypatch.setattr(loop, "PATIENCE_S", 100.0)
 
 
 def short_answer(_name: str, _request: GroupRequest, index: int) -> Rollout:
@@ -150,6 +157,7 @@ async def test_a_failed_environment_costs_its_sample_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("num_answered", [0, 1])
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_no_replica_samples_a_first_turn_whose_episodes_have_no_time_left(
     num_answered: int,
 ) -> None:
@@ -157,8 +165,8 @@ async def test_no_replica_samples_a_first_turn_whose_episodes_have_no_time_left(
         if index >= num_answered:
             await asyncio.Event().wait()
 
-    queue, client = ReplicaQueue(1.0), ScriptedClient(before_sample=hold, make=short_answer)
-    dispatcher = GroupDispatcher(client, queue, max_attempts=2)
+    queue, replicas = ReplicaQueue(1.0), ScriptedClient(before_sample=hold, make=short_answer)
+    dispatcher = GroupDispatcher(replicas, queue, max_attempts=2)
     await dispatcher.announce([replica("a")])
     rules = EpisodeRules(max_sequence_tokens=4000, timeout_s=1.0)
     generator = EpisodeGenerator(dispatcher, ReadyEnvironments(), rules, by_default=True, seed=7)
@@ -168,7 +176,7 @@ async def test_no_replica_samples_a_first_turn_whose_episodes_have_no_time_left(
         assert answered.end is EpisodeEnd.DONE
     for late in group.rollouts[num_answered:]:
         assert "sampling turn 0" in failure_of(late).detail
-    assert client.cancelled == ["p0"]
+    assert replicas.cancelled == ["p0"]
     assert not queue.is_busy
 
 
@@ -258,29 +266,45 @@ async def test_a_step_whose_connection_breaks_is_tried_again_with_the_same_turn(
 
 
 async def test_an_episode_without_time_left_fails_and_names_what_it_waited_for(
-    tmp_path: Path,
+    tmp_path: Path, skip_time: Callable[[float], None]
 ) -> None:
     async def hang_one(call: str, episode_id: str, _context: Any) -> None:
         if call == "step" and index_of(episode_id) == 0:
             await asyncio.Event().wait()
 
     world = ScriptedEnvironment(before=hang_one)
-    async with playing(tmp_path, jar_policy("C"), world, timeout_s=5.0) as played:
-        group = await played.generator.generate(group_request(2))
+    async with (
+        playing(tmp_path, jar_policy("C"), world, timeout_s=600.0) as played,
+        asyncio.TaskGroup() as tasks,
+    ):
+        playing_two = tasks.create_task(played.generator.generate(group_request(2)))
+        await eventually(lambda: bool(world.of_sample(0)) and len(world.closed) == 1)
+        skip_time(600.0)
+    group = playing_two.result()
     failed = failure_of(group.rollouts[0])
     assert failed.kind is FailureKind.ENVIRONMENT
-    assert "sluice.environment.episode_timeout_s=5" in failed.detail
+    assert "sluice.environment.episode_timeout_s=600" in failed.detail
     assert failed.detail.endswith("while answering turn 0")
     assert group.rollouts[1].end is EpisodeEnd.DONE
 
 
-async def test_a_call_that_takes_too_long_fails_the_sample(tmp_path: Path) -> None:
+async def test_a_call_that_takes_too_long_fails_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = client.unary_call
+
+    async def short_steps(*arguments: Any, phase: str, deadline_s: float, **named: Any) -> Any:
+        time_s = 0.2 if phase == "answering the policy" else deadline_s
+        return await call(*arguments, phase=phase, deadline_s=time_s, **named)
+
+    monkeypatch.setattr(client, "unary_call", short_steps)
+
     async def hang(call: str, _episode_id: str, _context: Any) -> None:
         if call == "step":
             await asyncio.Event().wait()
 
     world = ScriptedEnvironment(before=hang)
-    async with playing(tmp_path, jar_policy("C"), world, call_timeout_s=0.2) as played:
+    async with playing(tmp_path, jar_policy("C"), world) as played:
         group = await played.generator.generate(group_request(1))
     failed = failure_of(group.rollouts[0])
     assert "no answer within 0.2 s while answering the policy" in failed.detail
@@ -302,15 +326,24 @@ async def test_a_cancelled_group_closes_its_episodes_and_frees_its_slots(tmp_pat
         assert played.queue.num_free_sequences(0) == 8
 
 
-async def test_a_group_that_is_over_aborts_the_episodes_that_wait(tmp_path: Path) -> None:
+async def test_a_group_that_is_over_aborts_the_episodes_that_wait(
+    tmp_path: Path, skip_time: Callable[[float], None]
+) -> None:
     async def hang_one(call: str, episode_id: str, _context: Any) -> None:
         if call == "step" and index_of(episode_id) == 0:
             await asyncio.Event().wait()
 
     world = ScriptedEnvironment(before=hang_one)
-    progress = GroupProgress(rules=StragglerRules(group_deadline_s=1.0))
-    async with playing(tmp_path, jar_policy("C"), world) as played:
-        group = await played.generator.generate(group_request(2, progress=progress))
+    progress = GroupProgress(rules=StragglerRules(group_deadline_s=600.0))
+    async with (
+        playing(tmp_path, jar_policy("C"), world, timeout_s=6000.0) as played,
+        asyncio.TaskGroup() as tasks,
+    ):
+        request = group_request(2, progress=progress)
+        playing_two = tasks.create_task(played.generator.generate(request))
+        await eventually(lambda: bool(world.of_sample(0)) and len(world.closed) == 1)
+        skip_time(600.0)
+    group = playing_two.result()
     assert failure_of(group.rollouts[0]).kind is FailureKind.ABORTED
     assert group.rollouts[1].end is EpisodeEnd.DONE
     assert Counter(world.closed.values()) == {True: 1, False: 1}
@@ -511,19 +544,28 @@ async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> N
 
 
 async def test_an_environment_that_opens_late_does_not_hold_up_its_siblings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(loop, "PATIENCE_S", 0.5)
+    waiting, turn = set[int](), loop.FirstTurns.turn
+
+    async def noted(first: Any, index: int, *arguments: Any) -> Any:
+        waiting.add(index)
+        return await turn(first, index, *arguments)
 
     async def open_last(call: str, episode_id: str, _context: Any) -> None:
-        if call == "open" and index_of(episode_id) == 1:
-            async with asyncio.timeout(60):
-                while len(world.closed) < 2:
-                    await asyncio.sleep(0.01)
+        while call == "open" and index_of(episode_id) == 1 and len(world.closed) < 2:
+            await asyncio.sleep(0.01)
 
+    monkeypatch.setattr(loop.FirstTurns, "turn", noted)
     world = ScriptedEnvironment(before=open_last)
-    async with playing(tmp_path, jar_policy("C"), world) as played:
-        group = await played.generator.generate(group_request(3))
+    async with (
+        playing(tmp_path, jar_policy("C"), world, call_timeout_s=240.0) as played,
+        asyncio.TaskGroup() as tasks,
+    ):
+        playing_three = tasks.create_task(played.generator.generate(group_request(3)))
+        await eventually(lambda: waiting == {0, 2})
+        skip_time(loop.PATIENCE_S)
+    group = playing_three.result()
     assert [rollout.end for rollout in group.rollouts] == [EpisodeEnd.DONE] * 3
     # One request for the first turns of the two, one for the late one, and one for each second.
     assert len(played.engine.prompts) == 5

@@ -148,7 +148,7 @@ async def test_a_group_that_begins_when_its_batch_has_gone_is_generated_again_an
         app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [MIXED] * 4)
         await publish(app, client, 0)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         client.late.set()  # its first token would be of a version whose batch is at the trainer
         await settled(lambda: app.groups["p2"].state is GroupState.WAITING)
         app.loop.batches.acknowledge(batch.batch_id, 1)

@@ -41,7 +41,7 @@ async def test_a_running_loop_loses_nothing_and_counts_what_the_trainer_acknowle
         for step in range(1, 4):
             client.versions["a"] = step - 1
             await app.loop.announce("trainer", step - 1, [replica("a", step - 1)], None)
-            batch = await app.loop.batches.take(step, step - 1, 5)
+            batch = await app.loop.batches.take(step, step - 1, 60)
             assert lost(app) == 0
             app.loop.batches.acknowledge(batch.batch_id, step)
             app.loop.batches.acknowledge(batch.batch_id, step)

@@ -49,7 +49,7 @@ async def test_a_trained_prompt_passes_every_stage_in_one_trace(tmp_path: Path) 
         async with running_app(config(tmp_path), ScriptedClient()) as app:
             await app.loop.announce("t", 0, [replica("r")], None)
             submit(app, [MIXED])
-            batch = await app.loop.batches.take(1, 0, 5.0)
+            batch = await app.loop.batches.take(1, 0, 60)
             reported = app.traces.traceparent("p0")
             app.loop.batches.acknowledge(batch.batch_id, 1)
     (prompt,) = kept.named("prompt")
@@ -125,7 +125,7 @@ async def test_prompts_that_are_not_chosen_leave_nothing(tmp_path: Path) -> None
         async with running_app(config(tmp_path), ScriptedClient()) as app:
             await app.loop.announce("t", 0, [replica("r")], None)
             submit(app, [MIXED])
-            await app.loop.batches.take(1, 0, 5.0)
+            await app.loop.batches.take(1, 0, 60)
             assert app.traces.traceparent("p0") == ""
     assert kept.begun == 0
 

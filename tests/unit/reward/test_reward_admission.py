@@ -117,7 +117,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
         async with running_app(settings, client, sets, files) as app:
             await app.loop.announce("trainer", 0, [replica("a")], None)
             with pytest.raises(DataExhaustedError):
-                await app.loop.batches.take(1, 0, 20)
+                await app.loop.batches.take(1, 0, 60)
             assert app.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
         memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
@@ -125,7 +125,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
         async with running_app(settings, client, sets, files) as app:
             await app.loop.announce("trainer", 0, [replica("a")], None)
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):
-                await app.loop.batches.take(1, 0, 20)
+                await app.loop.batches.take(1, 0, 60)
             ends = app.ledger.by_end
     # Four are passed by, the fifth is taken, four are passed by, the tenth is taken, two more.
     assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
@@ -218,7 +218,7 @@ async def test_a_memory_that_cannot_be_read_is_reported_and_loses_no_prompt(tmp_
         memory.close()
         await app.loop.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(DataError, match="memory of prompts cannot be used"):
-            await app.loop.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 60)
         assert app.statistics()["reward/prompts_lost"] == 0
         accounts = app.ledger
         assert accounts.num_pending == accounts.num_submitted > 0

@@ -55,7 +55,7 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
         await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
         metrics.demand.look(0.0)
         await settled(lambda: app.groups.num_kept == 2)
-        batch = await app.loop.batches.take(1, 0, 5.0)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
         metrics.demand.look(1.0)
         found, status = reported(metrics), app.statistics()
@@ -79,7 +79,7 @@ async def test_staleness_and_time_to_fill_are_reported_of_every_batch() -> None:
         await app.loop.announce("trainer-1", 0, [replica("a")], None)
         await settled(lambda: app.groups.num_kept == 2)
         await app.loop.announce("trainer-1", 1, [replica("a", 1)], None)
-        await app.loop.batches.take(2, 1, 5.0)
+        await app.loop.batches.take(2, 1, 60)
         found = reported(metrics)
     staleness = found[("sluice_reward_staleness_versions",)].value
     fills = found[("sluice_reward_batch_fill_seconds",)].value
@@ -118,7 +118,7 @@ async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_
     async with running_app(CONFIG, ScriptedClient(before_sample=wait)) as app:
         await app.loop.announce("trainer-1", 0, [replica("a", slots=6)], None)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(app.loop.batches.take(1, 0, 5.0))
+            tasks.create_task(app.loop.batches.take(1, 0, 60))
             await settled(lambda: app.loop.batches.num_asking > 0)
             facts = fleet_facts(app, 0)
             assert (facts.num_replicas, facts.num_slots, facts.slots_in_use) == (1, 6, 0)

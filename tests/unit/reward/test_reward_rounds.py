@@ -47,14 +47,14 @@ async def test_surplus_ends_and_the_next_wave_waits_for_the_next_policy() -> Non
     async with running_app(config(), client) as app:
         session = submit(app, [MIXED] * 12)
         await publish(app, 0)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         assert ids(batch) == ["p0", "p1"]
         assert ends(app) == {"dropped_surplus": 2}
         app.loop.batches.acknowledge(batch.batch_id, 1)
         assert len(client.calls) == 4
         client.versions["a"] = 1
         await publish(app, 1)
-        assert ids(await app.loop.batches.take(2, 1, 5)) == ["p4", "p5"]
+        assert ids(await app.loop.batches.take(2, 1, 60)) == ["p4", "p5"]
         assert session.num_open == 12 - 2 - 4
 
 
@@ -63,10 +63,10 @@ async def test_a_voided_lease_needs_no_further_wave() -> None:
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 12)
         await publish(app, 0)
-        old = await app.loop.batches.take(1, 0, 5)
+        old = await app.loop.batches.take(1, 0, 60)
         with pytest.raises(DeadlineError):  # of another version: the groups are too old for it
             await app.loop.batches.take(2, -1, 0.05)
-        again = await app.loop.batches.take(1, 0, 5)
+        again = await app.loop.batches.take(1, 0, 60)
         assert again.batch_id != old.batch_id
         assert ids(again) == ids(old)
         assert len(client.calls) == 4
@@ -86,7 +86,7 @@ async def test_another_trainer_begins_with_a_first_wave() -> None:
         await settled(lambda: app.groups.num_kept == 3)
         gate.set()
         await publish(app, 0, "another")
-        assert ids(await app.loop.batches.take(1, 0, 5)) == ["p0", "p1"]
+        assert ids(await app.loop.batches.take(1, 0, 60)) == ["p0", "p1"]
         assert len(client.calls) == 8
         assert ends(app) == {"dropped_surplus": 2}
 
@@ -97,7 +97,7 @@ async def test_a_wave_that_keeps_too_few_is_an_error_for_the_trainer_that_takes_
         submit(app, [WRONG] * 7 + [MIXED] * 5)
         await publish(app, 0)
         with pytest.raises(BatchUnfillableError, match=r"Generated too many\. .*1 of 2 groups"):
-            await app.loop.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 60)
         with pytest.raises(BatchUnfillableError):
-            await app.loop.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 60)
         assert len(client.calls) == 8

@@ -93,7 +93,7 @@ async def test_a_batch_that_was_leased_and_never_trained_starts_again() -> None:
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 2)
         await publish(app, client, 0)
-        leased = await app.loop.batches.take(1, 0, 5)  # the trainer gave the wait up
+        leased = await app.loop.batches.take(1, 0, 60)  # the trainer gave the wait up
         await roll_back(app, client, 1, 0)
         assert ended(app) == {}
         again = await train(app, client, 2)
@@ -149,7 +149,7 @@ async def test_a_restarted_service_continues_no_leased_sample_of_a_policy_that_w
     async with leasing(file, client) as (app, desk):
         await publish(app, client, 1)
         await play(desk, is_whole=True)
-        assert oldest_version(await app.loop.batches.take(2, 1, 5)) == 1
+        assert oldest_version(await app.loop.batches.take(2, 1, 60)) == 1
 
 
 async def test_a_rollback_revokes_the_leases_that_an_earlier_service_left(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ async def test_a_rollback_revokes_the_leases_that_an_earlier_service_left(tmp_pa
         assert desk.num_leased == 4
         await roll_back(app, client, 1, 0)
         await play(desk, is_whole=True)
-        assert oldest_version(await app.loop.batches.take(2, 1, 5)) == 1
+        assert oldest_version(await app.loop.batches.take(2, 1, 60)) == 1
 
 
 def test_the_ledger_remembers_rollbacks_until_a_trainer_begins_before_them(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ async def first_group(
     scorer = Scorer(fails)
     async with running(rules, client or Texts(), scorer) as app:
         submit(app, ["first", "second"])
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         statistics = app.statistics()
     (group,) = batch.groups
     return [rollout.text for rollout in group.rollouts], statistics, scorer.asked
@@ -200,7 +200,7 @@ async def test_a_client_learns_how_the_samples_of_its_prompt_ended() -> None:
     rules, scorer = config(), Scorer(of_sample(0, UNSCORABLE, 1))
     async with running(rules, Texts(), scorer) as app:
         session = submit(app, ["first"])
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
         session.close_input()
         events = [event async for event in _events(session)]
@@ -292,7 +292,7 @@ async def _ends_of(
 async def _train_what_is_kept(app: RewardApp, client: ScriptedClient) -> None:
     if app.groups.num_kept:
         version = app.groups.policy_version or 0
-        batch = await app.loop.batches.take(version + 1, version, 5)
+        batch = await app.loop.batches.take(version + 1, version, 60)
         check_scored(batch.groups)
         app.loop.batches.acknowledge(batch.batch_id, version + 1)
         await publish(app, client, version + 1)

@@ -130,7 +130,7 @@ async def test_a_restart_continues_each_source_at_its_position(tmp_path: Path) -
         assert ledger.progress().of("slow").low_water == 4
         async with running_app(run, client, open_prompt_sets(run), RunFiles(ledger=ledger)) as app:
             await publish(app, client, 2)
-            batch = await app.loop.batches.take(3, 2, 5)
+            batch = await app.loop.batches.take(3, 2, 60)
     trained = {group.prompt_id for one in before for group in one.groups}
     assert trained.isdisjoint(group.prompt_id for group in batch.groups)
     assert batch.progress.of("fast").low_water == 18
@@ -145,7 +145,7 @@ async def test_a_resumed_trainer_continues_each_source_at_the_position_of_its_ch
         await app.loop.announce("resumed", 2, [], before[-1].progress)
         client.versions["a"] = 2
         await publish(app, client, 2)
-        batch = await app.loop.batches.take(3, 2, 5)
+        batch = await app.loop.batches.take(3, 2, 60)
     trained = {group.prompt_id for one in before for group in one.groups}
     assert trained.isdisjoint(group.prompt_id for group in batch.groups)
 

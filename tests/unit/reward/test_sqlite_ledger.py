@@ -183,7 +183,7 @@ async def test_a_text_that_the_file_cannot_hold_fails_every_wait_at_once(tmp_pat
     with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
         accept(ledger, "a")
         ledger.end("a", PromptEnd.DROPPED_FAILED, detail="\udcff.parquet, row 3")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(DataError, match="surrogates not allowed"):
                 await ledger.durable()
             assert "surrogates not allowed" in str(await ledger.failure())

@@ -100,7 +100,7 @@ async def test_places_that_the_leased_batch_has_taken_count_no_more() -> None:
         app.sources[""].strategy.estimate = RECKLESS
         submit(app, [MIXED] * 5)
         await publish(app, client, 0)
-        leased = await app.loop.batches.take(1, 0, 5)
+        leased = await app.loop.batches.take(1, 0, 60)
         gates.open("p2", "p3")
         await settled(lambda: "p4" in client.cancelled)
         gates.open("p4")
@@ -193,7 +193,7 @@ async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept
         with pytest.raises(DeadlineError):  # were all three kept, one would find no place
             await app.loop.batches.take(3, 2, 0.05)
         app.sources[""].strategy.estimate = RECKLESS
-        assert ids(await app.loop.batches.take(3, 2, 5)) == ["p3", "p4"]
+        assert ids(await app.loop.batches.take(3, 2, 60)) == ["p3", "p4"]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -211,7 +211,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         steps = 0
         while app.ledger.num_pending >= 2 * (max_staleness + 2):
             app.sources[""].strategy.estimate = RECKLESS
-            batch = await app.loop.batches.take(steps + 1, steps, 5)
+            batch = await app.loop.batches.take(steps + 1, steps, 60)
             await turns(rng.randrange(60))
             app.loop.batches.acknowledge(batch.batch_id, steps + 1)
             steps += 1
@@ -236,6 +236,6 @@ async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_i
         assert app.loop.batches.error is None
         assert not app.groups.num_kept
         client.versions["a"] = 1
-        batch = await app.loop.batches.take(1, 1, 5.0)
+        batch = await app.loop.batches.take(1, 1, 60)
     assert {group.prompt_id for group in batch.groups} == {"p0", "p1"}
     assert app.statistics()["reward/groups_kept"] == 2.0

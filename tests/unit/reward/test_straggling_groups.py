@@ -40,6 +40,7 @@ from sluice.types import (
 from tests.support.reward_app import replica, settled
 from tests.support.scripted_rollout import PROMPT_TOKENS
 
+pytestmark = pytest.mark.usefixtures("waits_take_no_time")
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 PROMPT = Prompt("p7", 7, (ChatMessage("user", "?"),), "math_dapo", "1", PromptOrigin.CLIENT, None)
 

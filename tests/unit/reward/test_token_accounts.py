@@ -173,10 +173,10 @@ async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics
     async with running_app(config("stream", "wait", 1), ScriptedClient()) as app:
         submit(app, ["answer=1 right=1", "answer=1 right=0"] * 4)
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        first = await app.loop.batches.take(1, 0, 5)
+        first = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(first.batch_id, 1)
         await app.loop.announce("trainer", 1, [replica("a", 1)], None)
-        second = await app.loop.batches.take(2, 1, 5)
+        second = await app.loop.batches.take(2, 1, 60)
     assert first.statistics["train/tokens/trained"] == 0
     assert second.statistics["train/tokens/trained"] == 2 * 4 * 8
     wrong = [b.statistics["train/tokens/filtered_all_wrong"] for b in (first, second)]

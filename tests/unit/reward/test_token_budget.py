@@ -25,6 +25,7 @@ from tests.support.reward_app import (
 
 MIXED = "answer=1 right=1"  # the first of its samples is right
 DEADLINE_S = 1.0
+pytestmark = pytest.mark.usefixtures("waits_take_no_time")
 
 
 def config(*, samples: int = 4, probes: int = 2, estimator: str = "grpo") -> RunConfig:
@@ -60,7 +61,7 @@ def late_grades(monkeypatch: pytest.MonkeyPatch) -> None:
 async def outcome_of(app: RewardApp, words: str) -> Any:
     session = submit(app, [words])
     await app.loop.announce("trainer", 0, [replica("a")], None)
-    await settled(lambda: session.num_open == 0, timeout_s=20)
+    await settled(lambda: session.num_open == 0)
     await session.next_event()
     return await session.next_event()
 
@@ -72,7 +73,7 @@ async def test_a_group_over_after_its_first_samples_is_judged_without_asking_for
     async with running_app(config(), client) as app:
         submit(app, [MIXED])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        (group,) = (await app.loop.batches.take(1, 0, 20)).groups
+        (group,) = (await app.loop.batches.take(1, 0, 60)).groups
     assert [r.sample_index for r in group.rollouts] == [0, 1]
     assert client.calls == [("a", "p0", (0, 1))]
 
@@ -110,6 +111,6 @@ async def test_parts_under_way_end_together_and_one_without_a_sample_spoils_no_g
     async with running_app(config(probes=3), client) as app:
         submit(app, [MIXED])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        (group,) = (await app.loop.batches.take(1, 0, 20)).groups
+        (group,) = (await app.loop.batches.take(1, 0, 60)).groups
     assert [r.sample_index for r in group.rollouts] == [0, 1]
     assert client.calls == [("a", "p0", (0, 1, 2)), ("a", "p0", (3,))]

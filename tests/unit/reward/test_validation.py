@@ -194,7 +194,7 @@ async def test_metrics_are_computed_beside_the_event_loop(monkeypatch: pytest.Mo
 
     def held(_prompts: object) -> dict[str, list[float]]:
         begun.set()
-        assert served.wait(10.0), "the event loop serves no one meanwhile"
+        assert served.wait(60.0), "the event loop serves no one meanwhile"
         return {}
 
     monkeypatch.setattr("services.reward.groups.validation.prompt_values", held)

@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 async def asking(
     tasks: asyncio.TaskGroup, app: RewardApp, step: int, version: int = 0
 ) -> asyncio.Task[TrainBatch]:
-    task = tasks.create_task(app.loop.batches.take(step, version, 5.0))
+    task = tasks.create_task(app.loop.batches.take(step, version, 60))
     await settled(lambda: app.loop.batches.num_asking > 0)
     return task
 
@@ -65,7 +65,7 @@ async def test_a_batch_that_was_full_before_the_question_has_no_wait(clock: Cloc
         submit(app, [MIXED, MIXED])
         await settled(lambda: app.groups.num_kept == 2)
         clock.now = 107.0
-        batch = await app.loop.batches.take(1, 0, 5.0)
+        batch = await app.loop.batches.take(1, 0, 60)
     assert batch.statistics["timing_s/wait_groups"] == 0.0
 
 

@@ -49,7 +49,7 @@ async def first_batch(run: RunConfig) -> tuple[list[tuple[str, int]], dict[str, 
         # Of p0's samples the wrong one is lost, of p1's and p2's none.
         submit(app, ["answer=1 right=3 lost", "answer=1 right=3", "answer=1 right=2"])
         await app.loop.announce("trainer", 0, [replica("a")], None)
-        batch = await app.loop.batches.take(1, 0, 5)
+        batch = await app.loop.batches.take(1, 0, 60)
     return [(g.prompt_id, len(g.rollouts)) for g in batch.groups], dict(batch.statistics)
 
 

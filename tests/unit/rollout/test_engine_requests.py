@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
-from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.thread import ImageTurn
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
@@ -31,8 +29,8 @@ from sluice.rpc.auth import ClientQuota
 from sluice.rpc.server import RpcServer
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
+from tests.unit.rollout.conftest import Steps
 
-STEP_S = 0.02
 ONCE = RetryPolicy(patience_s=0.0)
 
 
@@ -71,16 +69,10 @@ def options(tokens: int, **further: int) -> GenerateOptions:
 
 
 async def test_waiting_samples_of_higher_priority_go_first_and_equal_ones_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, steps: Steps
 ) -> None:
     ended: list[str] = []
-    step = GenerationLoop.step
-
-    def slow_step(loop: GenerationLoop) -> None:
-        time.sleep(STEP_S)  # the first sample lasts until all others wait
-        step(loop)
-
-    monkeypatch.setattr(GenerationLoop, "step", slow_step)
+    steps.left = 3  # the first sample lasts until all others wait
 
     async def draw(client: AsyncClient, name: str, priority: int) -> None:
         await client.generate(name, options(4, priority=priority))
@@ -95,19 +87,20 @@ async def test_waiting_samples_of_higher_priority_go_first_and_equal_ones_in_ord
         async for event in first:
             if isinstance(event, SampleDelta):
                 break
-        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             for place, (name, priority) in enumerate(
                 [("low", -1), ("early", 0), ("late", 0), ("high", 5)], 1
             ):
                 tasks.create_task(draw(client, name, priority))
                 while engine.load().queued < place:
                     await asyncio.sleep(0.001)
-            tasks.create_task(first.aclose())
+            await first.aclose()
+            steps.left = None
     assert ended == ["high", "early", "late", "low"]
 
 
 async def test_a_token_budget_is_shared_out_and_a_quota_bounds_one_client_alone(
-    tmp_path: Path,
+    tmp_path: Path, steps: Steps
 ) -> None:
     async with replica(tmp_path, slots=8) as (address, _):
         run = RunAddress(replicas=(address,))
@@ -119,10 +112,12 @@ async def test_a_token_budget_is_shared_out_and_a_quota_bounds_one_client_alone(
             assert [rollout.num_tokens for rollout in found.rollouts] == [6, 6, 6]
             found = await a.generate("x", options(5, n=3, token_budget=60))
             assert [rollout.num_tokens for rollout in found.rollouts] == [5, 5, 5]
+            steps.left = 3
             async with aclosing(a.stream("x", options(100, n=4))) as busy:
                 await anext(busy)
                 with pytest.raises(ExhaustedError, match="client 'a': 4 samples"):
                     await a.generate("x", options(1))
+                steps.left = None
                 assert len((await b.generate("x", options(1, n=4))).rollouts) == 4
                 left = [event async for event in busy if isinstance(event, SampleFinished)]
             assert len(left) == 4
@@ -137,11 +132,11 @@ class Decoder:
 
     def __call__(self) -> str:
         self.has_begun.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         return "patches"
 
     async def begun(self) -> None:
-        assert await asyncio.to_thread(self.has_begun.wait, 10)
+        assert await asyncio.to_thread(self.has_begun.wait, 60)
 
 
 async def _settle() -> None:

@@ -38,7 +38,7 @@ class _Inbox:
 
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
-    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)
     yield sender
     sender.close()
 

@@ -141,6 +141,7 @@ async def test_nothing_is_sent_before_a_sample_is_whole() -> None:
     assert event.rollouts[0].text == "abc"
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_samples_that_finish_while_one_lingers_travel_with_it() -> None:
     finish = [[chunk(index, "a", 0, STOP)] for index in range(3)]
     together = await generate(ScriptedEngine(*finish), 0, 1, 2, linger_s=0.2)

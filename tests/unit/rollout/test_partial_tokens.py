@@ -120,6 +120,7 @@ async def test_a_sample_that_ends_within_the_interval_is_sent_once() -> None:
     assert [delta for event in events for delta in event.deltas] == []
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, 0.1, chunk(0, 1, finish=STOP))
     events = await events_of(engine, request(), StreamSettings(partial_interval_s=0.01))
@@ -128,12 +129,14 @@ async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> No
     assert events[-1].rollouts[0].num_tokens == 1
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_a_group_without_waiting_samples_gets_no_sign_of_others_tokens() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
     events = await events_of(engine, request(), StreamSettings(partial_interval_s=0.01))
     assert [event.engine_tokens for event in events] == [None]
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 @pytest.mark.parametrize("every_token", [False, True])
 async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_engine_samples(
     every_token: bool,
@@ -145,6 +148,7 @@ async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_eng
     assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
+@pytest.mark.usefixtures("waits_take_no_time")
 async def test_without_an_interval_there_is_no_sign_of_the_engine() -> None:
     engine = ScriptedEngine(7, 0.1, chunk(0, 1, finish=STOP))
     assert len(await events_of(engine, request(), StreamSettings())) == 1

@@ -400,13 +400,13 @@ async def test_callers_that_come_and_leave_never_have_two_images_measured_at_onc
     class Slow(Recorder):
         def encode_chat(self, *arguments: Any, **options: Any) -> TokenIds:
             begun.release()
-            assert may_end.wait(10)
+            assert may_end.wait(60)
             return super().encode_chat(*arguments, **options)
 
     service = servicer(recorder := Slow())
     async with asyncio.TaskGroup() as tasks:
         gone = tasks.create_task(call(service, request("first <image>", png())))
-        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        assert await asyncio.to_thread(begun.acquire, timeout=60)
         gone.cancel()
         waiting = tasks.create_task(call(service, request("second <image>", png())))
         is_measured = await asyncio.to_thread(begun.acquire, timeout=0.2)

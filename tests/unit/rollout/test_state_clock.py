@@ -105,13 +105,13 @@ async def test_a_request_that_comes_during_a_swap_or_a_lost_caller_does_not_end_
 
     def slowly(weights: LiveWeights, tensors: Mapping[str, torch.Tensor]) -> None:
         has_begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(60)
         take(weights, tensors)
 
     async with running_engine(model_path, model) as engine, asyncio.TaskGroup() as tasks:
         monkeypatch.setattr(LiveWeights, "take", slowly)
         loading = tasks.create_task(load_weights(engine, weights_of(model, engine), 2, "two"))
-        assert await asyncio.to_thread(has_begun.wait, 30)
+        assert await asyncio.to_thread(has_begun.wait, 60)
         tasks.create_task(generate(engine, request(samples=1)))
         while not engine.load().slots_busy:
             await asyncio.sleep(0.001)

@@ -35,6 +35,7 @@ from tests.support.causal_lms import (
     running_engine,
     save_config,
 )
+from tests.unit.rollout.conftest import Steps
 
 _ENDLESS = 20_000
 
@@ -112,14 +113,16 @@ async def test_a_request_that_cannot_be_generated_is_refused(
 
 
 async def test_too_many_waiting_samples_are_refused_and_the_rest_continues(
-    model_path: Path, model: PreTrainedModel
+    model_path: Path, model: PreTrainedModel, steps: Steps
 ) -> None:
     async with running_engine(model_path, model, slots=2, max_queued=3) as engine:
+        steps.left = 1
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(generate(engine, request(samples=5, max_tokens=40)))
             await _until(lambda: engine.load().slots_busy > 0)
             with pytest.raises(ExhaustedError):
                 await generate(engine, request())
+            steps.left = None
         assert len(running.result()) == 5
         with pytest.raises(InvalidRequestError, match="6 samples; the engine takes 2 in slots"):
             await generate(engine, request(samples=6))
@@ -160,7 +163,7 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
             await anext(stream)
             _break(engine._in_thread()[1].loop)
             with pytest.raises(EngineError, match="boom"):
-                await asyncio.wait_for(_drain(stream), 10)
+                await asyncio.wait_for(_drain(stream), 60)
         for call in (engine.check_alive(), generate(engine, request())):
             with pytest.raises(EngineError, match="boom"):
                 await call

@@ -218,7 +218,7 @@ async def test_samples_whose_images_are_decoded_count_before_they_are_in_the_eng
     may_end, original = threading.Event(), ImagePromptReader.read
 
     def slow(*given: Any) -> Any:
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         return original(*given)
 
     monkeypatch.setattr(ImagePromptReader, "read", slow)

@@ -124,7 +124,7 @@ async def test_the_other_name_of_a_tied_tensor_may_come_along(tmp_path: Path) ->
 
 async def test_cancelling_a_stage_leaves_the_group_and_a_new_epoch_works(tmp_path: Path) -> None:
     model = reference_model(save_config("qwen3", tmp_path))
-    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)
     async with running_engine(tmp_path) as engine:
         trainer = Trainer(engine, sender)
         await trainer.form()
@@ -135,12 +135,12 @@ async def test_cancelling_a_stage_leaves_the_group_and_a_new_epoch_works(tmp_pat
         await trainer.publish(model)
         assert engine.load().version == trainer.version
         sender.close()
-    assert wait_for_retired_threads(10) == 0
+    assert wait_for_retired_threads(120) == 0
 
 
 async def test_an_engine_that_stops_ends_a_stage_that_waits_for_the_sender(tmp_path: Path) -> None:
     save_config("qwen3", tmp_path)
-    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)
 
     async def stage(engine: EmbeddedEngine) -> None:
         with pytest.raises(SluiceError):
@@ -154,4 +154,4 @@ async def test_an_engine_that_stops_ends_a_stage_that_waits_for_the_sender(tmp_p
                 await asyncio.sleep(0.002)
             await engine.stop()
         sender.close()
-    assert wait_for_retired_threads(10) == 0
+    assert wait_for_retired_threads(120) == 0

@@ -43,7 +43,7 @@ _TENSORS = tuple(
 
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
-    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)
     yield sender
     sender.close()
     assert wait_for_retired_threads(10) == 0

@@ -6,7 +6,6 @@ import base64
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from sluice.sandbox import sandbox_fusion
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Result, SandboxEnd
 from sluice.sandbox.sandbox_fusion import SandboxFusionSandbox
 
-LIMITS = Limits(wall_s=2.5, memory_bytes=512 * MIB, output_bytes=1000)
+LIMITS = Limits(wall_s=60.0, memory_bytes=512 * MIB, output_bytes=1000)
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def test_a_program_goes_there_as_verl_sends_it() -> None:
     assert request["code"] == "print(4)"
     assert request["language"] == "python"
     assert request["stdin"] == "ü"
-    assert (request["run_timeout"], request["memory_limit_MB"]) == (pytest.approx(2.375), 512)
+    assert (request["run_timeout"], request["memory_limit_MB"]) == (pytest.approx(57.0), 512)
     assert base64.b64decode(request["files"]["b"]).decode() == "é"
 
 
@@ -122,10 +121,12 @@ def test_a_busy_server_is_asked_again_and_another_status_is_an_error(
 def test_a_server_that_hangs_ends_with_the_time_of_the_run() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         sandbox = SandboxFusionSandbox(f"http://127.0.0.1:{silent.getsockname()[1]}/", LIMITS)
-        since_s = time.monotonic()
         with pytest.raises(SandboxUnavailableError, match="no whole answer in time"):
             sandbox.run([PYTHON, "a.py"], {"a.py": "x"}, limits=replace(LIMITS, wall_s=0.5))
-    assert time.monotonic() - since_s < 8.0  # each of three tries had ten seconds more
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # a second try would have more time
+            silent.accept()
 
 
 def test_an_address_that_is_none_is_an_error_with_the_key() -> None:

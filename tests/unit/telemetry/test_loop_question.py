@@ -35,7 +35,7 @@ def test_a_blocked_loop_is_done_without_and_not_asked_later() -> None:
             target=lambda: answers.append(ask_loop(loop, lambda: asked.append(1), 0.05))
         )
         asking.start()
-        asking.join(20)  # the loop does not run meanwhile
+        asking.join(60)  # the loop does not run meanwhile
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return answers

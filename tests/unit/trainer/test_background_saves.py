@@ -25,7 +25,7 @@ from sluice.errors import CheckpointError
 from sluice.types import DataProgress, TrainBatch
 from tests.support.taken_samples import MadeSamples
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Leader:
@@ -202,7 +202,7 @@ class Following:
 
     def load(self, _: Path, _factor: float) -> None:
         """Wait until the copies of the last save are gone."""
-        ends_s = time.monotonic() + WAIT_S / 3
+        ends_s = time.monotonic() + WAIT_S
         while not self.was_freed and time.monotonic() < ends_s:
             time.sleep(0.01)
             self.was_freed = self.copies[-1]() is None

@@ -113,7 +113,7 @@ async def test_a_pause_that_ends_while_the_last_version_is_sent_holds_nothing(
     world: World,
 ) -> None:
     sent, taken = _held(world, "publish 1"), _held(world, "take 2")
-    async with asyncio.timeout(10.0), running(world.loop(overlaps=True)):
+    async with asyncio.timeout(60.0), running(world.loop(overlaps=True)):
         await until(lambda: "take 2" in world.events)
         world.state.pause()
         await until(lambda: world.state.phase is RunPhase.PUBLISHING)
@@ -125,7 +125,7 @@ async def test_a_pause_that_ends_while_the_last_version_is_sent_holds_nothing(
 
 async def test_a_stop_while_a_paused_run_sends_its_last_version_ends_it(world: World) -> None:
     sent, _ = _held(world, "publish 1"), _held(world, "take 2")
-    async with asyncio.timeout(10.0), running(world.loop(overlaps=True)):
+    async with asyncio.timeout(60.0), running(world.loop(overlaps=True)):
         await until(lambda: "take 2" in world.events)
         world.state.pause()
         await until(lambda: world.state.phase is RunPhase.PUBLISHING)
@@ -141,7 +141,7 @@ async def test_a_checkpoint_on_request_during_a_transfer_holds_the_last_trained_
     sent, _ = _held(world, "publish 1"), _held(world, "take 2")
     async with running(world.loop(overlaps=True)):
         await until(lambda: "take 2" in world.events)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             assert await world.state.saved() == (1, "folder-1")
         assert world.state.version == 0
         sent.set()

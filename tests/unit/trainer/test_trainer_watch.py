@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.trainer.servicer import TrainerServicer
 from services.trainer.telemetry import trainer_work
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import advance
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.service import ServiceConfig
@@ -59,24 +59,19 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
 
 
 async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none(
-    trainer: Trainer, tmp_path: Path
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    latest = BackgroundMeasurement.latest
+    monkeypatch.setattr(BackgroundMeasurement, "latest", lambda each, *_: latest(each, 60.0))
     file = tmp_path / "checkpoints" / ".global_step_3.partial" / "actor" / "optimizer.safetensors"
     file.parent.mkdir(parents=True)
     trainer.state.enter(RunPhase.SAVING)
 
-    async def settled() -> object:
-        """Return the progress after all measurements have ended."""
-        for _ in range(5):
-            trainer.work_state()
-            await asyncio.sleep(0.05)
-        return trainer.work_state().progress
-
     seen = []
     for size in (0, 10, 20_000, 20_001):
         file.write_bytes(b"x" * size)
-        seen.append(await settled())
-        assert await settled() == seen[-1]
+        seen.append(trainer.work_state().progress)
+        assert trainer.work_state().progress == seen[-1]
     assert len(set(seen)) == 4
 
 

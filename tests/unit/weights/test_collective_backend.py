@@ -22,7 +22,7 @@ def _membership(rank: int = 0, world_size: int = 1) -> Membership:
         store=HashStore(),
         rank=rank,
         world_size=world_size,
-        timeout_s=3.0,
+        timeout_s=60.0,
         local_address="127.0.0.1",
         device=torch.device("cpu"),
     )
@@ -109,7 +109,7 @@ def test_hccl_is_constructed_through_its_registration_with_everything_it_needs(
     assert device_options is None
     assert isinstance(options, torch._C._distributed_c10d._DistributedBackendOptions)
     assert (options.group_rank, options.group_size) == (1, 3)
-    assert options.timeout.total_seconds() == 3.0
+    assert options.timeout.total_seconds() == 60.0
     assert options.global_ranks_in_group == [0, 1, 2]
 
 

@@ -32,7 +32,7 @@ from sluice.weights.snapshot import SnapshotBuffers
 from tests.support.certified import mutual, service_key
 
 _NEVER = threading.Event()
-_WAIT_S, _KEY = 20.0, b"k" * 32
+_WAIT_S, _KEY = 60.0, b"k" * 32
 
 
 def _weights(version: int = 1) -> dict[str, torch.Tensor]:
@@ -113,7 +113,7 @@ class _Fleet:
                 WeightSender(
                     device=CpuDevice(),
                     bucket_bytes=1 << 14,
-                    timeout_s=5.0,
+                    timeout_s=60.0,
                     certificates=certificates,
                     holdings=_HOLDINGS,
                     others=self.others,
@@ -138,7 +138,7 @@ class _Fleet:
                 _SPECS,
                 self.snapshots[number],
                 device=CpuDevice(),
-                timeout_s=5.0,
+                timeout_s=60.0,
                 keeps_base=True,
                 host="127.0.0.1",
                 key=_KEY,
@@ -167,7 +167,7 @@ class _Fleet:
         weights = _weights(version)
         for snapshots, holding in zip(self.snapshots, _HOLDINGS, strict=True):
             parts = [(name, pack(weights[name], cuts)) for name, cuts in holding.parts]
-            snapshots.write(parts, version, 1.0)
+            snapshots.write(parts, version, 60.0)
 
     def send(
         self, version: int, since: BroadcastReport | None = None
@@ -251,7 +251,7 @@ def test_a_rank_that_ends_in_front_of_a_version_is_named(stack: ExitStack) -> No
     with pytest.raises((WeightSyncError, DeadlineError), match="trainer rank 4"):
         fleet.send(1)
     with pytest.raises((WeightSyncError, DeadlineError), match="trainer rank 4"):
-        fleet.sender.probe_others(2.0)
+        fleet.sender.probe_others(_WAIT_S)
 
 
 def test_ranks_are_steered_over_tls_and_refuse_callers_without_it(stack: ExitStack) -> None:
@@ -262,14 +262,14 @@ def test_ranks_are_steered_over_tls_and_refuse_callers_without_it(stack: ExitSta
     assert report.bases[0].digest == staged["one", 0].digest
     plain = SendingRankClient(1, "127.0.0.1", fleet.servers[0].port, _KEY)
     with closing(plain), pytest.raises(WeightSyncError, match="trainer rank 1"):
-        plain.probe(2.0)
+        plain.probe(_WAIT_S)
 
 
 def test_a_stranger_without_the_runs_key_steers_no_rank(stack: ExitStack) -> None:
     fleet = _Fleet(stack, {"one": (WHOLE,)})
     stranger = SendingRankClient(1, "127.0.0.1", fleet.servers[0].port, b"x" * 32)
     with closing(stranger), pytest.raises(WeightSyncError, match="not its key"):
-        stranger.probe(2.0)
+        stranger.probe(_WAIT_S)
 
 
 def test_holdings_that_do_not_make_the_weights_are_refused_by_name(stack: ExitStack) -> None:
@@ -301,7 +301,7 @@ def test_a_rank_ends_an_older_epoch_of_the_same_workers_although_no_call_to_leav
     monkeypatch.setattr(SendingRankClient, "leave", lambda *_: None)
     fleet.form()
     with pytest.raises(WeightSyncError, match=r"trainer rank 1.*epoch 1 is over"):
-        fleet.others[0].send(1, 1, (), 5.0, _NEVER, has_changes=False)
+        fleet.others[0].send(1, 1, (), _WAIT_S, _NEVER, has_changes=False)
     _, staged = fleet.send(1)
     fleet.check(staged, 1)
 

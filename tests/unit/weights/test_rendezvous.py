@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from sluice.config.addresses import join_host_port
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights import rendezvous
+from sluice.weights import group, rendezvous
+from sluice.weights.backend import ProcessGroup
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 from sluice.weights.sender import WeightSender
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
-from tests.support.weight_rendezvous import KEY, link_to, make_spec
+from tests.support.weight_rendezvous import KEY, give_calls_time, link_to, make_spec
 
 _WEIGHTS = {"w": torch.arange(9.0)}
 _TENSORS = tensor_specs(_WEIGHTS.items())
@@ -63,17 +65,17 @@ def test_a_group_forms_at_any_address_of_either_family(
     pool: ThreadPoolExecutor, host: str, bind_host: str | None
 ) -> None:
     receivers = {name: WeightReceiver(CpuDevice()) for name in ("r0", "r1")}
-    with closing(_sender(10.0, host, bind_host)) as sender:
+    with closing(_sender(60.0, host, bind_host)) as sender:
         specs = sender.form_group(1, list(receivers), _TENSORS)
         joined = [pool.submit(receivers[name].join, spec) for name, spec in specs.items()]
         sender.join(_NEVER)
-        assert [done.result(10) for done in joined] == [specs["r0"].plan_digest] * 2
+        assert [done.result(60) for done in joined] == [specs["r0"].plan_digest] * 2
         staged = [pool.submit(receiver.stage, 1) for receiver in receivers.values()]
         report = sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER)
-        assert {done.result(10).digest for done in staged} == {report.bases[0].digest}
+        assert {done.result(60).digest for done in staged} == {report.bases[0].digest}
         for receiver in receivers.values():
             receiver.close()
-    assert wait_for_retired_threads(10) == 0
+    assert wait_for_retired_threads(60) == 0
 
 
 def _announce(spec: TransferGroupSpec) -> None:
@@ -83,33 +85,42 @@ def _announce(spec: TransferGroupSpec) -> None:
         gather(EpochStore(spec, "joining", "trainer", lambda: None), spec, {0: "trainer", 1: "r0"})
 
 
-def test_a_member_that_dies_after_it_came_ends_the_formation_by_its_deadline() -> None:
+def test_a_member_that_dies_after_it_came_ends_the_formation_by_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_calls_time(monkeypatch)
     with closing(_sender(0.5)) as sender:
         _announce(sender.form_group(1, ["r0"], _TENSORS)["r0"])
         with pytest.raises(
             DeadlineError, match=r"^r0: no answer within 0.5 s while forming .* epoch 1"
         ):
             sender.join(_NEVER)
-    assert wait_for_retired_threads(10) == 0
+    assert wait_for_retired_threads(60) == 0
 
 
 def test_a_stop_reaches_into_torchs_constructor_and_leaves_no_thread_behind(
-    pool: ThreadPoolExecutor,
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = threading.Event()
-    with closing(_sender(60.0)) as sender:
+    give_calls_time(monkeypatch)
+    stop, constructing, create = threading.Event(), threading.Event(), group.create_process_group
+
+    def noted(*arguments: Any) -> ProcessGroup:
+        constructing.set()
+        return create(*arguments)
+
+    monkeypatch.setattr(group, "create_process_group", noted)
+    with closing(_sender(600.0)) as sender:
         _announce(sender.form_group(1, ["r0"], _TENSORS)["r0"])
         joining = pool.submit(sender.join, stop)
-        with pytest.raises(TimeoutError):
-            joining.result(0.3)
+        assert constructing.wait(60)
         stop.set()
         with pytest.raises(WeightSyncError, match=r"with r0 .*stopped by the caller"):
-            joining.result(10)
-    assert wait_for_retired_threads(10) == 0  # long before the 60 s that torch was given
+            joining.result(60)
+    assert wait_for_retired_threads(60) == 0  # long before the 600 s that torch was given
 
 
 def test_a_late_member_of_an_epoch_that_is_over_is_refused_with_the_reason() -> None:
-    with closing(_sender(5.0)) as sender:
+    with closing(_sender(60.0)) as sender:
         late = sender.form_group(1, ["r0"], _TENSORS)["r0"]
         sender.form_group(2, ["r0"], _TENSORS)
         with pytest.raises(WeightSyncError, match=r"forming .*the epoch is over or has not begun"):

@@ -56,7 +56,7 @@ class _Ends:
         spec = sender.form_group(1, ["r0"], _SPECS)["r0"]
         joined = self.pool.submit(receiver.join, spec)
         sender.join(_NEVER)
-        joined.result(5)
+        joined.result(60)
 
     def transfer(self, number: int, since: Base | None = None) -> StagedWeights:
         staging = self.pool.submit(self.receiver.stage, number)
@@ -66,7 +66,7 @@ class _Ends:
             update = self.sender.encode_update([since], _buffer(since.version), new, _NEVER)
             assert update is not None
         report = self.sender.broadcast(new, number, _NEVER, update)
-        staged = staging.result(5)
+        staged = staging.result(60)
         assert staged.digest == report.bases[0].digest == plain_digest(_weights(number))
         assert plain_digest(staged.tensors) == staged.digest
         assert staged.received_bytes == report.sent_bytes
@@ -77,7 +77,7 @@ class _Ends:
 @pytest.fixture
 def ends() -> Iterator[_Ends]:
     with (
-        closing(WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=2.0)) as sender,
+        closing(WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)) as sender,
         closing(WeightReceiver(CpuDevice())) as receiver,
     ):
         made = _Ends(sender, receiver)

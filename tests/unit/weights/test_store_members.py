@@ -28,7 +28,7 @@ from tests.support.weight_rendezvous import KEY, link_to, make_spec
 _WEIGHTS = {"w": torch.arange(9.0)}
 _TENSORS = tensor_specs(_WEIGHTS.items())
 _NEVER = threading.Event()
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_strangers_that_open_calls_and_send_no_message_keep_no_member_waiting(
     store: RendezvousStore,
 ) -> None:
     def nothing() -> Iterator[bytes]:
-        _NEVER.wait(_WAIT_S)
+        _NEVER.wait(10.0)
         yield from ()
 
     address = f"127.0.0.1:{store.port}"
