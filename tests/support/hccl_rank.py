@@ -32,7 +32,7 @@ def _create(options: Any, _: object) -> object:
 def main() -> int:
     rename_privateuse1_backend("npu")
     dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
-    parallel = TorchDistributed(_Npu(), 30.0)
+    parallel = TorchDistributed(_Npu(), 240.0)
     total = torch.tensor([parallel.rank + 1.0])
     parallel.all_reduce_sum([total], "summing")
     # On the CPU, so that it is Gloo's: but by sends alone, which HCCL has too.

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.steered_process import SteeredProcess
 
-LONG_S = 60.0
+LONG_S = 120.0
 
 
 class Rank(SteeredProcess):
