@@ -303,4 +303,4 @@ def test_replicas_say_nothing_of_a_trainer_that_starts_later_and_leaves_first(
 
 def listening_at(record: Record, name: str) -> datetime:
     line = next(one for one in record.log(name).splitlines() if "listening on" in one)
-    return datetime.strptime(line[: len("00:00:00")], "%H:%M:%S")  # noqa: DTZ007 - of a log
+    return datetime.strptime(line[: len("00:00:00")], "%H:%M:%S")
