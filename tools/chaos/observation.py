@@ -208,7 +208,7 @@ class Witness:
     Attributes:
         accepted: ids with a receipt.
         refused: ids that were refused.
-        num_trained: prompts of which it was told that they were trained.
+        num_trained: prompts reported to it as trained.
     """
 
     def __init__(self, address: str, rows: Sequence[Mapping[str, Any]]) -> None:
