@@ -37,7 +37,7 @@ from tools.phases import PhaseError
 _T = TypeVar("_T")
 LOOPBACK = "127.0.0.1"
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
-_STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
+_STOP_S, _END_S, _POLL_S, _ANSWER_S = 300.0, 150.0, 0.2, 10.0
 # Files of overrides, and a reward function.
 _SETTINGS = Path(__file__).with_name("run_settings")
 # The quickstart's task and what is made for it. The model of `tiny` knows nothing; `stretch` is not

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
 from services.evaluation.servicer import VERSION, EvaluationServicer
-from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.members import Fleet, MemberState, drop_silent
 from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient, connected_reward
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits, under_control
 from services.trainer.servicer import trainer_server
@@ -39,7 +39,6 @@ from sluice.telemetry.trace_setup import traced_process
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 0.5
 _REWARD_START_TIMEOUT_S = 120.0
 NAME = "evaluation"
 _LAST_ANSWERS_S = 1.0
@@ -76,7 +75,7 @@ class Evaluator:
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(self._expire_silent(), name="heartbeats"),
+                tasks.create_task(drop_silent(self._fleet), name="heartbeats"),
                 tasks.create_task(self._announce_changes(), name="fleet"),
             ]
             await self._under_control(self._replica_serves(), RunPhase.WAITING_FOR_REPLICAS)
@@ -138,11 +137,6 @@ class Evaluator:
             if self._fleet.in_state(MemberState.SERVING):
                 self._serves.set()
             await self._announcer.announce()
-
-    async def _expire_silent(self) -> None:
-        while True:
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            self._fleet.expire(time.monotonic())
 
 
 async def _never() -> None:

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.fleet.delivery import SyncCounts
-from services.trainer.fleet.members import Fleet
+from services.trainer.fleet.members import Fleet, drop_silent
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, num_kept, start_point
@@ -92,7 +91,6 @@ from sluice.weights.sender import WeightSender, broadcast_deadline_s
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 0.5
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _ACCOUNTING_INTERVAL_S = 10.0
@@ -207,16 +205,10 @@ async def _run_loop(
     loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
 ) -> None:
     async with (
-        beside(_expire_silent(fleet), "heartbeats"),
+        beside(drop_silent(fleet), "heartbeats"),
         beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
     ):
         await loop.run()
-
-
-async def _expire_silent(fleet: Fleet) -> None:
-    while True:
-        await asyncio.sleep(_WATCH_INTERVAL_S)
-        fleet.expire(time.monotonic())
 
 
 async def _refresh_accounting(

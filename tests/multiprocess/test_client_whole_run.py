@@ -70,7 +70,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
 
 
 async def _sampled_and_graded(client: AsyncClient, seen: Seen) -> None:
-    options = GenerateOptions(n=2, sampling=Sampling(max_tokens=8), priority=-1, deadline_s=60)
+    options = GenerateOptions(n=2, sampling=Sampling(max_tokens=8), priority=-1, deadline_s=WAIT_S)
     found = await client.generate([ChatMessage("user", "1 + 1 = ?")], options)
     seen.texts += found.texts
     seen.versions += [span.version for each in found.rollouts for span in each.version_spans]
@@ -88,7 +88,7 @@ def _commands(run_dir: Path, seen: Seen) -> None:
     file = run_dir / "responses.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     to_run = ("--run", str(run_dir), "--json")
-    options = ("-n", "2", "--max-tokens", "8", "--priority", "-1", "--deadline", "60")
+    options = ("-n", "2", "--max-tokens", "8", "--priority", "-1", "--deadline", str(WAIT_S))
     seen.printed["generate"] = _sluice("generate", "1 + 1 = ?", *options, *to_run)
     seen.printed["score"] = _sluice("score", str(file), *to_run)
 

@@ -56,6 +56,7 @@ def sound_run(folder: Path) -> list[str]:
         f"sluice.run_dir={folder}/run",
         "trainer.device=cpu",
         "sluice.rollout.device=cpu",
+        "reward.scorer_pool.timeout_s=300",
     ]
 
 

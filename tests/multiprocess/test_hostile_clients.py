@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import pytest
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tests.support.replica_process import ReplicaProcess, hold, replica_process
 from tests.support.reward_process import RewardProcess, reward_process, turn
 from tests.support.reward_scenarios import mixed, until
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+WAIT_S = 240.0
 CALLER = """
 import sys, time
 import grpc
@@ -56,7 +58,7 @@ async def caller(
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             assert await process.stdout.readline() == b"answered\n"
         yield process
     finally:
@@ -80,7 +82,7 @@ def address_of(service: RewardProcess) -> str:
 
 async def is_well(service: RewardProcess) -> bool:
     item = reward_pb2.ScoreItem(data_source="math_dapo", response="Answer: 3", ground_truth="3")
-    answer = await service.stub.Score(reward_pb2.ScoreRequest(items=[item]), timeout=30)
+    answer = await service.stub.Score(reward_pb2.ScoreRequest(items=[item]), timeout=WAIT_S)
     return bool(answer.results[0].score.score == 1.0)
 
 
@@ -133,7 +135,7 @@ async def test_a_prompt_outlives_the_client_that_was_killed_and_its_outcome_can_
         await service.announce(0, [replica])
         batch = await service.take(1, 0)
         await service.acknowledge(batch, 1)
-        call = service.stub.SubmitPrompts(timeout=30)
+        call = service.stub.SubmitPrompts(timeout=WAIT_S)
         await call.write(sent)
         await call.done_writing()
         events = [event async for event in call]
@@ -145,11 +147,11 @@ async def test_streams_that_fall_silent_are_few_and_take_nobodys_place(
     configure: Callable[..., Path],
 ) -> None:
     async with reward_process(configure(mixed(4)), "sluice.limits.max_submit_streams=8") as service:
-        silent = [service.stub.SubmitPrompts(timeout=60) for _ in range(8)]
+        silent = [service.stub.SubmitPrompts(timeout=3 * WAIT_S) for _ in range(8)]
         for number, call in enumerate(silent):
             await call.write(prompt(f"the last word of {number}"))
             assert (await call.read()).HasField("receipt")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             code, details = await _first_refusal(service)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_submit_streams" in details
@@ -158,7 +160,7 @@ async def test_streams_that_fall_silent_are_few_and_take_nobodys_place(
             call.cancel()
 
         async def is_taken() -> bool:
-            call = service.stub.SubmitPrompts(timeout=60)
+            call = service.stub.SubmitPrompts(timeout=WAIT_S)
             try:
                 await call.write(prompt("late"))
                 return bool((await call.read()).HasField("receipt"))
@@ -167,7 +169,7 @@ async def test_streams_that_fall_silent_are_few_and_take_nobodys_place(
             finally:
                 call.cancel()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not await is_taken():
                 await asyncio.sleep(0.05)
 
@@ -181,40 +183,36 @@ async def _first_refusal(service: RewardProcess) -> tuple[grpc.StatusCode, str]:
 
 
 async def test_a_caller_that_is_killed_in_the_middle_of_its_samples_frees_their_slots(
-    small_replica: tuple[str, Any],
+    small_replica: tuple[Path, ReplicaProcess],
 ) -> None:
-    address, stub = small_replica
+    folder, replica = small_replica
     request = rollout_pb2.GenerateRequest(sample_indexes=range(8))
     request.prompt.tokens.token_ids_u32 = bytes([3, 0, 0, 0])
     request.sampling.ignore_eos = True
     path = "/sluice.api.rollout.v1.RolloutService/Generate"
 
-    async def busy() -> int:
-        status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)
-        return int(status.slots_busy + status.queued)
-
-    async with caller(path, address, request.SerializeToString()) as process:
-        async with asyncio.timeout(30):
-            while await busy() < 8:
-                await asyncio.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        async with asyncio.timeout(30):
-            while await busy():
-                await asyncio.sleep(0.01)
+    with hold(folder):  # so that they end only with their caller
+        async with caller(path, replica.address, request.SerializeToString()) as process:
+            async with asyncio.timeout(WAIT_S):
+                while await replica.samples() < 8:
+                    await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            async with asyncio.timeout(WAIT_S):
+                while await replica.samples():
+                    await asyncio.sleep(0.01)
     request.sampling.max_tokens = 2
-    events = [event async for event in stub.Generate(request, timeout=60)]
+    async with grpc.aio.insecure_channel(replica.address) as channel:
+        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+        events = [event async for event in stub.Generate(request, timeout=WAIT_S)]
     assert sum(len(event.rollouts) for event in events) == 8
 
 
 @pytest.fixture
-async def small_replica(tmp_path: Path) -> AsyncIterator[tuple[str, Any]]:
-    """Address and stub of a replica whose every step takes a while."""
+async def small_replica(tmp_path: Path) -> AsyncIterator[tuple[Path, ReplicaProcess]]:
+    """A replica and its folder."""
     from tests.support.causal_lms import save_config
-    from tests.support.replica_process import replica_process
 
-    async with AsyncExitStack() as stack:
-        folder = save_config("qwen3", tmp_path)
-        replica = await stack.enter_async_context(replica_process(folder, "slow", 0.2))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(replica.address))
-        yield replica.address, rollout_pb2_grpc.RolloutServiceStub(channel)
+    folder = save_config("qwen3", tmp_path)
+    async with replica_process(folder, "small", 0.01) as replica:
+        yield folder, replica

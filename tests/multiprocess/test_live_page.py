@@ -20,7 +20,7 @@ from sluice.dashboard.serving import URL_NAME
 from tests.support.dashboard_run import fill_run, make_run
 from tests.support.small_run import is_running, processes_naming
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 LEAST_PRIORITY = 19
 
 
@@ -65,8 +65,9 @@ def _serves(entry: Path, run_dir: Path) -> bool:
 
 
 async def test_the_page_is_served_without_a_launcher_too_until_the_block_ends(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.trainer.leader._PAGE_ENDS_S", WAIT_S)
     config = configured(tmp_path, "sluice.dashboard.port=0")
     fill_run(tmp_path)
     (tmp_path / "config.yaml").unlink()  # `torchrun` leaves none in the folder

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services.rollout.registration import _WARNS_AFTER_S
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.service_contract import WEIGHTS_HEALTH
@@ -83,12 +86,25 @@ async def disturb(run: LiveRun, seen: Observed) -> None:
     async with asyncio.TaskGroup() as tasks:
         await run.until_step(1)
         watching = tasks.create_task(watch(run, seen))
-        assert len(await run.serving()) == 2
+        await until_serving(run, "rollout-0", "rollout-1")
         await look_around(run, seen)
         await lose_a_replica(run, seen)
         await pause_and_grow(run, seen)
+        await run.until(lambda: has_filtered(run), "a filtered group")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
         await watching
+
+
+async def until_serving(run: LiveRun, *names: str) -> None:
+    async def all_serve() -> bool:
+        return set(await run.serving()) == set(names)
+
+    await run.until(all_serve, f"{', '.join(names)} serving")
+
+
+async def has_filtered(run: LiveRun) -> bool:
+    ends = (await run.reward_status()).prompts_by_end
+    return ends["filtered_all_right"] + ends["filtered_all_wrong"] > 0
 
 
 async def watch(run: LiveRun, seen: Observed) -> None:
@@ -108,7 +124,7 @@ async def look_around(run: LiveRun, seen: Observed) -> None:
             if service == "rollout":
                 # A replica looks for its weights every so often.
                 watched = health_pb2.HealthCheckRequest(service=WEIGHTS_HEALTH)
-                async for answer in stub.Watch(watched, timeout=30):
+                async for answer in stub.Watch(watched, timeout=WAIT_S):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         break
             for name in ("", *SERVICES[service]):
@@ -136,7 +152,8 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
         gone = seen.killed not in {r.replica.instance_id for r in status.replicas}
         if gone and status.step >= seen.step_at_kill + 3:
             names = {r.replica.name for r in status.replicas if r.state == "serving"}
-            seen.without_the_killed = (status.step, names)
+            if "rollout-0" in names:
+                seen.without_the_killed = (status.step, names)
         return bool(seen.without_the_killed[0])
 
     await run.until(has_continued, "steps without the killed replica")
@@ -156,11 +173,7 @@ async def pause_and_grow(run: LiveRun, seen: Observed) -> None:
         trainer_pb2.SaveCheckpointRequest(), timeout=WAIT_S
     )
     async with extra_replica(run, 7):
-
-        async def all_serve() -> bool:
-            return set(await run.serving()) == {"rollout-0", "rollout-1", "rollout-7"}
-
-        await run.until(all_serve, "the killed replica back and a new one")
+        await until_serving(run, "rollout-0", "rollout-1", "rollout-7")
         assert (await run.status()).step == seen.step_while_paused
         seen.restarted = (await run.serving())["rollout-1"]
         await run.trainer.Resume(trainer_pb2.ResumeRequest(), timeout=60)
@@ -229,7 +242,9 @@ def test_a_killed_replica_is_dropped_and_its_samples_come_from_others(
     step, names = seen.without_the_killed
     assert step >= seen.step_at_kill + 3
     assert "rollout-0" in names
-    assert "replica rollout-1 dropped" in record.log("trainer")
+    # Or its next process registers before anybody has called the killed one.
+    noticed = r"replica rollout-1 (dropped|at \S+ takes the place of)"
+    assert re.search(noticed, record.log("trainer"))
 
 
 def test_a_killed_replica_that_is_started_again_joins_under_a_new_instance(
@@ -278,5 +293,14 @@ def test_replicas_say_nothing_of_a_trainer_that_starts_later_and_leaves_first(
     eventful: tuple[Record, Observed],
 ) -> None:
     record, _ = eventful
-    assert "out of reach" not in record.log("rollout-0")
-    assert "did not learn of the drain" not in record.log("rollout-0")
+    before, _, after = record.log("rollout-0").partition("registered as")
+    assert after
+    # A busy machine may take longer for the trainer than a replica waits in silence.
+    late_s = (listening_at(record, "trainer") - listening_at(record, "rollout-0")).seconds
+    assert "out of reach" not in before or late_s >= _WARNS_AFTER_S - 1.0
+    assert "did not learn of the drain" not in after
+
+
+def listening_at(record: Record, name: str) -> datetime:
+    line = next(one for one in record.log(name).splitlines() if "listening on" in one)
+    return datetime.strptime(line[: len("00:00:00")], "%H:%M:%S")

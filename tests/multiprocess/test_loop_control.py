@@ -15,7 +15,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.main import commands
 from tests.support.small_run import ENDLESS, WAIT_S, Assets, LiveRun, Record, run_to_end
 
-MANY_STEPS = 1_000_000
+MANY_STEPS, NAME = 1_000_000, "rollout-0"
 EXPLAINED: list[dict[str, Any]] = []
 
 
@@ -31,6 +31,7 @@ def starved(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
             *ENDLESS,
             f"trainer.save_freq={MANY_STEPS}",
             "trainer.test_freq=-1",
+            "sluice.trainer.replica_ttl_s=6",
         ],
         lambda run: starve(run, steps),
     )
@@ -45,10 +46,17 @@ async def starve(run: LiveRun, steps: list[int]) -> None:
         async def waits() -> bool:
             status = await run.status()
             waiting = status.phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
-            return waiting and not status.replicas and status.phase_seconds > 1.0
+            # What was generated before might fill a batch yet.
+            is_graded = (await run.reward_status()).groups_grading == 0
+            return waiting and is_graded and not status.replicas and status.phase_seconds > 1.0
 
         await run.until(waits, "the wait for a batch that does not come")
-        EXPLAINED.append(await asyncio.to_thread(explained, run))
+
+        async def all_else_answers() -> bool:
+            EXPLAINED[:] = [await asyncio.to_thread(explained, run)]
+            return all(one["waits"] for one in EXPLAINED[0]["services"] if one["name"] != NAME)
+
+        await run.until(all_else_answers, "the waits of trainer and reward service")
         request = trainer_pb2.SaveCheckpointRequest()
         steps.append((await run.trainer.SaveCheckpoint(request, timeout=WAIT_S)).step)
         assert (await run.status()).phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
@@ -68,7 +76,7 @@ def explained(run: LiveRun) -> dict[str, Any]:
     arguments = ["status", "--why", "--json", run.config.sluice.run_dir]
     result = CliRunner().invoke(commands, arguments)
     assert result.exit_code == 0, result.output
-    return {**json.loads(result.output), "pid": run.pid_of("rollout-0")}
+    return {**json.loads(result.output), "pid": run.pid_of(NAME)}
 
 
 def test_a_replica_that_was_stopped_is_named_as_what_the_run_waits_for(

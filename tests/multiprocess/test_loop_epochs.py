@@ -30,6 +30,8 @@ def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
         [
             f"data.train_files={folder / 'short.parquet'}",
             "data.truncation=error",
+            # One group at least is filtered.
+            "reward.custom_reward_function.name=first_row_is_right",
             "trainer.total_training_steps=null",
             "trainer.total_epochs=1",
             f"trainer.save_freq={NEVER_BEFORE_THE_END}",

@@ -81,7 +81,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
     await run.until_step(2)
     try:
         async with asyncio.timeout(WAIT_S), AsyncClient.connect(run.run_dir) as client:
-            options = GenerateOptions(n=2, sampling=Sampling(max_tokens=4), deadline_s=60)
+            options = GenerateOptions(n=2, sampling=Sampling(max_tokens=4), deadline_s=WAIT_S)
             asked = (ChatMessage("user", "<image>Which colour?"),)
             for side in (48, 96):
                 picture = image_file(0, side, side)

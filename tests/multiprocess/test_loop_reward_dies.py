@@ -7,15 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import SLOWLY, Assets, LiveRun, run_to_end
+from sluice.api.trainer.v1 import trainer_pb2
+from tests.support.small_run import ENDLESS, SLOWLY, Assets, LiveRun, run_to_end
 
-STEPS = 8
+STEPS_AFTER = 7
 
 
 async def kill_in_the_middle(run: LiveRun) -> None:
-    """Kills the reward service as soon as the first step is heard of."""
+    """Kills the reward service once a first step is heard of; ends the run some steps later."""
     await run.until_step(1)
+    killed = run.pid_of("reward")
     run.send("reward", signal.SIGKILL)
+
+    async def is_back() -> bool:
+        await run.reward_status()
+        return run.pid_of("reward") != killed
+
+    await run.until(is_back, "another reward service")
+    await run.until_step((await run.status()).step + STEPS_AFTER)
+    await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])  # from 2 on transfers overlap steps
@@ -26,15 +36,17 @@ def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
         small_assets,
         tmp_path,
         [
-            f"trainer.total_training_steps={STEPS}",
+            *ENDLESS,
             "trainer.test_freq=4",
-            SLOWLY,  # or it may end before the kill
+            SLOWLY,
             f"sluice.asynchrony.max_staleness={max_staleness}",
         ],
         kill_in_the_middle,
     )
     assert (record.end.exit_code, record.end.failures) == (0, ())
-    assert [row["training/global_step"] for row in record.steps] == list(range(1, STEPS + 1))
+    steps = [row["training/global_step"] for row in record.steps]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > STEPS_AFTER
     assert record.accounts["prompts_lost"] == 0
     assert record.accounts["groups_trained"] == record.accounts["groups_acknowledged"]
     assert record.accounts["trained"] == record.accounts["groups_trained"]

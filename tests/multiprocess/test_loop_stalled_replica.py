@@ -19,10 +19,20 @@ from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, rollout_service
 from tests.support.gated_replica import GATE_VARIABLE
 from tests.support.preloaded import PreloadedHost
-from tests.support.small_run import ENDLESS, SLOWLY, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import (
+    ENDLESS,
+    GRACE_S,
+    SLOWLY,
+    Assets,
+    LiveRun,
+    Record,
+    run_to_end,
+)
 
 STEPS_WITHOUT = 3
 NAME = "rollout-7"
+HUNG = f"replica {NAME} out of use: work, but no token for"
+SILENT = f"replica {NAME} dropped: no heartbeat for"
 
 
 @dataclass
@@ -56,14 +66,15 @@ async def until_it_samples(run: LiveRun, seen: Seen) -> None:
     """Waits until the replica serves and has work; notes who it is, and its version."""
 
     async def draws() -> bool:
-        replica, _ = await look(run)
-        return replica is not None and replica.state == "serving" and replica.slots_busy > 0
+        status = await run.status()
+        found = [r for r in status.replicas if r.replica.name == NAME]
+        draws = bool(found) and found[0].state == "serving" and found[0].slots_busy > 0
+        if draws:
+            seen.instance_ids.add(found[0].replica.instance_id)
+            seen.versions.append((found[0].replica.policy_version, status.policy_version))
+        return draws
 
     await run.until(draws, f"{NAME} at work")
-    status = await run.status()
-    (replica,) = (r.replica for r in status.replicas if r.replica.name == NAME)
-    seen.instance_ids.add(replica.instance_id)
-    seen.versions.append((replica.policy_version, status.policy_version))
 
 
 async def steps_without(run: LiveRun, states: set[str]) -> int:
@@ -87,7 +98,7 @@ async def gated_replica(run: LiveRun, gate: Path, lines: list[str]) -> AsyncIter
     environment = {**plain.environment, GATE_VARIABLE: str(gate)}
     spec = replace(plain, command=command, environment=environment, restarts=NO_RESTARTS)
     supervisor = Supervisor(
-        [spec], folder / "logs", lambda _, line: lines.append(line), 30.0, PreloadedHost()
+        [spec], folder / "logs", lambda _, line: lines.append(line), GRACE_S, PreloadedHost()
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(supervisor.run(), name="replica")
@@ -97,24 +108,33 @@ async def gated_replica(run: LiveRun, gate: Path, lines: list[str]) -> AsyncIter
             running.cancel()
 
 
+def has_logged(run: LiveRun, text: str) -> bool:
+    log = Path(run.config.sluice.run_dir) / "logs" / "trainer.log"
+    return text in log.read_text(encoding="utf-8")
+
+
 async def hang_then_stop(run: LiveRun, gate: Path, seen: Seen) -> None:
     await run.until_step(1)
     async with gated_replica(run, gate, seen.lines) as supervisor:
         await until_it_samples(run, seen)
-        gate.touch()
-        await until_state(run, "stalled")
-        seen.steps_while_hung = await steps_without(run, seen.states_while_hung)
-        gate.unlink()
-        await until_it_samples(run, seen)
+        # Weights that are on their way to it may be given up first; then it is tried again.
+        while not has_logged(run, HUNG):
+            gate.touch()
+            await until_state(run, "stalled")
+            seen.states_while_hung.add("stalled")
+            seen.steps_while_hung = await steps_without(run, seen.states_while_hung)
+            gate.unlink()
+            await until_it_samples(run, seen)
         pid = supervisor.pid_of(NAME)
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await until_state(run, None)
-            seen.steps_while_stopped = await steps_without(run, set())
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await until_it_samples(run, seen)
+        while not has_logged(run, SILENT):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await until_state(run, None)
+                seen.steps_while_stopped = await steps_without(run, set())
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await until_it_samples(run, seen)
     await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
@@ -127,11 +147,13 @@ def stalled(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
         [
             *ENDLESS,
             SLOWLY,
-            "sluice.trainer.replica_stall_s=1.5",
+            # Longer than a busy machine lets a process stand still.
+            "sluice.trainer.replica_stall_s=12",
             "sluice.trainer.heartbeat_interval_s=0.2",
-            "sluice.trainer.replica_ttl_s=2",
+            "sluice.trainer.replica_ttl_s=12",
             "sluice.reward.stall_timeout_s=600",
-            "sluice.weights.timeout_s=4",
+            "sluice.weights.timeout_s=15",
+            "sluice.weights.probe_timeout_s=12",
         ],
         lambda run: hang_then_stop(run, folder / "gate", seen),
     )
@@ -145,7 +167,7 @@ def test_a_replica_that_lives_but_whose_engine_hangs_is_out_of_use_and_the_run_c
     # Weights that were on their way to it when it hung drop it for a moment; then it registers.
     assert "stalled" in seen.states_while_hung <= {"stalled", "gone"}
     assert seen.steps_while_hung == STEPS_WITHOUT
-    assert f"replica {NAME} out of use: work, but no token for" in record.log("trainer")
+    assert HUNG in record.log("trainer")
 
 
 def test_a_replica_that_stands_still_is_dropped_and_the_run_continues(
@@ -153,7 +175,7 @@ def test_a_replica_that_stands_still_is_dropped_and_the_run_continues(
 ) -> None:
     record, seen = stalled
     assert seen.steps_while_stopped == STEPS_WITHOUT
-    assert f"replica {NAME} dropped: no heartbeat for" in record.log("trainer")
+    assert SILENT in record.log("trainer")
 
 
 def test_what_gets_on_again_comes_back_as_the_same_process_with_present_weights(
@@ -162,7 +184,7 @@ def test_what_gets_on_again_comes_back_as_the_same_process_with_present_weights(
     record, seen = stalled
     assert (record.end.exit_code, record.end.failures) == (0, ())
     assert len(seen.instance_ids) == 1
-    assert len(seen.versions) == 3
+    assert len(seen.versions) >= 3
     assert all(newest - served <= 1 for served, newest in seen.versions)
     assert f"replica {NAME} progresses again" in record.log("trainer")
 

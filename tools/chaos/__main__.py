@@ -63,7 +63,7 @@ from tools.launched_run import (
 from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
-_START_S, _STEP_S, _END_S, _LATE_S = 240.0, 120.0, 20.0, 10.0
+_START_S, _STEP_S, _END_S, _LATE_S = 400.0, 300.0, 20.0, 10.0
 _RECOVERY_S = 120.0
 # The rate before a fault is that of so many windows. None of them was chosen for its rate: a run
 # that takes the window in which it found recovery compares with a high one, and then a higher one.
@@ -196,7 +196,7 @@ async def _run(
             inject = partial(injector.follow, schedule)
             if options.single:
                 inject = partial(_inject_singly, injector, observer, options, faults_s)
-            times, failure = await _go(run, observer, injector, inject, calm_s, quiet_s)
+            times, failure = await _go(run, observer, witness, injector, inject, calm_s, quiet_s)
             if front is not None:
                 expired_s = config.sluice.environment.episode_timeout_s + _LATE_S
                 leases_left = await front.leases_left(observer, expired_s)
@@ -228,6 +228,7 @@ def unchecked(report: Mapping[str, Any], options: argparse.Namespace) -> list[st
 async def _go(
     run: LaunchedRun,
     observer: Observer,
+    witness: Witness,
     injector: Injector,
     inject: Callable[[], Awaitable[None]],
     calm_s: float,
@@ -248,11 +249,12 @@ async def _go(
     before = len(observer.steps_s)
 
     async def has_continued() -> bool:
-        return len(observer.steps_s) > before
+        return len(observer.steps_s) > before and witness.num_trained > 0
 
     try:
         await injector.set_replicas(REPLICAS)
-        await run.until("a step after all faults", has_continued, _STEP_S)
+        what = "a step after all faults, and a client's prompt trained"
+        await run.until(what, has_continued, _STEP_S)
         await asyncio.sleep(quiet_s)
     except (PhaseError, SluiceError) as error:
         failure = str(error)

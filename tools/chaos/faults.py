@@ -53,7 +53,8 @@ REPLICAS = 2  # of the launcher at the beginning
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _STATE_FIELD, _PARENT_FIELD = 0, 1
 _ENDED = ("Z", "X")
-_DEATH_S, _DEATH_POLL_S = 1.0, 0.01
+_DEATH_S, _DEATH_POLL_S = 30.0, 0.01
+_ANSWER_S = 60.0
 _AFTER_SKIP_S = 1.0
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
@@ -204,7 +205,7 @@ class Injector:
         return ", ".join((*change.started, *change.drained))
 
     async def _inject(self, fault: Fault, tasks: asyncio.TaskGroup) -> str:
-        processes = await self.run.processes()
+        processes = await self._processes()
         local = [
             one
             for name, one in sorted(processes.items())
@@ -240,6 +241,15 @@ class Injector:
                 return leaving.name
             case _:
                 return await self.set_replicas(len(local) + (1 if action == "join" else -1))
+
+    async def _processes(self) -> dict[str, LaunchedProcess]:
+        """Return those of the run; a launcher on a busy machine may answer late."""
+        until_s = time.monotonic() + _ANSWER_S
+        while True:
+            found = await self.run.processes()
+            if found or time.monotonic() > until_s:
+                return found
+            await asyncio.sleep(_DEATH_POLL_S)
 
     async def _keep_ledger(self, reward: LaunchedProcess) -> None:
         """Copy the ledger of a reward service that was killed, before the next one can change it:

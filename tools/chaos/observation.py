@@ -208,12 +208,14 @@ class Witness:
     Attributes:
         accepted: ids with a receipt.
         refused: ids that were refused.
+        num_trained: prompts reported to it as trained.
     """
 
     def __init__(self, address: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._address, self._rows = address, rows
         self.accepted: set[str] = set()
         self.refused: set[str] = set()
+        self.num_trained = 0
         self._open: dict[str, NewPrompt] = {}
         self._count = 0
 
@@ -245,5 +247,6 @@ class Witness:
                     self.accepted.add(event.prompt_id)
                     continue
                 del self._open[event.prompt_id]
+                self.num_trained += event.event == "trained"
                 if event.event == "refused":
                     self.refused.add(event.prompt_id)

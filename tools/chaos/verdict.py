@@ -14,7 +14,7 @@ import sqlite3
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -90,12 +90,14 @@ def read_dumps(folder: Path) -> list[Dump]:
 def read_leases(folder: Path) -> list[Dump]:
     """Read the batches at the trainer in ledgers of killed reward services, in order of time.
 
+    A copy into which the next service wrote meanwhile shows nothing.
+
     Args:
         folder: of copies: ``<seconds since the epoch>/ledger.sqlite``.
     """
     found = []
     for file in folder.glob("*/ledger.sqlite"):
-        with closing(sqlite3.connect(file)) as database:
+        with closing(sqlite3.connect(file)) as database, suppress(sqlite3.DatabaseError):
             for version, packed in database.execute("SELECT version, prompt_ids FROM lease"):
                 ids = msgspec.msgpack.decode(packed, type=list[str])
                 found.append(Dump(version + 1, float(file.parent.name), dict.fromkeys(ids, 0)))

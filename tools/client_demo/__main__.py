@@ -48,7 +48,7 @@ _PERCENTILES, _SHOWN_ERRORS = (50, 90, 99), 5
 # So many clients start at a time: all at once, each would wait for the others to load its packages,
 # and its first call would reach its deadline.
 _STARTING = 4
-_POLL_S, _WAIT_S, _HOLD_S, _DEADLINE_S = 0.2, 180.0, 60.0, 600.0
+_POLL_S, _WAIT_S, _HOLD_S, _DEADLINE_S = 0.2, 400.0, 240.0, 600.0
 Prompts = Sequence[tuple[int, list[dict[str, str]]]]
 
 

@@ -147,7 +147,15 @@ const task = JSON.parse((await lines.next()).value);
 const metadata = new grpc.Metadata();
 metadata.set("sluice-client", task.name);
 const fleet = new Fleet(task.trainer);
-await fleet.ask();
+for (let asks = true; asks; ) {
+  try {
+    await fleet.ask();
+    asks = false;
+  } catch (error) {
+    if (!TRANSIENT.has(error.code)) throw error;
+    await pause(FIRST_WAIT_MS);
+  }
+}
 tell({ ready: true });
 await lines.next();
 const waiting = [...task.prompts];

@@ -18,6 +18,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
+from sluice.rpc.client import reward_stub
 from tools.fuzz.front_traffic import FrontTraffic
 from tools.fuzz.messages import corrupted, mutated, plausible, random_bytes
 
@@ -133,6 +134,15 @@ class Traffic:
         self.examples: list[str] = []
         self.holders: set[str] = set()
 
+    async def lease(self) -> None:
+        """Lease samples as a program would: a call of the attack may be too short for one."""
+        stub: Any = reward_stub(self._channels["reward"])
+        request = reward_pb2.LeaseSamplesRequest(count=1, wait_s=_LONG_S)
+        taken: Sequence[Any] = ()
+        while not taken:
+            taken = (await stub.LeaseSamples(request, timeout=4 * _LONG_S)).leases
+        self._take(taken)
+
     async def send(self, count: int, in_flight: int) -> None:
         """Make `count` calls, `in_flight` at a time."""
         left = iter(range(count))
@@ -217,9 +227,7 @@ class Traffic:
         if not method.descriptor.server_streaming:
             found = await channel.unary_unary(path)(attack.messages[0], timeout=attack.timeout_s)
             if method.name == "RewardService/LeaseSamples":
-                taken = reward_pb2.LeaseSamplesResponse.FromString(found).leases
-                self._leases.extend(one.lease_id for one in taken)
-                self.num_leased += len(taken)
+                self._take(reward_pb2.LeaseSamplesResponse.FromString(found).leases)
             return
         if method.descriptor.client_streaming:
             requests = _each(attack.messages)
@@ -231,6 +239,10 @@ class Traffic:
                 pass
         finally:
             call.cancel()
+
+    def _take(self, leases: Sequence[Any]) -> None:
+        self._leases.extend(one.lease_id for one in leases)
+        self.num_leased += len(leases)
 
 
 async def _each(messages: Sequence[bytes]) -> AsyncIterator[bytes]:

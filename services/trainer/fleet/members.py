@@ -4,8 +4,8 @@ A replica is a member as long as its heartbeats arrive. One that is held keeps t
 validated while the others get the next one. One that lives and has work but samples no
 token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
 
-The state is pure: callers pass the time in, from one event loop. `Fleet.changed` is set at every
-change of membership or state; its reader clears it.
+The state is pure: callers pass the time in, from one event loop; `drop_silent` looks at the clock
+for it. `Fleet.changed` is set at every change of membership or state; its reader clears it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -24,6 +25,8 @@ from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.share import check_share
 
 logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S, _STOOD_STILL_S = 0.5, 2.0
 
 MAX_MEMBERS = 4_096
 """Replicas at one time; as many as an announcement to the reward service may name."""
@@ -231,9 +234,15 @@ class Fleet:
         if info.instance_id in self._loads:
             self._note(info.instance_id, load)
 
-    def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
-        """Drop and return the replicas that were silent for longer than the time to live."""
-        silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
+    def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
+        """Drop and return the replicas that were silent for longer than the time to live.
+
+        Args:
+            awake_s: when this process began to read heartbeats; silence before it does not count.
+        """
+        silent = [
+            m for m in self._members.values() if now_s - max(m.last_seen_s, awake_s) > self._ttl_s
+        ]
         for member in silent:
             self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
         return tuple(member.info for member in silent)
@@ -358,6 +367,25 @@ class Fleet:
     def _instance(self, name: str, instance_id: str) -> FleetMember | None:
         member = self._members.get(name)
         return member if member is not None and member.info.instance_id == instance_id else None
+
+
+async def drop_silent(
+    fleet: Fleet,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Look at intervals, until cancelled, for replicas that are silent, and drop them.
+
+    While this process stands still, heartbeats lie unread: then all replicas get time to be heard.
+    """
+    looked_s, awake_s = clock(), -math.inf
+    while True:
+        await sleep(_WATCH_INTERVAL_S)
+        now_s = clock()
+        if now_s - looked_s > _STOOD_STILL_S:
+            awake_s = now_s
+        looked_s = now_s
+        fleet.expire(now_s, awake_s)
 
 
 def _serves(member: FleetMember, version: int) -> bool:

@@ -133,6 +133,14 @@ def test_the_ledger_of_a_killed_reward_service_shows_the_batch_that_got_no_dump(
     assert surviving_steps([batch], [], 7) == {7: batch.samples}
 
 
+def test_a_copy_of_a_ledger_that_the_next_service_changed_meanwhile_shows_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "12.5").mkdir()
+    (tmp_path / "12.5" / "ledger.sqlite").write_bytes(b"SQLite format 3\x00" + bytes(100))
+    assert read_leases(tmp_path) == []
+
+
 def row_line(name: str, step: int | None, end: str = "trained") -> dict[str, object]:
     return {"prompt_id": name, "end": end, "step": step}
 

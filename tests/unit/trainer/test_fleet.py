@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.members import Fleet, MemberState, drop_silent
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weight_share import Cut, WeightShare
+from tests.support.clock import Clock
 
 LAYOUT = "layout"
 TTL_S = 6.0
@@ -122,6 +124,31 @@ def test_silence_longer_than_the_time_to_live_drops_a_replica(
         assert fleet.expire(TTL_S + 0.5) == (replica("a"),)
     assert states(fleet) == {"b": MemberState.PENDING}
     assert "replica a dropped: no heartbeat for 6.5 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_dropped"),
+    [
+        ([0.5] * 13, True),
+        ([TTL_S + 1.0, 0.5], False),
+        ([TTL_S + 1.0, *[0.5] * 13], True),
+    ],
+)
+async def test_the_time_in_which_the_trainer_stood_still_is_no_silence_of_a_replica(
+    fleet: Fleet, looks: list[float], *, is_dropped: bool
+) -> None:
+    clock, gaps = Clock(), iter(looks)
+    fleet.register(replica(), LAYOUT, 0.0)
+
+    async def sleep(_seconds: float) -> None:
+        for gap in gaps:
+            clock.now_s += gap
+            return
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await drop_silent(fleet, clock, sleep)
+    assert states(fleet) == ({} if is_dropped else {"a": MemberState.PENDING})
 
 
 def test_a_draining_replica_gets_nothing_new_and_stays_draining(fleet: Fleet) -> None:
