@@ -51,10 +51,10 @@ class EnvironmentConfig(Section, frozen=True):
     """Largest address space of a worker, MiB."""
 
     call_timeout_s: PositiveFloat = 60.0
-    """Most seconds of one call of the environment; a worker that needs longer is killed."""
+    """Maximum seconds of one call of the environment; a worker that needs longer is killed."""
 
     episode_timeout_s: PositiveFloat = 1800.0
-    """Most seconds of an episode, its answers included; then its sample has failed."""
+    """Maximum seconds of an episode, including its answers; then its sample fails."""
 
     max_invalid_calls: PositiveInt = 3
     """Answers in a row with calls that cannot be read after which an episode ends."""
@@ -90,7 +90,7 @@ class SandboxConfig(Section, frozen=True):
     """Size of a program's /tmp, MiB, which holds its files; no file can be larger."""
 
     processes: PositiveInt = 64
-    """Most processes and threads of a program at once."""
+    """Maximum processes and threads of a program at once."""
 
 
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
@@ -281,7 +281,7 @@ class DashboardConfig(Section, frozen=True):
     """
 
     sample_chars: PositiveInt = 16384
-    """Most characters of a stored prompt or response; longer ones lose their middle."""
+    """Maximum characters of a stored prompt or response; longer ones lose their middle."""
 
 
 class TracesConfig(Section, frozen=True):
@@ -319,7 +319,7 @@ class AsynchronyConfig(Section, frozen=True):
     """How far generation may run ahead of training."""
 
     max_staleness: NonNegativeInt = 0
-    """Most versions that a sample's oldest token may lag behind; 0: synchronous, on-policy."""
+    """Maximum lag of a sample's oldest token in versions; 0: synchronous, on-policy."""
 
     ahead_share: PositiveShare = 1.0
     """Share of max_staleness batches that may be generated ahead of the policy that trains them. It
@@ -411,16 +411,16 @@ class RolloutServiceConfig(Section, frozen=True):
     """
 
     max_queued: PositiveInt = 4096
-    """Most samples that may wait for a slot; the replica refuses calls beyond it."""
+    """Maximum samples that may wait for a slot; the replica refuses further calls."""
 
     max_n: Annotated[PositiveInt, Meta(le=1024)] = 256
-    """Most samples of one call."""
+    """Maximum samples of one call."""
 
     device: str | None = None
     """cpu, cuda or npu; none: an accelerator if there is one, else the CPU."""
 
     drain_timeout_s: PositiveFloat = 10.0
-    """Most seconds that running samples get to finish at shutdown."""
+    """Maximum seconds that running samples get to finish at shutdown."""
 
     serves_model_files: bool = False
     """Serve the weights of the model's files, as version 0, without a trainer. Only for an
@@ -442,7 +442,7 @@ class ScoringFailureConfig(Section, frozen=True):
     """
 
     max_attempts: Annotated[PositiveInt, Meta(le=16)] = 2
-    """Most times that a sample is scored or generated, in total; then `then` decides."""
+    """Maximum times that a sample is scored or generated, in total; then `then` applies."""
 
     then: ThenKey = "leave_out"
     """After the last attempt. leave_out: train the group's other samples, if enough are left
@@ -489,12 +489,12 @@ class RewardServiceConfig(Section, frozen=True):
 
     endpoint: EndpointConfig = EndpointConfig()
     generate_timeout_s: PositiveFloat | None = None
-    """Most seconds of a replica for a group; its missing samples then continue on another one.
+    """Maximum seconds of a replica for a group; its missing samples then continue on another one.
     None: 0.1 for each token of data.max_response_length, and at least 600.
     """
 
     max_attempts: PositiveInt = 5
-    """Most failed attempts to generate the missing samples of a group; after that the group
+    """Maximum failed attempts to generate the missing samples of a group; after that the group
     continues without them (outcomes.engine_error).
     """
 
@@ -525,10 +525,10 @@ class RewardServiceConfig(Section, frozen=True):
     """Tokens at which a training group ends without its unfinished samples; none: never."""
 
     inflight_slack: PositiveFloat = 1.5
-    """Most sequences in flight per slot of all replicas; above 1 keeps slots busy between calls."""
+    """Maximum sequences in flight per slot of all replicas; above 1 keeps slots busy."""
 
     max_client_pending: PositiveInt = 65536
-    """Most unfinished prompts of all clients together."""
+    """Maximum unfinished prompts of all clients together."""
 
     group_log: bool = True
     """Write one line per finished group to groups.jsonl."""
@@ -552,13 +552,13 @@ class TrainerServiceConfig(Section, frozen=True):
     """Replicas that must be ready before the first step."""
 
     replica_wait_timeout_s: PositiveFloat | None = None
-    """Most seconds to wait for min_replicas; then the run fails. None: 120, or 600 for vllm and
+    """Maximum seconds to wait for min_replicas; then the run fails. None: 120, or 600 for vllm and
     sglang, and 4 for each GB of weights.
     """
 
     batch_timeout_s: PositiveFloat = 600.0
-    """Most seconds without progress while the trainer waits for a batch; then the run fails. While
-    all samples wait for agents or environments, these seconds do not pass.
+    """Maximum seconds without progress while the trainer waits for a batch; then the run fails.
+    Seconds in which all samples wait for agents or environments do not count.
     """
 
     heartbeat_interval_s: PositiveFloat = 1.0
@@ -571,8 +571,8 @@ class TrainerServiceConfig(Section, frozen=True):
     """Seconds without a token after which a replica with work is unused until it progresses."""
 
     command_timeout_s: PositiveFloat | None = None
-    """Most seconds that a trainer rank waits for the other ranks. None: 120, and 4 for each GB of
-    weights.
+    """Maximum seconds that a trainer rank waits for the other ranks. None: 120, and 4 for each GB
+    of weights.
     """
 
     skip_zero_advantage: bool = False
@@ -593,10 +593,10 @@ class WeightsConfig(Section, frozen=True):
     """Largest message of a collective, MiB."""
 
     timeout_s: PositiveFloat = 30.0
-    """Most seconds to form a transfer group, and for each collective."""
+    """Maximum seconds to form a transfer group, and for each collective."""
 
     probe_timeout_s: PositiveFloat = 3.0
-    """Most seconds for a replica's answer to a probe (new group, or after a failed update)."""
+    """Maximum seconds for a replica's answer to a probe (new group, or after a failed update)."""
 
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Backend of the collectives; none: the one that fits the device."""
@@ -670,7 +670,7 @@ class ServiceConfig(Section, frozen=True):
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 
     shutdown_grace_s: PositiveFloat = 15.0
-    """Most seconds for an orderly shutdown of a service."""
+    """Maximum seconds for an orderly shutdown of a service."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level of the log lines that are written."""
