@@ -33,7 +33,7 @@ class EnvironmentConfig(Section, frozen=True):
     """
 
     path: str | None = None
-    """Python file that defines the environment; none: there is none, or `addresses` have it."""
+    """Python file that defines the environment; none: no environment, or one at `addresses`."""
 
     name: str | None = None
     """Class or async function in that file; none: its only one that is public."""
@@ -57,7 +57,7 @@ class EnvironmentConfig(Section, frozen=True):
     """Maximum seconds of an episode, including its answers; then its sample fails."""
 
     max_invalid_calls: PositiveInt = 3
-    """Answers in a row with calls that cannot be read after which an episode ends."""
+    """Consecutive answers with unreadable calls after which an episode ends."""
 
 
 BackendKey = Literal["bubblewrap", "command", "sandbox_fusion"]
@@ -232,7 +232,7 @@ class SourceConfig(Section, frozen=True):
     """
 
     environment: str | None = None
-    """What plays rows without agent_name: a class of sluice.environment.path, tool_agent, or
+    """Environment of rows without agent_name: a class of sluice.environment.path, tool_agent, or
     single_turn_agent for none; null: as in the run.
     """
 
@@ -354,7 +354,7 @@ class SamplingConfig(Section, frozen=True):
     """staged: samples of a group that are generated first; below rollout.n."""
 
     exploration: PositiveShare = 0.1
-    """Least probability of generating a prompt or group that the estimates would skip."""
+    """Minimum probability of generating a prompt or group that the estimates would skip."""
 
     coverage_guard: bool = True
     """staged, memory: keep the share of hard prompts among trained groups as without skipping."""
@@ -474,8 +474,8 @@ class SampleOutcomesConfig(Section, frozen=True):
     # The program that worked on it failed, or its lease expired.
     agent: UnfinishedSampleConfig = UnfinishedSampleConfig()
     min_share: Annotated[float, Meta(ge=0.5, le=1)] = 0.5
-    """Least share of a group's samples that must have a score for the group to be trained; at least
-    two samples, and all of them if the loss compares whole groups.
+    """Minimum share of a group's samples that must have a score for the group to be trained; at
+    least two samples, and all of them if the loss compares whole groups.
     """
 
     max_strikes: PositiveInt | None = 3
@@ -502,15 +502,15 @@ class RewardServiceConfig(Section, frozen=True):
     """Time that a finished sample waits for others to be sent with it."""
 
     partial_interval_ms: NonNegativeInt = 500
-    """Least interval at which replicas send the tokens of unfinished samples, so that another
+    """Minimum interval at which replicas send the tokens of unfinished samples, so that another
     replica can continue them; 0: never, and then stalled or slow replicas are not detected. With
     more than 5000 slots in the fleet it grows: 1 ms for 10 slots, up to a quarter of
     stall_timeout_s.
     """
 
     stall_timeout_s: PositiveFloat = 30.0
-    """Seconds without progress after which a group's missing samples continue elsewhere; what has
-    come and is not read yet counts as progress.
+    """Seconds without progress after which a group's missing samples continue elsewhere; data
+    that has arrived but is not read yet counts as progress.
     """
 
     slow_factor: Annotated[float, Meta(gt=1)] | None = 4.0
@@ -581,8 +581,9 @@ class TrainerServiceConfig(Section, frozen=True):
     """
 
     turn_rewards: bool = False
-    """Train on the rewards that an environment gives turns: a turn is credited with those from it
-    on and the episode's, against the group's whole returns; false: with the episode's alone.
+    """Train on the rewards that an environment gives turns: the return of a turn is the episode's
+    reward plus its own and later turns', and the group's whole returns are the baseline; false:
+    only the episode's reward counts.
     """
 
 
