@@ -44,11 +44,11 @@ def run_agents(
     *,
     run_option: RunOption = None,
     command: Annotated[str, typer.Option(help="The program, with its arguments.")],
-    parallel: Annotated[int, typer.Option(min=1, max=500, help="Most programs at once.")] = 32,
+    parallel: Annotated[int, typer.Option(min=1, max=500, help="Maximum programs at once.")] = 32,
     wait_s: Annotated[
         float,
         typer.Option(
-            "--wait-s", min=0.0, help="Seconds to wait for a run that is not up, or away."
+            "--wait-s", min=0.0, help="Seconds to wait for a run that is not up or does not answer."
         ),
     ] = 300.0,
 ) -> None:
@@ -57,8 +57,8 @@ def run_agents(
     A program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its
     task as one line of JSON on its standard input. If the last line that it prints is JSON such as
     {"reward": 1.0}, that is the sample's reward; otherwise the row's scorer grades the last answer.
-    With another exit code than 0 the sample has failed. The command ends with the run; interrupted,
-    it ends the samples as failures, and the programs by SIGTERM, then SIGKILL.
+    With an exit code other than 0 the sample fails. The command ends with the run. If you interrupt
+    it, open samples fail, and it ends the programs by SIGTERM, then SIGKILL.
     """
     program_of(command)
     asyncio.run(_run(named_run(run, run_option), command, parallel, wait_s))

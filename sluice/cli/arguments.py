@@ -142,11 +142,13 @@ RunArgument = Annotated[
 ]
 RunOption = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN", help="The same.", autocompletion=complete_run),
+    typer.Option("--run", metavar="RUN", help="The same as RUN.", autocompletion=complete_run),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
-Deadline = Annotated[float | None, typer.Option(help="Seconds for everything; none: no limit.")]
+Deadline = Annotated[
+    float | None, typer.Option(help="Seconds for the whole command; none: no limit.")
+]
 
 
 def started_runs(folder: Path = RUNS) -> list[Path]:

@@ -166,7 +166,7 @@ def explain(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a key means, takes and does here; list the keys of a section, or all of them.
+    """Print the meaning, values and effect of a key; list the keys of a section, or all keys.
 
     \b
     Examples:

@@ -59,12 +59,12 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split: Annotated[
         str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most rows to write.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows to write.")] = None,
     deduplicate: Annotated[
-        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
+        bool, typer.Option("--deduplicate", help="Drop rows with the same prompt and answer.")
     ] = False,
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
+        bool, typer.Option("--skip-bad", help="Drop rows that cannot be used.")
     ] = False,
     data_source: Annotated[
         str | None,
@@ -77,7 +77,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
     ] = "prompt",
     answer_field: Annotated[
-        str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
+        str, typer.Option(help="jsonl: field with the right answer; also ignored there.")
     ] = "answer",
     as_json: AsJson = False,
 ) -> None:

@@ -63,7 +63,7 @@ def doctor(
         typer.Argument(
             metavar="[CONFIG] [KEY=VALUE]...",
             help="The run: a YAML file or a verl launch script, and keys to override in verl's "
-            "spelling. None: only what holds for every run.",
+            "spelling. None: only the checks for every run.",
             show_default=False,
         ),
     ] = None,

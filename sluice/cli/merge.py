@@ -41,7 +41,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
         bool, typer.Option("--is-value-model", help="The model has a value head (a critic).")
     ] = False,
     tie_word_embedding: Annotated[
-        bool, typer.Option("--tie-word-embedding", help="Leave out the output matrix.")
+        bool, typer.Option("--tie-word-embedding", help="Omit lm_head.weight.")
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own model code.")

@@ -85,7 +85,7 @@ _Wait = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="Of a running run: seconds to wait for the end of its current step.",
+        help="For an active run: seconds to wait for the end of its current step.",
         show_default="600",
     ),
 ]

@@ -41,7 +41,7 @@ _Stop = Annotated[
     typer.Option(help="Text that ends a response, without being part of it; repeatable."),
 ]
 _Budget = Annotated[
-    int, typer.Option(min=0, help="Most tokens of all responses together; 0: no limit.")
+    int, typer.Option(min=0, help="Maximum tokens of all responses together; 0: no limit.")
 ]
 
 

@@ -47,12 +47,12 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
         float | None, typer.Option(help="Longest request in seconds; none: no limit.")
     ] = None,
     max_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices at once, over all requests.")
+        int, typer.Option(min=1, help="Maximum choices at once, over all requests.")
     ] = 4096,
     max_key_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices at once, for one API key.")
+        int, typer.Option(min=1, help="Maximum choices at once, for one API key.")
     ] = 2048,
-    max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
+    max_connections: Annotated[int, typer.Option(min=1, help="Maximum connections at once.")] = 512,
     max_priority: Annotated[
         int,
         typer.Option(

@@ -36,11 +36,13 @@ _CAPACITY_TIMEOUT_S = 300.0
 recipe_commands = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Published runs to start, whole or in small.\n\n"
+    help="Start published runs, in full or in small.\n\n"
     "\b\nExample:\n  sluice recipe run dapo-qwen3-32b-npu --tiny",
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the list.", show_default=False)]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name from the list.", show_default=False)
+]
 
 
 @recipe_commands.command("list")

@@ -162,7 +162,9 @@ class ListedRun:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Holds the runs.")] = RUNS,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder that holds the runs.")
+    ] = RUNS,
     *,
     as_json: AsJson = False,
 ) -> None:

@@ -203,7 +203,7 @@ class FsdpConfig(Section, frozen=True):
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
     optimizer_offload_fraction: Share = 1.0
-    """With optimizer_offload: share of the moments that is in host memory, at least."""
+    """With optimizer_offload: minimum share of the moments in host memory."""
 
     forward_prefetch: bool = False
     """Begin to gather the next layer's weights when a layer's forward pass begins."""
@@ -222,7 +222,7 @@ class FsdpConfig(Section, frozen=True):
 
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
-    """The policy's, and how ranks share sequences and experts: so do reference and critic."""
+    """FSDP of the policy; reference and critic divide sequences, layers and experts alike."""
 
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
@@ -275,7 +275,7 @@ class TransformerOverrides(Section, frozen=True):
     """block: number of layers."""
 
     recompute_modules: list[str] = msgspec.field(default_factory=lambda: ["core_attn"])
-    """selective: some of core_attn, layernorm, mlp and moe. Of core_attn nothing is kept anyway."""
+    """selective: some of core_attn, layernorm, mlp and moe. core_attn never keeps anything."""
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first of fsdp_config.pipeline_parallel_size stages; others share the rest."""

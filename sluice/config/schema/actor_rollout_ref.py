@@ -55,10 +55,10 @@ class MultiTurnConfig(Section, frozen=True):
     """
 
     max_assistant_turns: PositiveInt | None = None
-    """Most answers of the policy in an episode; none: no bound."""
+    """Maximum answers of the policy in an episode; none: no limit."""
 
     max_user_turns: PositiveInt | None = None
-    """Most turns in an episode that answer the policy, tools' as well; none: no bound."""
+    """Maximum turns that answer the policy in an episode, including tools; none: no limit."""
 
     max_parallel_calls: PositiveInt = 1
     """Calls of one answer that are made; further ones are left out."""
@@ -131,7 +131,7 @@ class RolloutConfig(Section, frozen=True):
     """Devices that share the experts: 1, or tensor times data parallel size."""
 
     max_num_batched_tokens: PositiveInt = 8192
-    """Most tokens that the scheduler puts into one engine step."""
+    """Maximum tokens that the scheduler puts into one engine step."""
 
     enable_chunked_prefill: bool = True
     """Process long prompts in chunks between decode steps."""

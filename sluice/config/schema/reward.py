@@ -47,10 +47,10 @@ class RewardModelConfig(Section, frozen=True):
     """Longest reply of the model, in tokens."""
 
     request_timeout_s: PositiveFloat = 8.0
-    """Most seconds for one request."""
+    """Maximum seconds for one request."""
 
     max_attempts: PositiveInt = 3
-    """Most requests for one response, the first included."""
+    """Maximum requests for one response, including the first."""
 
     api_key_env: str | None = None
     """Environment variable that holds the server's API key."""

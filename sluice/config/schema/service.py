@@ -33,7 +33,7 @@ class EnvironmentConfig(Section, frozen=True):
     """
 
     path: str | None = None
-    """Python file that defines the environment; none: there is none, or `addresses` have it."""
+    """Python file that defines the environment; none: no environment, or one at `addresses`."""
 
     name: str | None = None
     """Class or async function in that file; none: its only one that is public."""
@@ -51,13 +51,13 @@ class EnvironmentConfig(Section, frozen=True):
     """Largest address space of a worker, MiB."""
 
     call_timeout_s: PositiveFloat = 60.0
-    """Most seconds of one call of the environment; a worker that needs longer is killed."""
+    """Maximum seconds of one call of the environment; a worker that needs longer is killed."""
 
     episode_timeout_s: PositiveFloat = 1800.0
-    """Most seconds of an episode, its answers included; then its sample has failed."""
+    """Maximum seconds of an episode, including its answers; then its sample fails."""
 
     max_invalid_calls: PositiveInt = 3
-    """Answers in a row with calls that cannot be read after which an episode ends."""
+    """Consecutive answers with unreadable calls after which an episode ends."""
 
 
 BackendKey = Literal["bubblewrap", "command", "sandbox_fusion"]
@@ -90,7 +90,7 @@ class SandboxConfig(Section, frozen=True):
     """Size of a program's /tmp, MiB, which holds its files; no file can be larger."""
 
     processes: PositiveInt = 64
-    """Most processes and threads of a program at once."""
+    """Maximum processes and threads of a program at once."""
 
 
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
@@ -232,7 +232,7 @@ class SourceConfig(Section, frozen=True):
     """
 
     environment: str | None = None
-    """What plays rows without agent_name: a class of sluice.environment.path, tool_agent, or
+    """Environment of rows without agent_name: a class of sluice.environment.path, tool_agent, or
     single_turn_agent for none; null: as in the run.
     """
 
@@ -281,7 +281,7 @@ class DashboardConfig(Section, frozen=True):
     """
 
     sample_chars: PositiveInt = 16384
-    """Most characters of a stored prompt or response; longer ones lose their middle."""
+    """Maximum characters of a stored prompt or response; longer ones lose their middle."""
 
 
 class TracesConfig(Section, frozen=True):
@@ -319,7 +319,7 @@ class AsynchronyConfig(Section, frozen=True):
     """How far generation may run ahead of training."""
 
     max_staleness: NonNegativeInt = 0
-    """Most versions that a sample's oldest token may lag behind; 0: synchronous, on-policy."""
+    """Maximum lag of a sample's oldest token in versions; 0: synchronous, on-policy."""
 
     ahead_share: PositiveShare = 1.0
     """Share of max_staleness batches that may be generated ahead of the policy that trains them. It
@@ -354,7 +354,7 @@ class SamplingConfig(Section, frozen=True):
     """staged: samples of a group that are generated first; below rollout.n."""
 
     exploration: PositiveShare = 0.1
-    """Least probability of generating a prompt or group that the estimates would skip."""
+    """Minimum probability of generating a prompt or group that the estimates would skip."""
 
     coverage_guard: bool = True
     """staged, memory: keep the share of hard prompts among trained groups as without skipping."""
@@ -411,16 +411,16 @@ class RolloutServiceConfig(Section, frozen=True):
     """
 
     max_queued: PositiveInt = 4096
-    """Most samples that may wait for a slot; the replica refuses calls beyond it."""
+    """Maximum samples that may wait for a slot; the replica refuses further calls."""
 
     max_n: Annotated[PositiveInt, Meta(le=1024)] = 256
-    """Most samples of one call."""
+    """Maximum samples of one call."""
 
     device: str | None = None
     """cpu, cuda or npu; none: an accelerator if there is one, else the CPU."""
 
     drain_timeout_s: PositiveFloat = 10.0
-    """Most seconds that running samples get to finish at shutdown."""
+    """Maximum seconds that running samples get to finish at shutdown."""
 
     serves_model_files: bool = False
     """Serve the weights of the model's files, as version 0, without a trainer. Only for an
@@ -442,7 +442,7 @@ class ScoringFailureConfig(Section, frozen=True):
     """
 
     max_attempts: Annotated[PositiveInt, Meta(le=16)] = 2
-    """Most times that a sample is scored or generated, in total; then `then` decides."""
+    """Maximum times that a sample is scored or generated, in total; then `then` applies."""
 
     then: ThenKey = "leave_out"
     """After the last attempt. leave_out: train the group's other samples, if enough are left
@@ -474,8 +474,8 @@ class SampleOutcomesConfig(Section, frozen=True):
     # The program that worked on it failed, or its lease expired.
     agent: UnfinishedSampleConfig = UnfinishedSampleConfig()
     min_share: Annotated[float, Meta(ge=0.5, le=1)] = 0.5
-    """Least share of a group's samples that must have a score for the group to be trained; at least
-    two samples, and all of them if the loss compares whole groups.
+    """Minimum share of a group's samples that must have a score for the group to be trained; at
+    least two samples, and all of them if the loss compares whole groups.
     """
 
     max_strikes: PositiveInt | None = 3
@@ -489,12 +489,12 @@ class RewardServiceConfig(Section, frozen=True):
 
     endpoint: EndpointConfig = EndpointConfig()
     generate_timeout_s: PositiveFloat | None = None
-    """Most seconds of a replica for a group; its missing samples then continue on another one.
+    """Maximum seconds of a replica for a group; its missing samples then continue on another one.
     None: 0.1 for each token of data.max_response_length, and at least 600.
     """
 
     max_attempts: PositiveInt = 5
-    """Most failed attempts to generate the missing samples of a group; after that the group
+    """Maximum failed attempts to generate the missing samples of a group; after that the group
     continues without them (outcomes.engine_error).
     """
 
@@ -502,15 +502,15 @@ class RewardServiceConfig(Section, frozen=True):
     """Time that a finished sample waits for others to be sent with it."""
 
     partial_interval_ms: NonNegativeInt = 500
-    """Least interval at which replicas send the tokens of unfinished samples, so that another
+    """Minimum interval at which replicas send the tokens of unfinished samples, so that another
     replica can continue them; 0: never, and then stalled or slow replicas are not detected. With
     more than 5000 slots in the fleet it grows: 1 ms for 10 slots, up to a quarter of
     stall_timeout_s.
     """
 
     stall_timeout_s: PositiveFloat = 30.0
-    """Seconds without progress after which a group's missing samples continue elsewhere; what has
-    come and is not read yet counts as progress.
+    """Seconds without progress after which a group's missing samples continue elsewhere; data
+    that has arrived but is not read yet counts as progress.
     """
 
     slow_factor: Annotated[float, Meta(gt=1)] | None = 4.0
@@ -525,10 +525,10 @@ class RewardServiceConfig(Section, frozen=True):
     """Tokens at which a training group ends without its unfinished samples; none: never."""
 
     inflight_slack: PositiveFloat = 1.5
-    """Most sequences in flight per slot of all replicas; above 1 keeps slots busy between calls."""
+    """Maximum sequences in flight per slot of all replicas; above 1 keeps slots busy."""
 
     max_client_pending: PositiveInt = 65536
-    """Most unfinished prompts of all clients together."""
+    """Maximum unfinished prompts of all clients together."""
 
     group_log: bool = True
     """Write one line per finished group to groups.jsonl."""
@@ -552,13 +552,13 @@ class TrainerServiceConfig(Section, frozen=True):
     """Replicas that must be ready before the first step."""
 
     replica_wait_timeout_s: PositiveFloat | None = None
-    """Most seconds to wait for min_replicas; then the run fails. None: 120, or 600 for vllm and
+    """Maximum seconds to wait for min_replicas; then the run fails. None: 120, or 600 for vllm and
     sglang, and 4 for each GB of weights.
     """
 
     batch_timeout_s: PositiveFloat = 600.0
-    """Most seconds without progress while the trainer waits for a batch; then the run fails. While
-    all samples wait for agents or environments, these seconds do not pass.
+    """Maximum seconds without progress while the trainer waits for a batch; then the run fails.
+    Seconds in which all samples wait for agents or environments do not count.
     """
 
     heartbeat_interval_s: PositiveFloat = 1.0
@@ -571,8 +571,8 @@ class TrainerServiceConfig(Section, frozen=True):
     """Seconds without a token after which a replica with work is unused until it progresses."""
 
     command_timeout_s: PositiveFloat | None = None
-    """Most seconds that a trainer rank waits for the other ranks. None: 120, and 4 for each GB of
-    weights.
+    """Maximum seconds that a trainer rank waits for the other ranks. None: 120, and 4 for each GB
+    of weights.
     """
 
     skip_zero_advantage: bool = False
@@ -581,8 +581,9 @@ class TrainerServiceConfig(Section, frozen=True):
     """
 
     turn_rewards: bool = False
-    """Train on the rewards that an environment gives turns: a turn is credited with those from it
-    on and the episode's, against the group's whole returns; false: with the episode's alone.
+    """Train on the rewards that an environment gives turns: the return of a turn is the episode's
+    reward plus its own and later turns', and the group's whole returns are the baseline; false:
+    only the episode's reward counts.
     """
 
 
@@ -593,10 +594,10 @@ class WeightsConfig(Section, frozen=True):
     """Largest message of a collective, MiB."""
 
     timeout_s: PositiveFloat = 30.0
-    """Most seconds to form a transfer group, and for each collective."""
+    """Maximum seconds to form a transfer group, and for each collective."""
 
     probe_timeout_s: PositiveFloat = 3.0
-    """Most seconds for a replica's answer to a probe (new group, or after a failed update)."""
+    """Maximum seconds for a replica's answer to a probe (new group, or after a failed update)."""
 
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Backend of the collectives; none: the one that fits the device."""
@@ -670,7 +671,7 @@ class ServiceConfig(Section, frozen=True):
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 
     shutdown_grace_s: PositiveFloat = 15.0
-    """Most seconds for an orderly shutdown of a service."""
+    """Maximum seconds for an orderly shutdown of a service."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level of the log lines that are written."""
