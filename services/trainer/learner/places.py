@@ -35,7 +35,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor and its pieces, none of which is empty unless the tensor is.
+    """A tensor and its pieces. No piece is empty unless the tensor is.
 
     `shape` has at least one dimension; with `is_scalar` the tensor has none.
     """
