@@ -87,7 +87,7 @@ async def _serve(config: RunConfig) -> None:
 async def _environments(
     config: RunConfig, limit: int, credentials: Credentials, ledger: PromptLedger
 ) -> AsyncIterator[ServedEnvironments | LeaseDesk | None]:
-    """Run what plays episodes; ``None``: a sample is one answer."""
+    """Run the workers that play episodes; ``None`` if a sample is one answer."""
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
     source = EnvironmentSource(
         settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
@@ -141,21 +141,21 @@ def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credenti
 
 
 async def until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
-    """Run the loop until `stop` is set, or the ledger cannot be written: that is raised."""
+    """Run the loop until `stop` is set; raise the error of a ledger that cannot be written."""
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
         running = tasks.create_task(app.loop.run(), name="reward loop")
         try:
             await stop.wait()
             logger.info("stopping")
-        finally:  # also by an error: programs repeat what they ask for
+        finally:  # also after an error: programs repeat their requests
             app.end()
         running.cancel()
         watching.cancel()
 
 
 async def _watch(ledger: PromptLedger) -> None:
-    """End the service when the ledger cannot be written: it can accept no prompt then."""
+    """End the service when the ledger cannot be written, since it can then accept no prompt."""
     if ledger.has_file:
         raise await ledger.failure()
 
@@ -163,7 +163,7 @@ async def _watch(ledger: PromptLedger) -> None:
 def _run(path: Path, overrides: list[str]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
-    # What this service decides is checked without `sluice up`, too; the trainer checks the rest.
+    # Check what this service depends on, also without `sluice up`; the trainer checks the rest.
     raise_problems(strategy_problems(config), "checks before the start")
     with traced_process(config, NAME, NAME):
         asyncio.run(_serve(config))
@@ -177,7 +177,7 @@ def main() -> int:
         "Serves prompts, grading and train batches.",
         "--config run.yaml sluice.log_level=DEBUG",
     ).parse_args()
-    # The default allocator keeps what a large row group took; the system's gives it back.
+    # Arrow's default allocator keeps the memory of a large row group; the system's frees it.
     pa.set_memory_pool(pa.system_memory_pool())
     return exit_status(NAME, lambda: _run(given.config, given.overrides))
 

@@ -95,13 +95,13 @@ _ENDLESS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Files of the run's folder.
+    """The open files of the run's folder.
 
     Args:
-        memory: of earlier attempts; ``None`` for strategies without one.
-        log: of groups that ended; ``None``: nothing is logged.
-        ledger: may be one in memory.
-        quarantine: where prompts in quarantine are listed; ``None``: nowhere.
+        memory: what earlier attempts showed; ``None`` for strategies that do not use it.
+        log: records groups that ended; ``None`` logs nothing.
+        ledger: the prompts of the run; may be in memory.
+        quarantine: the file that lists prompts in quarantine; ``None`` lists them nowhere.
     """
 
     memory: PromptMemoryStore | None = None
@@ -112,10 +112,10 @@ class RunFiles:
 
 @contextmanager
 def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
-    """Open the files; what exists is continued.
+    """Open the files; continue those that exist.
 
     Raises:
-        DataError: ledger or memory of prompts are damaged, in use or of another program.
+        DataError: the ledger or the prompt memory is damaged, in use or written by another program.
     """
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
@@ -157,9 +157,9 @@ class PromptSets:
     """Checked data sets.
 
     Args:
-        training: by name of the source, empty in a run without several; ``None``: no files.
-        validation: ``None``: there is none.
-        images: limits of images; ``None``: none are read.
+        training: by source name, which is empty in a run with one source; ``None``: no files.
+        validation: ``None`` if there is no validation set.
+        images: limits of images; ``None`` reads no images.
     """
 
     training: Mapping[str, PromptFiles | None] = field(default_factory=dict)
@@ -168,18 +168,18 @@ class PromptSets:
 
 
 class RewardApp:
-    """All parts of the service but its servicer; servicer, metrics and watchdog read them.
+    """All parts of the service except the servicer. Servicer, metrics and watchdog read them.
 
     Args:
         config: the run's configuration.
         sets: its data sets.
         scorers: the running pool.
-        client: how replicas are called.
-        files: what the service writes into the run's folder; ``None``: nothing.
-        drivers: run the environments of episodes; ``None``: a sample is one answer.
+        client: calls the replicas.
+        files: what the service writes into the run's folder; ``None`` writes nothing.
+        drivers: run the environments of episodes; ``None`` if a sample is one answer.
 
     Raises:
-        ConfigError: settings that cannot work together.
+        ConfigError: settings contradict each other.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class RewardApp:
             ]
         )
         rows = [one.settings.epoch_rows for one in self.sources.values()]
-        self.dataset_rows = 0 if len(rows) > 1 else rows[0]  # several have no common epoch
+        self.dataset_rows = 0 if len(rows) > 1 else rows[0]  # several sources have no common epoch
         self._issue_pending()
         max_strikes = config.sluice.reward.outcomes.max_strikes
         self.quarantine = Quarantine(self.ledger, max_strikes, files.quarantine)
@@ -229,7 +229,7 @@ class RewardApp:
         self._observe(files.log)
 
     def _issue_pending(self) -> None:
-        """Issue what the ledger of an earlier service holds before anything else."""
+        """Issue the pending prompts of an earlier service's ledger before any other."""
         for group in self.groups.in_order():
             if group.state is GroupState.WAITING:
                 self.sources[group.prompt.source].prompts.put(group.prompt)
@@ -327,7 +327,7 @@ class RewardApp:
         )
 
     def _observe(self, log: GroupLog | None) -> None:
-        """Publish the events of groups. Observers that write nothing are left out."""
+        """Register the observers of group events, except those that would write nothing."""
         for source in self.sources.values():
             self.groups.observe(source.guard.observe)
         self.groups.observe(self.counters.observe)
@@ -341,10 +341,10 @@ class RewardApp:
         self.groups.observe(self.submissions.observe)
 
     def statistics(self) -> dict[str, float]:
-        """Return counters since the start, and ``reward/prompts_lost``, which only a defect raises.
+        """Return the counters since the start, and ``reward/prompts_lost``: above 0 is a defect.
 
         ``reward/groups_acknowledged`` counts the groups that trainers have acknowledged since the
-        ledger began; a trainer may compare what was added since its own start with its count.
+        ledger began; a trainer may compare the increase since its own start with its own count.
         ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``. Tokens
         that an earlier service received are subtracted from ``reward/tokens/aborted``, where the
         trainer has put them.
@@ -371,7 +371,7 @@ class RewardApp:
         }
 
     def end(self) -> None:
-        """Stop admitting; calls for a batch and of programs raise, and submissions end."""
+        """Stop admission, fail calls for batches and calls of programs, and end submissions."""
         if self.leases is not None:
             self.leases.close()
         self.loop.batches.close(NotReadyError("the reward service is shutting down"))
@@ -396,7 +396,7 @@ def _training_source(
     groups: GroupTable,
     memory: PromptMemoryStore | None,
 ) -> TrainingSource:
-    """Build a source; `config` is the run's with what the source has of its own."""
+    """Build a source; `config` is the run's configuration with the source's own values."""
     of_source, given = groups.of_source[name], run.sluice.sources.get(name)
     files = sets.training.get(name)
     open_stream: Callable[[DataProgress], PromptStream] | None = None
@@ -435,7 +435,7 @@ def _training_source(
 
 def _no_clients(_data_source: str) -> None:
     raise DataError(
-        "this run takes its prompts from sluice.sources alone: a client's prompt would be of none "
+        "this run takes prompts only from sluice.sources, and a client's prompt belongs to none "
         "of them; submit prompts to a run without sluice.sources"
     )
 
@@ -464,13 +464,13 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
 
 
 def _data_source_check(config: RunConfig) -> partial[Scorer] | None:
-    """Return what refuses data sources without a scorer; ``None``: none is refused."""
+    """Return the check that refuses data sources without a scorer; ``None`` refuses none."""
     reward = config.reward
     check_routes(reward.scorer_routes)
-    if may_grade_itself(config):  # a sample without any grade is a failed sample
+    if may_grade_itself(config):  # a sample without a grade counts as failed
         return None
     if reward.custom_reward_function.path is not None or reward.reward_model.enable:
         return None
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
-    programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
+    programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # only scorers have it
     return partial(scorer_for, routes=reward.scorer_routes, programs=programs)

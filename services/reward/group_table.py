@@ -1,8 +1,8 @@
-"""One group: its state, its attempt and its result; the table of all groups; their events.
+"""A group with its state, attempt and result; the table of all groups; and their events.
 
-A `Group` exists from the acceptance of a prompt until the prompt ends, through all of its attempts.
-Each event of its life is one method of `GroupTable`, which changes, in this order: the ledger, the
-group and the counts; then the observers hear of it.
+A `Group` exists from the acceptance of a prompt until the prompt ends, through all attempts. Each
+event is a method of `GroupTable`, which changes the ledger, then the group and the counts, and then
+notifies the observers.
 
 event      from                               to          what happened
 accepted   -                                  waiting     a client's prompt, a data-set row, or a
@@ -20,12 +20,12 @@ ended      any but ended                      ended       the prompt has its out
 forgotten  waiting, leased                    ended       the row will be issued again, under
                                                           another number
 
-Failure rules: the ledger alone may refuse an event (a used id, a value without an encoding); then
-the group is as it was and no observer hears of it. An event that the table does not allow is a
+Failure rules: only the ledger may refuse an event (a used id, a value without an encoding); then
+the group does not change and no observer is notified. An event that the table does not allow is a
 defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
-event loop, in the order of their registration; they must be quick, change no group and not fail.
-An error of an observer is a defect: it fails the call or the task that made the event, and later
-observers miss the event. A task that fails ends the service.
+event loop, in the order of registration; they must be quick, change no group and not fail. An
+observer's error is a defect: it fails the call or task that caused the event, and later observers
+miss the event. A task that fails ends the service.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ TRANSITIONS: Mapping[EventKind, tuple[frozenset[GroupState], frozenset[GroupStat
         frozenset({GroupState.ENDED}),
     ),
 }
-"""By event: the states it may meet, and those it may lead to. See the table above."""
+"""For each event: the states it may start from, and those it may lead to. See the table above."""
 
 
 class IllegalTransitionError(AssertionError):
@@ -104,17 +104,17 @@ class IllegalTransitionError(AssertionError):
 
 
 class CancelReason(StrEnum):
-    """Why an attempt is given up. Its prompt starts again, unless the group is too old."""
+    """Why an attempt is given up. The prompt starts again, unless the group is too old."""
 
-    TAKEN_OVER = "taken_over"  # another trainer begins
-    ROLLED_BACK = "rolled_back"  # the policy that sampled it is given up
+    TAKEN_OVER = "taken_over"  # another trainer takes over
+    ROLLED_BACK = "rolled_back"  # the policy that sampled it was rolled back
     PREEMPTED = "preempted"  # its batch is full
-    NO_SLOT = "no_slot"  # no batch has a slot for it before it is too old
+    NO_SLOT = "no_slot"  # it will be too old before a batch has a slot
     TOO_OLD = "too_old"  # the prompt ends as stale
 
 
 class EndCause(StrEnum):
-    """Why a prompt ends: the result of its group, or a property of the prompt itself."""
+    """Why a prompt ends: because of its group's result or a property of the prompt."""
 
     RESULT = "result"
     OVERLONG = "overlong"
@@ -127,10 +127,10 @@ class GroupEnding:
 
     Args:
         end: the outcome.
-        detail: of a failure; begins with its `FailureKind` where one sample's was decisive.
+        detail: describes a failure; begins with its `FailureKind` if one sample's was decisive.
         step: the train step that used the group.
-        failed: the failure of all samples, where nothing could be generated.
-        cause: other than the group's result.
+        failed: the failure of all samples, if nothing could be generated.
+        cause: the cause, if not the group's result.
     """
 
     end: PromptEnd
@@ -144,7 +144,7 @@ class GroupEnding:
 class PromptOutcome:
     """How a prompt ended, for the client that submitted it.
 
-    `samples` counts the samples by how they ended, where that is known.
+    `samples` counts the samples by how they ended, if known.
     """
 
     prompt_id: str
@@ -157,10 +157,10 @@ class PromptOutcome:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt and its present attempt.
+    """A prompt and its current attempt.
 
-    `GroupTable` alone changes `state`. The group's run counts its requests and samples, the stream
-    its tokens, and the loop sets its task and why it is cancelled.
+    Only `GroupTable` changes `state`. `GroupRun` counts the requests and samples, the stream counts
+    the tokens, and the loop sets the task and the reason of its cancellation.
 
     Attributes:
         prompt: the prompt that the samples answer.
@@ -168,22 +168,22 @@ class Group:
         num_preemptions: attempts in a row that were preempted.
         ending: how the prompt ended.
 
-    Attributes of the present attempt, which `requeued` resets:
+    Attributes of the current attempt, which `requeued` resets:
         admitted_as: what the sampling strategy decided when the attempt started.
-        attempt: the same after the probes.
-        version: policy version announced when it started; ``None``: it has not started.
-        started_s, generated_s: when it started and when its last samples came, `time.monotonic`.
-        oldest_version: version of its oldest token; ``None`` while it holds none.
-        has_reservation: a slot in the batch is set aside for it.
-        is_sure: it counts as kept: its samples differ already, or it has a reservation.
-        num_unrequested: sequences it will request from the fleet and has not yet.
-        num_requests: requests under way.
-        num_ungraded: samples requested whose outcomes are not counted yet.
-        progress: time and tokens that its requests share, and what replicas sent for it.
-        graded: the group as it is kept, filtered or failed.
-        task: runs it; ``None``: none does.
-        is_running: the task has begun, so a cancellation reaches its code.
-        cancel_reason: why the task was cancelled; ``None``: it was not.
+        attempt: the strategy's decision, updated after the probes.
+        version: policy version announced when it started; ``None`` before that.
+        started_s, generated_s: when it started and when its last samples arrived, `time.monotonic`.
+        oldest_version: version of its oldest token; ``None`` without tokens.
+        has_reservation: a batch slot is reserved for it.
+        is_sure: it counts as kept, because its samples differ already or it has a reservation.
+        num_unrequested: sequences that it has not yet requested from the fleet.
+        num_requests: requests in progress.
+        num_ungraded: requested samples whose outcomes are not counted yet.
+        progress: the time and tokens that its requests share, and what replicas sent for it.
+        graded: the result: the group as kept, filtered or failed.
+        task: the task that runs it, if any.
+        is_running: the task has begun, so its code sees a cancellation.
+        cancel_reason: why the task was cancelled; ``None`` if it was not.
     """
 
     prompt: Prompt
@@ -214,7 +214,7 @@ class Group:
 
     @property
     def outcome(self) -> PromptOutcome:
-        """How its prompt ended, for a client."""
+        """How the prompt ended, for a client."""
         ending, graded = self.ending, self.graded
         assert ending is not None, f"prompt {self.prompt_id} has not ended"
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
@@ -224,18 +224,18 @@ class Group:
         )
 
     def cancel(self, reason: CancelReason) -> None:
-        """Cancel the task, once. One that has not begun finds the reason when it does: asyncio ends
-        such a task without running any of its code."""
+        """Cancel the task, once. A task that has not begun checks the reason when it begins,
+        because asyncio would end it without running any of its code."""
         if self.cancel_reason is None and self.task is not None:
             self.cancel_reason = reason
             if self.is_running:
                 self.task.cancel()
 
     def check_cancelled(self) -> None:
-        """Stop a cancelled task before its group is filtered or kept.
+        """Raise if the task was cancelled, before its group is filtered or kept.
 
-        A task meets its cancellation at its next pause, and may have none left. Without this check
-        its group would be kept or filtered, and its prompt would also start again.
+        A task sees its cancellation only at its next await, and may have none left. Without this
+        check the group would be kept or filtered while its prompt also starts again.
 
         Raises:
             CancelledError: the task was cancelled.
@@ -244,8 +244,8 @@ class Group:
             raise asyncio.CancelledError
 
     def reset(self) -> None:
-        """Forget the present attempt."""
-        # In place, not a new object: the loop and the observers hold this one.
+        """Reset the attributes of the attempt."""
+        # In place: the loop and the observers hold this object.
         fresh = Group(self.prompt, self.state, self.num_preemptions)
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
@@ -253,16 +253,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupEvent:
-    """One event in the life of a group, after the group has changed.
+    """An event in the life of a group, published after the group has changed.
 
     Attributes:
         kind: the kind of event.
-        group: the group; for ``REQUEUED`` and ``ENDED`` with the attempt that is over.
-        before: its state before.
-        graded: of ``GRADED``: the samples and their outcomes.
-        num_greedy_tokens: of ``GENERATED``: the length of the greedy response.
-        num_replaced: of ``CONTINUED``: samples without a grade that are generated again.
-        why: of ``REQUEUED``.
+        group: the group; for ``REQUEUED`` and ``ENDED`` it still has the attempt that is over.
+        before: the previous state.
+        graded: for ``GRADED``: the samples and their outcomes.
+        num_greedy_tokens: for ``GENERATED``: the length of the greedy response.
+        num_replaced: for ``CONTINUED``: samples without a grade that are generated again.
+        why: for ``REQUEUED``: the reason.
     """
 
     kind: EventKind
@@ -278,14 +278,14 @@ Observer = Callable[[GroupEvent], None]
 
 
 class GroupCounts:
-    """Groups by state. `GroupTable` alone changes the counts."""
+    """The number of groups in each state. Only `GroupTable` changes it."""
 
     def __init__(self) -> None:
         self.counts = Counter[GroupState]()
 
     @property
     def num_in_flight(self) -> int:
-        """Groups being generated or graded."""
+        """Groups that are generated or graded now."""
         return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
 
     @property
@@ -298,7 +298,7 @@ class SourceGroups(GroupCounts):
     """The groups of one source.
 
     Attributes:
-        ages: its groups by version, for the staleness rules.
+        ages: the groups by version, for the staleness rules.
         num_sure: groups in flight that count as kept.
         num_reserved: groups in flight with a reserved slot.
     """
@@ -310,25 +310,25 @@ class SourceGroups(GroupCounts):
 
 
 class GroupTable(GroupCounts):
-    """Every group whose prompt is pending, by prompt id.
+    """All groups whose prompts are pending, by prompt id.
 
-    Counts by state and the ages of groups (`GroupAges`, by version) are derived from the groups and
-    written here only.
+    Only this class writes the counts and the ages of groups (`GroupAges`), which follow from the
+    groups.
 
     Args:
-        ledger: the durable part; its pending prompts wait, or are leased.
+        ledger: the durable record; its pending prompts wait or are leased.
         ages: for the staleness rules, by source.
 
-    Attributes, written by this class alone, except `policy_version`:
+    Attributes, which only this class writes, except `policy_version`:
         ledger: see above.
         counts: groups of all sources, by state.
         of_source: the groups of each source.
-        policy_version: the version announced; ``None`` before the first, and while a trainer takes
-            over.
+        policy_version: the announced version; ``None`` before the first and during a takeover by a
+            trainer.
         num_unrequested: sequences that groups in flight have not requested yet.
 
     Raises:
-        DataError: the ledger holds prompts of a source that the run does not have.
+        DataError: the ledger holds prompts of a source that the run lacks.
     """
 
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
@@ -347,7 +347,7 @@ class GroupTable(GroupCounts):
         self.num_unrequested = 0
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer; it hears of the groups that are pending now, the oldest first."""
+        """Add an observer; notify it of the groups that are pending now, the oldest first."""
         self._observers.append(observer)
         for group in self.in_order():
             observer(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
@@ -364,7 +364,7 @@ class GroupTable(GroupCounts):
         return self._groups[prompt_id]
 
     def of(self, group: Group) -> SourceGroups:
-        """Return the groups of a group's source."""
+        """Return the counts of a group's source."""
         return self.of_source[group.prompt.source]
 
     def in_state(self, *states: GroupState) -> list[Group]:
@@ -378,7 +378,7 @@ class GroupTable(GroupCounts):
     # -------------------------------------------------------------------------------- the events
 
     def accept(self, prompt: Prompt) -> Group:
-        """Take a prompt on.
+        """Accept a prompt.
 
         Raises:
             InvalidRequestError: its id was used before, or it cannot be encoded.
@@ -387,7 +387,7 @@ class GroupTable(GroupCounts):
         return self._add(prompt)
 
     def reissue(self, prompts: Iterable[Prompt]) -> None:
-        """Accept clients' prompts again that were trained into weights that did not survive."""
+        """Accept again the clients' prompts that were trained into weights that are lost."""
         for prompt in prompts:
             self.ledger.reissue((prompt,))
             self._add(prompt)
@@ -400,8 +400,8 @@ class GroupTable(GroupCounts):
         Args:
             group: whose.
             attempt: what the strategy decided.
-            num_sequences: sequences that its first request will ask the fleet for.
-            reserves_slot: a slot in the next batch is set aside for it.
+            num_sequences: sequences in its first request to the fleet.
+            reserves_slot: reserve a slot in the next batch for it.
         """
         before = self._move(group, EventKind.ADMITTED, GroupState.GENERATING)
         group.admitted_as = group.attempt = attempt
@@ -419,9 +419,9 @@ class GroupTable(GroupCounts):
         self._publish(GroupEvent(EventKind.ADMITTED, group, before))
 
     def set_oldest_version(self, group: Group, version: int | None) -> None:
-        """Set the version of a group's oldest token; ``None``: it holds none and waits.
+        """Set the version of a group's oldest token; ``None`` if it waits without tokens.
 
-        From here on its sequences run, or wait in the queue, which counts them itself.
+        From now on its sequences run, or wait in the queue, which counts them.
         """
         if group.state not in IN_FLIGHT:
             return
@@ -434,7 +434,8 @@ class GroupTable(GroupCounts):
             self.of(group).ages.runs(group.prompt_id, version)
 
     def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
-        """Note that the samples of a request have come, and the greedy response if there is one."""
+        """Note that the samples of a request have arrived, and the greedy response if there is
+        one."""
         num_requests = group.num_requests - 1
         after = GroupState.GENERATING if num_requests else GroupState.GRADING
         before = self._move(group, EventKind.GENERATED, after)
@@ -445,14 +446,14 @@ class GroupTable(GroupCounts):
         self._publish(GroupEvent(event, group, before, num_greedy_tokens=num_greedy_tokens))
 
     def graded(self, group: Group, graded: GradedGroup) -> None:
-        """Note the outcomes of some samples; a greedy response counts as one more."""
+        """Note the outcomes of some samples; a greedy response counts as one more sample."""
         before = self._move(group, EventKind.GRADED, group.state)
         group.num_ungraded -= len(graded.outcomes)
         group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
         self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
 
     def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
-        """Note that more samples are requested, or others for those `replaced`.
+        """Note that more samples are requested, or replacements for samples.
 
         Args:
             group: whose.
@@ -469,7 +470,7 @@ class GroupTable(GroupCounts):
         self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
 
     def keep(self, group: Group, graded: GradedGroup) -> None:
-        """Keep a group: it waits for a train batch."""
+        """Keep a group for a train batch."""
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
@@ -486,14 +487,14 @@ class GroupTable(GroupCounts):
             self._publish(GroupEvent(EventKind.LEASED, group, before))
 
     def leased(self) -> list[Group]:
-        """Return the groups of the open lease, in the order of the batch."""
+        """Return the groups of the open lease, in batch order."""
         return [self._groups[prompt_id] for prompt_id in self.ledger.leased_ids()]
 
     def void_lease(self) -> list[Group]:
         """Void the open lease: its groups wait for another batch.
 
-        Groups that an earlier service leased have lost their samples. They stay leased and are
-        returned, for the caller to requeue or to end.
+        Groups leased by an earlier service have lost their samples. They stay leased and are
+        returned, for the caller to requeue or end.
         """
         groups = self.leased()
         self.ledger.void_lease()
@@ -506,21 +507,21 @@ class GroupTable(GroupCounts):
         return [group for group in groups if group.graded is None]
 
     def requeue(self, group: Group, why: CancelReason) -> None:
-        """Give the present attempt up; the prompt waits for another one."""
+        """Give the current attempt up; the prompt waits for another one."""
         before = self._move(group, EventKind.REQUEUED, GroupState.WAITING)
         group.num_preemptions = group.num_preemptions + 1 if why is CancelReason.PREEMPTED else 0
         self._publish(GroupEvent(EventKind.REQUEUED, group, before, why=why))
         group.reset()
 
     def end(self, group: Group, ending: GroupEnding, graded: GradedGroup | None = None) -> None:
-        """End a prompt; the ledger first.
+        """End a prompt, in the ledger first.
 
         Args:
             group: its group.
             ending: how.
             graded: the samples of a group that was not kept.
         """
-        # The ledger may refuse, so everything else that can fail comes before it.
+        # Everything else that can fail precedes the ledger, which may refuse.
         self._check(group, EventKind.ENDED, GroupState.ENDED)
         graded = graded or group.graded
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
@@ -568,7 +569,7 @@ class GroupTable(GroupCounts):
             )
 
     def _move(self, group: Group, event: EventKind, after: GroupState) -> GroupState:
-        """Change the state and the values derived from it; return the old state."""
+        """Change the state and the values that follow from it; return the old state."""
         self._check(group, event, after)
         before, group.state = group.state, after
         if before is after:

@@ -1,4 +1,4 @@
-"""Report the service's state: metrics for Prometheus, demand for the fleet, progress for the
+"""Report the service's state: Prometheus metrics, demand for replicas, and progress for the
 watchdog.
 """
 
@@ -35,11 +35,12 @@ _AGAIN = {
 
 
 class BatchHistory:
-    """The batches formed so far: how long they took to fill, and how stale their responses were.
+    """Measures the batches formed so far: the time to fill them and the staleness of their
+    responses.
 
     Args:
-        max_staleness: versions; responses that are so stale are counted. With 0 every response is
-            at the bound, and none is counted.
+        max_staleness: the bound, in versions. Responses at the bound are counted, unless it is 0,
+            where every response is.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -49,7 +50,7 @@ class BatchHistory:
         self.num_formed = self.num_at_bound = 0
 
     def formed(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
-        """Note a batch for `version`, formed `fill_s` seconds after the one before."""
+        """Note a batch for `version`, formed `fill_s` seconds after the previous one."""
         self.num_formed += 1
         self._fill_s.observe(fill_s)
         for group in groups:
@@ -67,14 +68,14 @@ class BatchHistory:
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """The loop at one moment, as far as demand depends on it.
+    """The state of the loop that demand depends on.
 
     Attributes:
         num_batches: batches formed so far.
-        is_starved: whether the trainer waits for a batch, and a group of it for replicas; or, while
-            a validation samples, for agents or environments.
-        slots_in_use: slots of the fleet with a sequence.
-        num_slots: all of them.
+        is_starved: whether the trainer waits for a batch and a group of it for replicas or, during
+            a validation, for agents or environments.
+        slots_in_use: slots that run a sequence.
+        num_slots: all slots of the fleet.
         num_replicas: announced replicas.
     """
 
@@ -93,13 +94,13 @@ class _Mark:
 
 
 class DemandMeter:
-    """Measures what the last batches cost the fleet: `_BATCHES` of them, or `_LEAST_S` seconds.
+    """Measures the slots used by the last `_BATCHES` batches, or in the last `_LEAST_S` seconds.
 
-    It looks once a second, and only where metrics are on. What a look finds is taken to have held
-    since the look before. `sluice.algorithm.routing` computes the demand.
+    It looks once a second, only if metrics are on, and assumes that what it finds has held since
+    the previous look. `sluice.algorithm.routing` computes the demand.
 
     Args:
-        facts: the loop now; must not block.
+        facts: returns the current state of the loop; must not block.
     """
 
     def __init__(self, facts: Callable[[], FleetFacts]) -> None:
@@ -110,7 +111,7 @@ class DemandMeter:
         self.slot_seconds = self.starved_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """Note the state of the loop at `now_s`, on a clock that rises."""
+        """Note the state of the loop at `now_s`, on a monotonic clock."""
         facts = self._facts()
         if self._latest is not None:
             before_s, before = self._latest
@@ -125,7 +126,7 @@ class DemandMeter:
 
     @property
     def slots(self) -> float | None:
-        """Slots wanted; ``None`` before a batch was formed, since nothing is known."""
+        """Slots wanted; ``None`` before the first batch."""
         if self._latest is None or not self._marks:
             return None
         now_s, facts = self._latest
@@ -139,7 +140,7 @@ class DemandMeter:
 
     @property
     def replicas(self) -> int | None:
-        """The same in replicas of the present size."""
+        """Replicas wanted, of the current size."""
         slots = self.slots
         if slots is None or self._latest is None:
             return None
@@ -148,7 +149,7 @@ class DemandMeter:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Look at intervals while the block runs, in the running event loop."""
+        """Look regularly while the block runs, in the running event loop."""
         loop = asyncio.get_running_loop()
         upcoming: asyncio.TimerHandle | None = None
 
@@ -167,13 +168,13 @@ class DemandMeter:
 
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
-    """The sources of the service's readings.
+    """Reads the service's metrics.
 
     Args:
         app: the service's parts.
-        history: of its batches.
-        demand: what they cost the fleet.
-        batch_size: groups of a batch.
+        history: measures the batches.
+        demand: measures the demand for replicas.
+        batch_size: groups per batch.
     """
 
     app: RewardApp
@@ -236,9 +237,9 @@ class RewardMetrics:
 
 
 def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
-    """Return what demand depends on, now, after so many batches were formed.
+    """Return the state that demand depends on, after `num_batches` batches.
 
-    Replicas that serve validation only are no part of the fleet here.
+    Replicas that only serve a validation do not count.
     """
     replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
     generates = app.groups.counts[GroupState.GENERATING] > 0 and app.dispatcher.is_training_sampled
@@ -253,7 +254,7 @@ def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
 
 @contextmanager
 def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
-    """Serve the readings while the block runs, if a port is set; else nothing is measured."""
+    """Serve the readings while the block runs, if a port is set; otherwise measure nothing."""
     endpoint = config.sluice.reward.endpoint
     if endpoint.metrics_port is None:
         yield
@@ -268,20 +269,20 @@ def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
 
 
 def watching(config: RunConfig, app: RewardApp, address: str) -> AbstractContextManager[None]:
-    """Return the reward service's watchdog; `address` is where it serves."""
+    """Return the watchdog of the reward service, which serves at `address`."""
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
-    # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
+    # Only a fully graded group counts as progress, and each sample may take its whole time limit.
     grading_s = largest_n(config) * timeouts * config.reward.scorer_pool.timeout_s
     work = partial(work_state, app, max(generate_timeout_s(config), grading_s))
     return watched_service("reward", config.sluice, work, address=address)
 
 
 def work_state(app: RewardApp, patience_s: float) -> WorkState:
-    """Return what the watchdog asks; call in the event loop.
+    """Return the state for the watchdog; call in the event loop.
 
-    Progress are prompts that ended, samples graded and tokens received. There is work while groups
-    are graded, or generated by replicas that are there: for others the trainer waits. Episodes have
-    deadlines of their own, and samples may wait for agents: where all do, there is no work.
+    Ended prompts, graded samples and received tokens are progress. There is work while groups are
+    graded, or generated by announced replicas; without these the trainer waits. If all samples wait
+    for agents or environments, which have other deadlines, there is no work.
 
     Args:
         app: the service's parts.

@@ -1,10 +1,10 @@
 """Grade the stored responses of an evaluation again: ``python -m services.reward.regrade DIR``.
 
-The scorers, their limits and their processes are those of the reward service, as the evaluation's
-configuration and the overrides after DIR have them. A line on standard output gives the number of
-prompts graded since the line before. The files of responses are replaced at the end, one by one: a
-process killed before changes nothing, and after one killed then all are graded again. Each sample
-keeps its earlier grades.
+The scorers, limits and processes are those of the reward service, as set by the evaluation's
+configuration and the overrides after DIR. Each line on standard output gives the number of prompts
+graded since the previous line. The response files are replaced at the end, one by one: a process
+killed before that changes nothing; if killed during that, all are graded again. Each sample keeps
+its earlier grades.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ async def regrade_all(folder: Path, config: RunConfig) -> None:
     """Grade all stored responses and replace their files.
 
     Raises:
-        ConfigError: what grades cannot be loaded.
-        DataError: there are no responses, or a line of them is damaged.
+        ConfigError: the scorer cannot be loaded.
+        DataError: there are no responses, or a line is damaged.
         OSError: a file cannot be read or written.
     """
     drafts: dict[Path, Path] = {}
@@ -94,7 +94,7 @@ def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
 
 
 async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
-    """Return the prompt with new outcomes, failures too, of the samples that scorers grade."""
+    """Return the prompt with new outcomes (or failures) of the samples that scorers grade."""
     chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
     prompt = _prompt(stored)
     rollouts = [_rollout(number, stored.samples[number]) for number in chosen]
@@ -109,8 +109,8 @@ async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
 
 
 def _is_for_scorers(sample: StoredSample) -> bool:
-    """Return whether a scorer graded the response, or failed to; others were never generated, or
-    only their environment could grade them."""
+    """Return whether a scorer graded the response or failed to. Other responses were never
+    generated, or only their environment can grade them."""
     if sample.is_graded_by_environment:
         return False
     return sample.failure is None or sample.failure.startswith(_OF_SCORERS)
@@ -133,7 +133,7 @@ def _prompt(stored: StoredPrompt) -> Prompt:
 
 
 def _rollout(number: int, sample: StoredSample) -> Rollout:
-    """Return the sample with its text, length and number of turns; its tokens were not stored."""
+    """Return the sample with its text, length and number of turns; tokens are not stored."""
     finish = FinishReason.STOP
     with suppress(ValueError):
         finish = FinishReason(sample.finish_reason)
@@ -146,8 +146,8 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
         finish,
         sample.response if sample.last_turn is None else sample.last_turn,
     )
-    # Graders look at the number of turns and at the longest path. As many roots have the right
-    # number, and leave the longest path at the sample's tokens.
+    # Graders read the number of turns and the longest path. Using only roots gives the right number
+    # and keeps the longest path at the sample's tokens.
     return replace(one, turns=one.turns * max(sample.turns, 1))
 
 

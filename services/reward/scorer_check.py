@@ -1,9 +1,9 @@
-"""Try what grades responses, before anything expensive starts.
+"""Try the configured scorer before anything expensive starts.
 
 ``python -m services.reward.scorer_check`` reads a `ScorerTrial` from standard input, grades its
 rows in scorer processes under their limits, and writes a `TrialAnswer` for each row to standard
-output. It ends with 1 and the reason on standard error if the scorer cannot be loaded. Launchers,
-which do not import services, start it.
+output. It exits with 1 and the reason on standard error if the scorer cannot be loaded. Launchers
+run it as a process, since they do not import services.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from sluice.types import Scored
 
 
 async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
-    """Return what becomes of the rows, or of the first of them if grading takes long.
+    """Grade the rows, or only the first ones if grading takes long; return the answers.
 
     Raises:
-        ConfigError: file, function or signature are wrong; names them and the Python error.
+        ConfigError: the file, function or signature is wrong; the error names it and the Python
+            error.
         DeadlineError: loading takes too long.
     """
     reward = trial.reward
@@ -46,7 +47,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
 
 
 def main() -> None:
-    """Answer on standard output; nothing else gets there."""
+    """Write answers to standard output, and nothing else."""
     answer_asked(ScorerTrial, lambda trial: asyncio.run(tried(trial)))
 
 

@@ -1,4 +1,4 @@
-"""RewardService: decode, call, encode, return."""
+"""Serve RewardService: decode a request, call the service, encode the result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 logger = logging.getLogger(__name__)
 
 ANSWER_MARGIN_S = 0.5
-"""An error that names the cause of the wait must arrive before the caller's deadline."""
+"""Seconds before the caller's deadline at which a wait ends with an error that names its cause."""
 
 _REPLACED = (
     "TakeSamples sends images and experts with their samples; use the protocol files of the "
@@ -71,15 +71,15 @@ class _HasDeadline(Protocol):
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """The service over the wire.
+    """Serves the reward service over gRPC.
 
     Args:
         app: the service's parts.
-        rollout: defaults of validation sampling.
+        rollout: default parameters of validation sampling.
         max_response_length: longest response, tokens.
-        limits: of clients' messages.
-        images: limits of images; ``None``: the model reads none.
-        tokens: name clients; ``None``: clients name themselves.
+        limits: limits of clients' messages.
+        images: limits of images; ``None`` if the model reads none.
+        tokens: map tokens to client names; ``None`` lets clients name themselves.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._app, self._rollout, self._limits = app, rollout, limits or LimitsConfig()
         self._max_response_length, self._tokens = max_response_length, tokens
         self._images = images
-        self._trainer = ""  # the instance that announced last
+        self._trainer = ""  # the trainer instance that announced last
 
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
@@ -110,8 +110,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     self._read_prompts(request_iterator, session), name="submitted prompts"
                 )
                 await self._write_events(session, context)
-                reading.cancel()  # the service ends; the client may send nothing for hours
-        # Raise it when no write is running: gRPC takes no status during one.
+                reading.cancel()  # the service ends, but the client may send nothing for hours
+        # Raise it when no write is running: gRPC accepts no status during a write.
         if not reading.cancelled() and (refusal := reading.result()) is not None:
             raise refusal
 
@@ -132,7 +132,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def TakeSamples(  # type: ignore[override]
         self, request: reward.TakeSamplesRequest, context: Context
     ) -> None:
-        """Send samples of the leased batch, and their prompts."""
+        """Send samples of the leased batch and their prompts."""
         check_fields(request)
         batch = self._app.loop.batches.batch(request.batch_id)
         for message in packed(sample_messages(batch, request.rows)):
@@ -166,7 +166,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def AnnouncePolicy(
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
-        """Take on a version and its fleet."""
+        """Adopt a version and its fleet."""
         check_announcement(request)
         is_new = request.trainer_instance_id != self._trainer
         if is_new and (other := other_version(request.sluice_version)):
@@ -194,7 +194,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Evaluate(
         self, request: reward.EvaluateRequest, context: Context
     ) -> reward.EvaluateResponse:
-        """Validate the announced policy, or a version that replicas are held at."""
+        """Validate the announced version, or one that replicas are held at."""
         with TRACER.unrecorded():
             result = await self._app.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
@@ -209,7 +209,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._leases().taking(
             request.count, request.wait_s, request.holder, request.keep_alive_s
         ) as taken:
-            # Before the wait, during which a group may be given up: its leases are refused later.
+            # Before the wait: if a group is given up during it, its leases are refused later.
             leases = [
                 lease_to_proto(
                     episode.task.prompt,
@@ -234,7 +234,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     tools,
                     request.ByteSize(),
                 )
-            except LeaseEndedError:  # a program relies on this, too
+            except LeaseEndedError:  # programs rely on this, too
                 await self._app.ledger.durable()
                 raise
         await self._app.ledger.durable()
@@ -285,7 +285,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def _read_prompts(
         self, requests: AsyncIterator[reward.SubmitPromptsRequest], session: SubmissionSession
     ) -> SluiceError | None:
-        """Read to the end of the client's requests; return why they end early."""
+        """Read all requests of the client; return the reason if they end early."""
         try:
             async for request in requests:
                 await session.wait_to_receive()
@@ -325,7 +325,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def _seconds(context: _HasDeadline, method: str) -> float:
-    """Return the seconds a call may take, so that its error arrives before the caller gives up."""
+    """Return how long a call may take for its error to arrive before the caller gives up,
+    seconds."""
     remaining = context.time_remaining()
     if remaining is None:
         return CALL_POLICIES[f"RewardService/{method}"].deadline_s

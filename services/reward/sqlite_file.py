@@ -1,4 +1,4 @@
-"""An SQLite file of the run's folder: open it, and check that it is ours and whole."""
+"""Open an SQLite file of the run's folder; check that it is ours and intact."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class SqliteFile:
     """A file in WAL mode.
 
     Args:
-        path: made with its folder if missing.
-        name: what it is, for messages.
-        content: what a run loses without it, for messages.
-        application_id: of all files of this kind.
-        format: a file of another one is refused.
-        tables: statements that make the tables, separated by ``;`` at the end of a line.
-        is_durable: every commit survives a crash of the machine, and one process at a time holds
-            the file, by a lock that ends with it.
+        path: the file, created with its folder if missing.
+        name: the name of the file's kind, for messages.
+        content: what a run loses without the file, for messages.
+        application_id: identifies files of this kind.
+        format: the number of the file's format; other formats are refused.
+        tables: statements that create the tables, separated by ``;`` at the end of a line.
+        is_durable: every commit survives a crash of the machine, and the process holds an exclusive
+            lock on the file until it ends.
     """
 
     path: Path
@@ -36,10 +36,10 @@ class SqliteFile:
     is_durable: bool
 
     def open(self) -> sqlite3.Connection:
-        """Open, check and perhaps lock it. Any thread may use the connection.
+        """Open, check and, if durable, lock the file. Any thread may use the connection.
 
         Raises:
-            DataError: it is damaged, in use, of another program or of another format.
+            DataError: it is damaged, in use, or has another program's or format's content.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -80,7 +80,7 @@ class SqliteFile:
             self._check(database, found)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute(f"PRAGMA synchronous = {'FULL' if self.is_durable else 'NORMAL'}")
-        # Takes the lock, and makes the tables once; a process that dies here leaves an empty file.
+        # Take the lock and create the tables in one transaction: a kill leaves an empty file.
         database.execute("BEGIN IMMEDIATE")
         if is_empty:
             for statement in self.tables.split(";\n"):
@@ -92,7 +92,7 @@ class SqliteFile:
     def _check(self, database: sqlite3.Connection, application_id: int) -> None:
         if application_id != self.application_id:
             raise DataError(
-                f"{self.path}: a database of another program, no {self.name}; move it away, or "
+                f"{self.path}: a database of another program, not a {self.name}; move it away, or "
                 "choose another sluice.run_dir"
             )
         if (version := _number(database, "PRAGMA user_version")) != self.format:

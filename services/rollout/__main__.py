@@ -93,7 +93,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             try:
                 replica = _replica(config, identity, server.port, engine)
                 with _observed(config, replica, engine):
-                    exempt_start_up()  # garbage collection need not look at the model's objects
+                    exempt_start_up()  # exclude the model's objects from garbage collection
                     await _take_part(config, engine, replica, server, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
@@ -103,7 +103,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
 
 @contextmanager
 def _observed(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> Iterator[None]:
-    """Let a watchdog watch the replica, and serve its metrics, while the block runs."""
+    """Run the replica's watchdog and serve its metrics while the block runs."""
     who = ProcessName("rollout", replica.name, restarts())
     endpoint = config.sluice.rollout.endpoint
     with (
@@ -184,7 +184,7 @@ def _server(
 def _replica(
     config: RunConfig, identity: ReplicaIdentity, port: int, engine: Engine
 ) -> ReplicaInfo:
-    """Return what the trainer needs to know; the port is known only after binding."""
+    """Return the replica as registered with the trainer; the port is known only after binding."""
     return ReplicaInfo(
         identity.name,
         identity.instance_id,

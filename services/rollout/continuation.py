@@ -1,11 +1,11 @@
-"""Continue a conversation from its exact tokens: render only what follows them.
+"""Continue a conversation from its exact tokens: render only the new turns.
 
-A chat template renders whole conversations. The bridge finds out once what it writes after an
-answer, and after calls: the end token, and all that follows it, such as a newline that no policy
-samples. It proves on generated dialogues that this equals a full rendering. A template that writes
-an answer differently once it is history, as those that leave out thoughts, fails the proof: its
-conversations are not continued. Where a template repeats a call beside its result, such as its
-name, the call is read from the tokens so far.
+A chat template renders whole conversations. The bridge finds out once what the template writes
+after an answer and after calls: the end token, and the text after it, such as a newline that no
+policy samples. It proves on generated dialogues that this equals a full rendering. A template that
+writes earlier answers differently, for example without thoughts, fails the proof, and its
+conversations are not continued. If a template repeats a part of a call beside the result, such as
+its name, the call is read from the tokens so far.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _PROBE = Tool(
     '{"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}',
 )
 _OTHER = "sluice_other", 7
-"""Name of a tool, and number of its call, that no proved answer has."""
+"""A tool name and a call number that occur in no dialogue of the proof."""
 _IDS = ("call{number:05}", "functions.{name}:{number}")
-"""Some templates want nine letters, and Kimi's the name."""
+"""Call ids: some templates require nine letters, and Kimi's requires the name."""
 _WORDS = (
     "jar",
     "7",
@@ -57,14 +57,14 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateAccess:
-    """What the bridge uses of a tokenizer.
+    """The functions of a tokenizer that the bridge uses.
 
     Args:
-        render: returns turns and tools as the template writes them, with a generation prompt.
-            Raises InvalidRequestError if the template refuses them.
-        encode: returns the tokens of a text without adding any.
+        render: renders turns and tools with a generation prompt. Raises InvalidRequestError if the
+            template refuses them.
+        encode: returns the tokens of a text without adding special ones.
         decode: returns the text of tokens, with special tokens.
-        control_tokens: texts of the tokens that no plain text has, by id.
+        control_tokens: texts of special tokens, by id.
         end_tokens: tokens that end a response.
     """
 
@@ -76,7 +76,8 @@ class TemplateAccess:
 
 
 class History(NamedTuple):
-    """A kind of conversations: the role of the new turns, and whether earlier answers think."""
+    """A kind of conversation: the role of the new turns, and whether earlier answers have
+    thoughts."""
 
     role: str
     thinks: bool
@@ -89,9 +90,9 @@ class _Calls(NamedTuple):
     """How a template writes calls.
 
     Args:
-        most: calls in one answer; 0: it writes none.
-        tool_format: reads them back; ``plain``: none does.
-        ids: of calls, as it accepts them.
+        most: most calls in one answer; 0 if the template writes none.
+        tool_format: the format that reads them back; ``plain`` if none does.
+        ids: call ids that the template accepts.
         close: the text of the token that ends an answer with calls.
     """
 
@@ -102,13 +103,12 @@ class _Calls(NamedTuple):
 
 
 class Bridge:
-    """What one template writes after an answer.
+    """Knows what a template writes after an answer.
 
     Args:
         access: renders and tokenizes.
 
-    What it knows costs a few renderings when it is first used; `refusals` about a hundred, half of
-    them for each role.
+    The first use needs a few renderings; `refusals` needs about a hundred, half for each role.
     """
 
     def __init__(self, access: TemplateAccess) -> None:
@@ -126,7 +126,7 @@ class Bridge:
 
     @cached_property
     def shows_lone_results(self) -> bool:
-        """Whether the template writes a turn of a tool that follows no call."""
+        """Whether the template writes a tool's turn that follows no call."""
         turns = [_QUESTION, ChatMessage(_ASSISTANT, "7"), ChatMessage(TOOL, self._mark)]
         try:
             return self._mark in self._access.render(turns, [_PROBE])
@@ -135,12 +135,12 @@ class Bridge:
 
     @property
     def tool_format(self) -> str:
-        """The format in which the template writes calls; ``plain``: none that is read."""
+        """The format in which the template writes calls; ``plain`` if it cannot be read."""
         return self._calls.tool_format
 
     @property
     def refusals(self) -> Mapping[History, str]:
-        """Why conversations of a kind are not continued; empty: they are."""
+        """Why conversations of a kind are not continued; empty if they are."""
         return {kind: self._refused(kind) for kind in _KINDS}
 
     def continued(
@@ -155,7 +155,7 @@ class Bridge:
 
         Raises:
             HistoryRewrittenError: the template writes earlier turns differently in history.
-            InvalidRequestError: it refuses the new turns.
+            InvalidRequestError: the template refuses the new turns.
         """
         for role in dict.fromkeys(message.role for message in messages):
             if reason := self._reason(role, earlier):
@@ -168,14 +168,14 @@ class Bridge:
             calls = self._last_calls(earlier, messages, tools)
         added = self._access.encode(self._after_answer(messages, tools, calls))
         ends = {added[0]}
-        if self._calls.close in ("", self._close):  # else it may be the role of the next turn
+        if self._calls.close in ("", self._close):  # otherwise it may be the role of the next turn
             ends |= self._access.end_tokens
         has_ended = int(earlier[-1]) in ends
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
     def _reason(self, role: str, earlier: TokenIds) -> str:
         without, with_thoughts = (self._refused(History(role, thinks)) for thinks in (False, True))
-        # Long texts are not decoded where it makes no difference.
+        # Do not decode long texts if it makes no difference.
         _, end_think = thought_marks(self.tool_format)
         if without == with_thoughts or end_think not in self._access.decode(earlier):
             return without
@@ -215,7 +215,7 @@ class Bridge:
         return unread
 
     def _read_back(self, text: str, answer: ChatMessage) -> tuple[str, str]:
-        """Return the format that reads an answer's calls, and the end token that is after them."""
+        """Return the format that reads an answer's calls, and the end token after them."""
         places = ((text.find(end), end) for end in self._access.control_tokens.values())
         for place, end in sorted(found for found in places if found[0] >= 0):
             for tool_format in TOOL_FORMATS:
@@ -240,7 +240,7 @@ class Bridge:
 
     @cached_property
     def _repeats_calls(self) -> bool:
-        """Whether the template repeats something of a call beside its result, such as its name."""
+        """Whether the template repeats a part of a call beside its result, such as its name."""
         if not self._calls.most:
             return False
         try:
@@ -284,12 +284,12 @@ class Bridge:
         tools: Sequence[Tool],
         calls: Sequence[ToolCall] = (),
     ) -> str:
-        """Return the end token of an answer, and what the template writes after it.
+        """Return the end token of an answer, and the text that the template writes after it.
 
         Args:
             messages: what follows the answer.
             tools: the offered tools.
-            calls: the answer's, where the template repeats them; none: a made-up call.
+            calls: the answer's calls, if the template repeats them; empty for a dummy call.
         """
         past, close = ChatMessage(_ASSISTANT, self._mark), self._close
         if messages[0].role == TOOL and self._calls.most:
@@ -315,7 +315,7 @@ class Bridge:
         return self._refusals[kind]
 
     def _refusal(self, kind: History) -> str:
-        """Return why the bridge is not what a full rendering has; empty: it is."""
+        """Return how the bridge differs from a full rendering; empty if it does not."""
         try:
             for number in range(_DIALOGUES):
                 self._prove_dialogue(kind, number, random.Random(number))
@@ -381,7 +381,8 @@ class Bridge:
 
 
 def _num_shared(head: str, text: str) -> int:
-    """Return where a text leaves a generation prompt: at a line, such as one of empty thoughts."""
+    """Return where a text departs from a generation prompt: at a line, such as one of empty
+    thoughts."""
     start = 0
     for line in head.splitlines(keepends=True):
         if not text.startswith(line, start):

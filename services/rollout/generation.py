@@ -1,4 +1,4 @@
-"""One generate call: engine chunks in, whole samples (and tokens as they come) out.
+"""Run a Generate call: engine chunks in, whole samples (and tokens as they come) out.
 
 Consumes: chunks of one engine request. Waits for: the engine.
 Unblocked by: chunks, or cancellation of the call, which closes the engine's iterator and so frees
@@ -35,13 +35,13 @@ SIGN_OF_LIFE_INTERVALS = 2
 
 
 class StreamedText:
-    """The part of a growing response's text that can be sent, because no further token changes it.
+    """The part of a growing response's text that can be sent, since no further token changes it.
 
     It ends before an unfinished character and before the possible beginning of a stop string.
 
     Args:
         stops: strings that end the response.
-        decode: of the model's tokenizer.
+        decode: the tokenizer's `decode`.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
@@ -91,20 +91,20 @@ class GenerationEvent:
 
 Send = Callable[[GenerationEvent], Awaitable[None]]
 ReadAnswer = Callable[[TokenIds], Answer]
-"""Returns what a finished response says."""
+"""Parses a finished response into an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How samples travel.
+    """How samples are sent.
 
     Attributes:
         every_token: tokens are sent as they come, with their text.
         partial_interval_s: tokens of unfinished samples are sent about that often, without text,
             unless every token is. If nothing came for twice as long while samples wait for a slot,
             a sign is sent that the engine works. ``None``: never.
-        linger_s: finished samples wait this long for others to travel with.
-        read_answer: finished samples come with what it returns; ``None``: without.
+        linger_s: finished samples wait this long to share a message with others.
+        read_answer: parses finished samples; ``None`` sends them without an answer.
     """
 
     every_token: bool = False
@@ -139,11 +139,11 @@ class _StreamedSample:
 
 
 class GenerationRunner:
-    """Generate calls on one engine; they count what became of their tokens.
+    """Runs Generate calls on an engine, and counts their sent and unsent tokens.
 
     Args:
-        engine: where tokens come from.
-        decode: of the model's tokenizer.
+        engine: generates the tokens.
+        decode: the tokenizer's `decode`.
     """
 
     def __init__(self, engine: Engine, decode: Decode) -> None:
@@ -161,7 +161,7 @@ class GenerationRunner:
         Args:
             request: the samples to generate.
             options: which parts are sent, and when.
-            send: takes each event; its pace slows the sending, never the engine.
+            send: takes each event; a slow consumer never slows the engine.
 
         Raises:
             SluiceError: what the engine raised (inside an exception group).

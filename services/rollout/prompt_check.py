@@ -1,4 +1,5 @@
-"""Measure prompts with a model's chat template before a run starts, in a process of its own.
+"""Count the tokens of prompts with a model's chat template before a run starts, in a separate
+process.
 
 ``python -m services.rollout.prompt_check`` reads `PromptsToMeasure` from standard input and
 writes a list to standard output: the tokens of each prompt, or why the template refuses it. It ends

@@ -1,4 +1,4 @@
-"""Prompts to token ids and back, with the model's own tokenizer and chat template."""
+"""Convert prompts to token ids and back, with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWN_ARGUMENTS = frozenset(
         *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
     )
 )
-"""Arguments of the template that the encoder itself sets."""
+"""Template arguments that only the encoder sets."""
 _MOST_BRIDGES = 16
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
@@ -46,7 +46,7 @@ class PromptEncoder:
         model_path: directory with the tokenizer.
         template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
         trust_remote_code: run tokenizer code of the checkpoint.
-        tool_format: how the policy writes calls of tools; empty: as the chat template does.
+        tool_format: how the policy writes tool calls; empty for the chat template's format.
 
     Raises:
         ConfigError: the directory holds no tokenizer, or `template_kwargs` names an argument that
@@ -86,16 +86,15 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         tools: Sequence[Tool] = (),
     ) -> TokenIds:
-        """Render the chat template with a generation prompt, and tokenise it: [prompt tokens].
+        """Render the chat template with a generation prompt and tokenise the text: [prompt tokens].
 
         Args:
             messages: the turns. With images, ``<image>`` in their texts stands for one.
-            images: encoded files in the order of these. Each takes as many tokens as the model
-                reads it by, which count like any others.
+            images: encoded files in the order of these. Image tokens count like any others.
             template_kwargs: override the encoder's.
-            add_special_tokens: add those that the tokenizer begins or ends texts with, although the
-                template writes its own.
-            tools: the template shows them to the policy.
+            add_special_tokens: add the tokenizer's special tokens (BOS, EOS), although the template
+                writes its own.
+            tools: the tools to show to the policy.
 
         Raises:
             InvalidRequestError: the template refuses the turns or an argument, or shows no tools;
@@ -149,7 +148,7 @@ class PromptEncoder:
 
     @property
     def tool_format(self) -> str:
-        """How the policy writes calls of tools."""
+        """The format in which the policy writes tool calls."""
         return self._tool_format or self._bridge(self._template_kwargs).tool_format
 
     def prove_continuations(self) -> str:
@@ -174,7 +173,7 @@ class PromptEncoder:
         tool_format: str = "",
         tools: Sequence[Tool] = (),
     ) -> Answer:
-        """Return what a finished response says.
+        """Parse a finished response into an answer.
 
         Args:
             token_ids: [tokens] of the response.

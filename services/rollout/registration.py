@@ -1,5 +1,5 @@
-"""What a replica reports while it lives: its load, whether its engine answers, and whether it has
-weights.
+"""Report a replica's state to the trainer and the health service: load, liveness of its engine, and
+whether it has weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def report_weights(
     notify: Callable[[bool], Awaitable[None]],
     interval_s: float = _HEALTH_INTERVAL_S,
 ) -> None:
-    """Report to health, under a name of its own, whether this replica has weights.
+    """Report to the health service, under a separate name, whether this replica has weights.
 
     The process as a whole is healthy before that: it must stay, and be found, while it waits.
 
@@ -49,8 +49,8 @@ async def report_weights(
 
     Args:
         load: the engine's latest counters.
-        notify: takes each change, and the first answer.
-        interval_s: between two looks.
+        notify: called with the first answer and each change.
+        interval_s: seconds between two looks.
     """
     reported: bool | None = None
     while True:

@@ -1,4 +1,4 @@
-"""RolloutService and WeightSyncService on one engine: decode, call, encode, return."""
+"""Serve RolloutService and WeightSyncService on an engine: decode, call, encode, return."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         training_prompts: limit for prompts of the run's own services, which are trained on; without
             it, and for clients, only the model's context is a limit.
         quota: samples in a client's running calls; ``None``: any number.
-        tokens: name clients; without them clients name themselves.
+        tokens: map tokens to client names; without them clients name themselves.
         max_client_priority: highest priority that clients may request.
         images: limits of images; by default the usual ones.
     """

@@ -1,4 +1,4 @@
-"""Read what a response says: thoughts, text and calls of tools, in the formats of model families.
+"""Parse a response into thoughts, text and tool calls, in the formats of model families.
 
 All functions are pure, and take time in proportion to the text, whatever a policy wrote. A call
 that cannot be read is an error text for the policy, never an exception.
@@ -115,7 +115,7 @@ _BEGINS_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parame
 def read_answer(
     text: str, tool_format: str, tools: Sequence[Tool] = (), *, family: str = PLAIN
 ) -> Answer:
-    """Return what a finished response says.
+    """Parse a finished response into an answer.
 
     Args:
         text: of the response, with the marks of calls and thoughts, and without its end token.

@@ -63,7 +63,7 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
 
 
 def _lead_traced(config: RunConfig) -> bool:
-    # Loads torch and transformers: 5 s that neither `--help` nor a refused configuration needs.
+    # Imported late: loading torch and transformers takes 5 s.
     from services.trainer.leader import run_leader
 
     with traced_process(config, "trainer", "trainer"):

@@ -131,7 +131,7 @@ async def _lead(config: RunConfig) -> bool:
             reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
         reward = await connected_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
-        # Both calls block the event loop, which nothing else needs yet.
+        # Both calls block the event loop, but nothing else needs it yet.
         parallel = stack.enter_context(join_ranks(config))
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)

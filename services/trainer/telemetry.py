@@ -184,7 +184,7 @@ def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContex
 
 
 def trainer_work(config: RunConfig, state: RunState, fleet: Fleet) -> Callable[[], WorkState]:
-    """Return what reads the trainer's progress; call that in the event loop.
+    """Return a function that reads the trainer's progress; call it in the event loop.
 
     These count as progress: steps, changes of phase, forward passes, buckets of weights, bytes of
     the checkpoint that is being written, and the fleet's tokens, which fill the next batch. A
@@ -194,7 +194,7 @@ def trainer_work(config: RunConfig, state: RunState, fleet: Fleet) -> Callable[[
         "unfinished checkpoint", partial(unfinished_checkpoint, Path(checkpoint_folder(config)))
     )
     batch_s = config.sluice.trainer.batch_timeout_s
-    patience_s = {  # of waits that have deadlines of their own
+    patience_s = {  # of waits that have their own deadlines
         RunPhase.WAITING_FOR_REPLICAS: replica_wait_timeout_s(config),
         RunPhase.WAITING_FOR_BATCH: batch_s,
         RunPhase.EVALUATING: batch_s,

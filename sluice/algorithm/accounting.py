@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-# What became of the tokens that the reward service received.
+# The uses of tokens that the reward service received.
 RECEIVED = (
     "trained",
     "filtered_all_right",
@@ -53,7 +53,7 @@ class ReplicaCounters:
         prompt_tokens: tokens of the prompts of samples that began.
         reused_tokens: those of them that came from a prefix cache.
         busy_seconds: time with at least one running sequence.
-        wall_seconds: age of the process, by another clock than the states' one.
+        wall_seconds: age of the process, by another clock than `seconds_by_state`.
         seconds_by_state: time by state of the engine; they add up to the age of the process.
     """
 
@@ -175,10 +175,10 @@ def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Acco
 
 
 def with_tokens_before_restart(account: Account, tokens: float) -> Account:
-    """Return the account with the tokens that the counters of restarted processes took along.
+    """Return the account with the tokens whose counts restarted processes lost.
 
     Args:
-        account: of the counters since the restart.
+        account: the account of the counters since the restart.
         tokens: its least residual since the restart. If positive, replicas sampled
             them for a reward service that has lost its counts: one more part. If negative, the
             reward service received them from replicas that the present trainer never met: they

@@ -1,4 +1,4 @@
-"""Episodes as values: what the policy reads next, which earlier turn a conversation continues, and
+"""Rules of episodes: what the policy reads next, which earlier turn a conversation continues, and
 when an episode ends.
 
 The history of a turn is the conversation up to its answer, the answer included. Two histories are
@@ -36,10 +36,10 @@ class Observation:
     Args:
         messages: turns that follow its last answer, or the row's prompt; with `is_whole` the whole
             conversation, which may continue any earlier turn, or none.
-        tools: that it may call; after the first observation none means the same as before.
-        drops_tools: with no `tools`, it may call none from now on.
+        tools: the tools that it may call; if empty after the first observation, the same as before.
+        drops_tools: if `tools` is empty, it may call none from now on.
         done: the episode is over, and the policy reads nothing more.
-        reward: of the answer before; ``None``: it has none of its own.
+        reward: the reward of the answer before, if it has one.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -52,16 +52,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of an episode; further ones are those of `multi_turn` and `sluice.environment`.
+    """The limits of an episode; fields not listed are keys of `multi_turn` and
+    `sluice.environment`.
 
     Args:
-        max_sequence_tokens: most tokens of a conversation, what it only read included.
-        max_response_tokens: most tokens beyond the row's prompt, what it only read included, as
-            verl counts a response; ``None``: no bound of its own.
+        max_sequence_tokens: most tokens of a conversation, including read tokens.
+        max_response_tokens: most tokens beyond the row's prompt, including read tokens, as verl
+            counts a response; ``None`` for no bound.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
-            ``None``: no bound.
-        grades_whole_text: scorers get the text of all turns, with what the policy read between
-            them, as verl's reward managers do; else that of the last turn.
+            ``None`` for no bound.
+        grades_whole_text: scorers get the text of all turns and of what the policy read between
+            them, as in verl's reward managers; otherwise only the last turn's text.
     """
 
     max_sequence_tokens: int
@@ -81,8 +82,8 @@ class Continued(NamedTuple):
     """How a turn begins.
 
     Args:
-        parent: index of the turn whose tokens it continues; ``None``: it is a root.
-        messages: that follow the parent's answer; of a root, the whole conversation.
+        parent: index of the turn whose tokens it continues; ``None`` for a root.
+        messages: the messages after the parent's answer; for a root, the whole conversation.
     """
 
     parent: int | None
@@ -90,11 +91,10 @@ class Continued(NamedTuple):
 
 
 def environment_of(extra_info: Mapping[str, object], *, by_default: bool) -> str | None:
-    """Return the environment of a row; empty: the run's only one; ``None``: its samples are one
-    answer.
+    """Return the environment of a row: empty for the run's only one, ``None`` if the row has none.
 
     Args:
-        by_default: whether a row that chooses nothing is played with an environment.
+        by_default: whether a row that names no environment has one.
     """
     name = extra_info.get(AGENT_NAME)
     if not name:
@@ -112,14 +112,14 @@ def answer_message(answer: Answer) -> ChatMessage:
 def continued(
     histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
 ) -> Continued:
-    """Return which turn a whole conversation continues: the first whose history comes before the
-    messages that are new.
+    """Return the turn that a whole conversation continues: the first whose history precedes the new
+    messages.
 
     A turn is only continued by messages of users and tools, at least one; a conversation that
     continues no turn is a root.
 
     Args:
-        histories: of turns so far, in their order; each ends with the turn's answer.
+        histories: the histories of the turns so far, in order; each ends with the turn's answer.
     """
     size = num_before_new(messages)
     for index, history in enumerate(histories):
@@ -129,7 +129,7 @@ def continued(
 
 
 def num_before_new(messages: Sequence[ChatMessage]) -> int:
-    """Return how many messages a conversation has before those of users and tools at its end.
+    """Return how many messages precede the trailing messages of users and tools.
 
     A history that it continues ends with an answer, and so has exactly as many.
     """
@@ -199,7 +199,7 @@ def with_new_ids(answer: Answer, prefix: str, taken: Collection[str]) -> Answer:
     call has it, the number at its end becomes the number of earlier calls, as Kimi K2 counts them.
 
     Args:
-        prefix: of the ids of other calls; it begins with ``call_``, as those of replicas do.
+        prefix: prefix of new ids; it begins with ``call_``, as in replicas' ids.
         taken: ids of earlier calls in the conversation.
     """
     calls: dict[str, ToolCall] = {}
@@ -226,9 +226,9 @@ class EpisodeCounts:
     """What an episode has used of its limits.
 
     Attributes:
-        user_turns: observations that the policy has read after an answer, tools' as well (verl's
+        user_turns: observations that the policy has read after an answer, including tools' (verl's
             count).
-        invalid_answers: the last ones in a row with calls that cannot be read.
+        invalid_answers: number of last answers in a row with unreadable calls.
     """
 
     rules: EpisodeRules
@@ -242,10 +242,10 @@ class EpisodeCounts:
         self.invalid_answers = self.invalid_answers + 1 if answer.tool_error else 0
 
     def end(self, finish: FinishReason, seen: Observation) -> EpisodeEnd | None:
-        """Return why the episode ends after an observation; ``None``: the policy reads it.
+        """Return why the episode ends after an observation; ``None`` if the policy reads it.
 
         Args:
-            seen: the observation; one that is read is counted.
+            seen: the observation; it is counted if the policy reads it.
         """
         rules = self.rules
         if seen.done:

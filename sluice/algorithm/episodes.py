@@ -20,8 +20,8 @@ class TurnPath:
     """Turns of one training sequence, by their indices in the sample.
 
     Args:
-        turns: from a root on; each continues the one before.
-        trained: those whose tokens this path trains, rising.
+        turns: turns from a root on; each continues the one before.
+        trained: the turns whose tokens this path trains, ascending.
     """
 
     turns: tuple[int, ...]
@@ -34,9 +34,10 @@ class PathTokens:
 
     Args:
         token_ids: [tokens]; without the group's prompt.
-        labels: int64 [trained tokens], their places in `token_ids`, rising.
+        labels: int64 [trained tokens], their places in `token_ids`, ascending.
         columns: int64 [trained tokens], their places among the sample's sampled tokens.
-        follows_prompt: whether the group's prompt comes before; else the first token is no label.
+        follows_prompt: whether the group's prompt precedes it; otherwise the first token is no
+            label.
     """
 
     token_ids: TokenIds
@@ -54,8 +55,8 @@ class PathTokens:
 def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
     """Return the paths that train every token once, in the order of their leaves.
 
-    A path ends with a turn that has tokens: what is only read after it is left out. Lengths decide,
-    so that tokens may be absent.
+    A path ends with a turn that has tokens; text read after it is left out. Only lengths matter, so
+    tokens may be absent.
     """
     continued: set[int] = set()
     leaves: list[int] = []

@@ -31,8 +31,8 @@ class NewTokens:
 class GrowingSample:
     """The tokens of one unfinished sample so far.
 
-    The pieces always add up to the same `Rollout`, however the sample was cut, aborted and adopted
-    again.
+    The pieces always add up to the same `Rollout`, however the sample was split, aborted and
+    adopted.
     """
 
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Guards of a run: rules over its metrics, and what follows when a rule is broken.
+"""Guards of a run: rules on its metrics, and the action when a rule is broken.
 
 A signal is one value of a metric with its standard error, or the reason for which there is none. No
 value and a bad value are different things: a validation that failed, a peer that is away and a
@@ -23,7 +23,7 @@ from typing import Literal
 Better = Literal["max", "min"]
 
 VALIDATION_PREFIX = "val-"
-"""Metrics of validations begin with it; all others are of train steps."""
+"""The prefix of validation metrics; all others belong to train steps."""
 
 ACCURACY = "held-out accuracy"
 """The metric of a rule that names none: the mean of ``mean@N`` over data sources."""
@@ -34,7 +34,7 @@ _ACC = "/acc/mean@"
 
 
 class GuardAction(StrEnum):
-    """What follows from a broken rule."""
+    """The action after a broken rule."""
 
     HOLD = "hold"
     STOP = "stop"
@@ -42,7 +42,7 @@ class GuardAction(StrEnum):
 
 
 class RuleState(StrEnum):
-    """What a rule's newest values show."""
+    """The state of a rule, by its newest values."""
 
     WATCHING = "watching"
     NO_SIGNAL = "no signal"
@@ -54,9 +54,9 @@ class Signal:
     """One value of a metric.
 
     Attributes:
-        step: of the weights that a validation graded, or of the train step.
-        value: ``None``: there is none, see `absence`.
-        standard_error: of the value; ``None``: not known.
+        step: step of the validated weights, or of the train step.
+        value: ``None`` if there is none; see `absence`.
+        standard_error: standard error of the value, if known.
         absence: why there is no value.
     """
 
@@ -67,7 +67,7 @@ class Signal:
 
     @property
     def text(self) -> str:
-        """The value in words."""
+        """The value as text."""
         error = "" if self.standard_error is None else f" ± {self.standard_error:.3g}"
         return f"{self.value or 0.0:.4g}{error} at step {self.step}"
 
@@ -77,14 +77,14 @@ class GuardRule:
     """One rule; exactly one of `target`, `limit` and `deviations` is set.
 
     Attributes:
-        metric: its name; ``None``: held-out accuracy.
+        metric: the metric's name; ``None`` for held-out accuracy.
         target: fires at a value that is at least as good. For `stop`.
         limit: broken by a value that is worse.
         deviations: broken by a value that is worse than the best one by more than so many standard
             errors of the difference.
-        times: values in a row.
-        window: of a train step's metric: steps that one value is the mean of.
-        most_rollbacks: a rule that is broken after so many rollbacks of the run holds it.
+        times: values in a row that must break it.
+        window: number of steps that a value of a train step's metric averages.
+        most_rollbacks: rollbacks of the run after which a broken rule holds it instead.
     """
 
     action: GuardAction
@@ -100,12 +100,12 @@ class GuardRule:
 
     @property
     def name(self) -> str:
-        """The name of the metric, in words if it has no other."""
+        """The name of the metric, or a description if it has none."""
         return self.metric or ACCURACY
 
     @property
     def text(self) -> str:
-        """The rule in words."""
+        """The rule as text."""
         if self.target is not None:
             way = f"reaches {self.target:g}"
         elif self.limit is not None:
@@ -136,11 +136,11 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class GuardRecord:
-    """What the guards know; it survives a restart.
+    """The state of the guards, which survives a restart.
 
     Attributes:
         signals: by name of the metric, in the order of steps.
-        resumed_after: by name, the newest step that a user had seen who ended a hold.
+        resumed_after: by metric name, the newest step when a user ended a hold.
         saved: steps whose checkpoints are this run's; an earlier run may have left others.
     """
 
@@ -198,7 +198,7 @@ class GuardRecord:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a broken rule demands.
+    """The action that a broken rule requires.
 
     Attributes:
         restores: of a rollback: the step of the checkpoint.
@@ -309,10 +309,10 @@ def judge(rule: GuardRule, record: GuardRecord) -> Judgement:
 def decide(
     rules: Sequence[GuardRule], record: GuardRecord, restorable: Sequence[int]
 ) -> Verdict | None:
-    """Return what the first broken rule demands; ``None``: none is broken.
+    """Return the action of the first broken rule, if any.
 
-    A rollback that cannot be becomes a hold. It restores no step that is beyond under its own rule:
-    the collapse may be in it.
+    An impossible rollback becomes a hold. A rollback never restores a step that breaks its own
+    rule, since that may include the collapse.
 
     Args:
         rules: in the order of their importance.

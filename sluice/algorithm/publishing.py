@@ -1,5 +1,5 @@
-"""When the transfer of a version may run beside the next step, how many replicas swap at once, and
-how many keep a version that is being validated (docs/architecture.md, "Weights").
+"""Decide when the transfer of a version may run beside the next step, how many replicas swap at
+once, and how many keep a version under validation (docs/architecture.md, "Weights").
 
 While the fleet still serves version v, the batch of v is trained and in transfer, and the trainer
 takes the batch of v + 1. Groups that start meanwhile start under v, so the batches of v + 2, ...,

@@ -23,13 +23,13 @@ _GROUP_RELATIVE, _TOKEN_RETURNS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGE
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """What a run must know of an advantage estimator before it imports it.
+    """The properties of an advantage estimator that a run needs before importing it.
 
     Attributes:
-        module: of the function.
+        module: the module of the function.
         needs: the optional fields of `AdvantageInputs` that it requires.
-        needs_others: a lone row of a group gets nothing, or is refused; other estimators with
-            groups keep its raw reward.
+        needs_others: a group of one row gets 0 or is refused; other estimators with groups keep its
+            raw reward.
         credits_turns: a turn gets the rewards from it on.
         reads_mask: a token that rollout correction rejects changes the advantages of others; other
             estimators give a row one number and do not read the mask.

@@ -32,7 +32,7 @@ _CONTEXTS, _STEP = 256, 0.1
 
 
 class ReplicaUse(StrEnum):
-    """The purposes that a replica gets requests for, as far as its version suits them."""
+    """The purposes for which a replica gets requests, if its version fits."""
 
     ANY = "any"
     TRAINING = "training"  # it leaves the version that is validated
@@ -40,7 +40,7 @@ class ReplicaUse(StrEnum):
 
 
 class Offer(NamedTuple):
-    """What all that matters to a group has in common among replicas: version and use."""
+    """The properties of a replica that matter to a group: version and use."""
 
     version: int
     use: ReplicaUse
@@ -48,7 +48,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedReplica:
-    """A replica, the policy version it serves, and what for."""
+    """A replica, the policy version that it serves, and its use."""
 
     info: ReplicaInfo
     policy_version: int
@@ -62,11 +62,11 @@ class AnnouncedReplica:
 
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
-    """A replica in use. After an error that may mean that it is sick it pauses, then proves itself
-    with one group, beside those that it still has.
+    """A replica in use. After an error that may be its fault it pauses, then gets one group as a
+    trial, beside those that it still has.
 
-    `order` is its index in the announcement, `capacity` the sequences that it may have at once,
-    `trial` the group that it proves itself with.
+    `order` is its index in the announcement, `capacity` the most sequences at once, `trial` the
+    group on trial.
     """
 
     announced: AnnouncedReplica
@@ -87,11 +87,12 @@ class RoutedReplica:
 
     @property
     def num_free(self) -> int:
-        """Sequences that it may have beyond the outstanding ones."""
+        """How many more sequences it may have."""
         return max(0, self.capacity - self.num_outstanding)
 
     def has_capacity(self, num_sequences: int, now: float) -> bool:
-        """Return whether it takes so many sequences now; of a group, any number while idle."""
+        """Return whether it takes `num_sequences` now; an idle replica takes a group of any
+        size."""
         if self.paused_until > now or self.trial:
             return False
         return self.num_groups == 0 or self.num_outstanding + num_sequences <= self.capacity
@@ -121,17 +122,17 @@ class ReplicaRequirement:
     prefer: str = ""
 
     def accepts(self, version: int) -> bool:
-        """Return whether tokens of `version` will do."""
+        """Return whether tokens of `version` are acceptable."""
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
     def takes(self, offer: Offer) -> bool:
-        """Return whether a replica with this offer will do."""
+        """Return whether a replica with this offer is acceptable."""
         other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
         return offer.use is not other and self.accepts(offer.version)
 
     def came_too_late(self, offers: Collection[Offer]) -> bool:
-        """Return whether no replica will do, now or later.
+        """Return whether no replica is acceptable, now or later.
 
         Versions only rise, and a replica that is about to swap is not held later: its next version
         is newer than the one that is validated. Without any replica the next one may still do.
@@ -159,7 +160,7 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
 
 
 class MeanContext:
-    """The tokens of a sequence at its end, with its share of the prompt.
+    """The mean tokens of a sequence at its end, with its share of the prompt.
 
     They are a mean over about the last 256.
 
@@ -204,7 +205,7 @@ class ReplicaRouter:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots with a sequence in them; what a replica holds beyond its slots waits there.
+        """Slots that run a sequence; further sequences of a replica wait there.
 
         Slots of replicas that serve validation only do not count.
         """
@@ -249,7 +250,7 @@ class ReplicaRouter:
         one's; otherwise the least loaded one does.
 
         Args:
-            taken: offers that others wait for.
+            taken: offers that other groups wait for.
         """
         offers = {one for one in self._num_free if one not in taken and wanted.takes(one)}
         if not offers:
@@ -270,7 +271,7 @@ class ReplicaRouter:
         return preferred if preferred.has_capacity(wanted.num_sequences, now) else least
 
     def num_free(self, lowest_version: int, now: float, group_size: int = 1) -> int:
-        """Return how many sequences for training could start now, on `lowest_version` or later.
+        """Return how many training sequences could start now, on `lowest_version` or later.
 
         An idle replica takes a group of any size, so it counts as at least `group_size`.
         """
@@ -338,7 +339,7 @@ class ReplicaRouter:
     def failed(self, member: RoutedReplica, now: float, *, may_be_sick: bool = True) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends.
 
-        One that was only full or slow pauses without probation, and without making the next pause
+        A replica that was only full or slow pauses without probation, and the next pause is not
         longer.
         """
         if member.paused_until <= now or (may_be_sick and not member.on_probation):
@@ -406,7 +407,7 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
 
 
 def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
-    """Return the replicas with so many slots, of the size that the present ones have; at least 1.
+    """Return how many replicas of the current size have that many slots, at least 1.
 
     Args:
         num_slots, num_replicas: of the fleet now; 0 without one.

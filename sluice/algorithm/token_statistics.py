@@ -56,11 +56,11 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPart:
-    """The place of a rank's rows of the head, where ranks divide the vocabulary.
+    """A rank's rows of the head, if ranks divide the vocabulary.
 
     Attributes:
-        first: number of the token of the first row.
-        most: rows of the rank that has most.
+        first: token id of the first row.
+        most: rows of the rank with the most rows.
         maximum: replaces each element of a tensor by its largest value on any rank.
         total: replaces each element of a tensor by its sum over ranks.
     """
@@ -71,11 +71,12 @@ class VocabularyPart:
     total: Callable[[Tensor], None]
 
     def rows(self, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of labels among so many, 0 for those of other ranks, and which are there.
+        """Return the local rows of labels (0 for labels of other ranks), and which labels are
+        local.
 
         Args:
             labels: int64 [block].
-            number: of this rank's rows.
+            number: number of this rank's rows.
         """
         rows = labels - self.first
         is_here = (rows >= 0) & (rows < number)

@@ -1,3 +1,3 @@
-"""The `sluice` command. A module holds one command with what it prints. In: words of a command
-line. Out: text for people, or JSON, and an exit status.
+"""The `sluice` command. Each module holds a command and its output. In: command-line arguments.
+Out: text for people, or JSON, and an exit status.
 """

@@ -34,7 +34,7 @@ def complete_key(incomplete: str) -> list[str]:
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return the beginnings of `KEY=VALUE` that fit, and files; a sign before the key stays."""
+    """Complete `KEY=VALUE`, and files; keep a sign before the key."""
     key = incomplete.lstrip("+~")
     sign = incomplete[: len(incomplete) - len(key)]
     return [*_paths(incomplete), *(f"{sign}{name}=" for name in complete_key(key))]

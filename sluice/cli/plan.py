@@ -1,4 +1,4 @@
-"""`sluice plan`: whether a launch fits its devices, and if not, what to change."""
+"""`sluice plan`: check whether a launch fits its devices, and if not, show what to change."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _verdict(found: PlannedLaunch) -> str:
 
 
 def deployment_values(found: PlannedLaunch, deployment: Deployment) -> str:
-    """Return the lines of a file for ``--env-file``, or of one for ``--values``.
+    """Return the lines of a file for ``--env-file`` or ``--values``.
 
     Raises:
         ConfigError: the launch does not fit, or neither starts such a launch.

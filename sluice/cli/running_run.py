@@ -35,8 +35,8 @@ class PastRun:
         step: the number of finished steps.
         accuracies: of the first and of the last validation; fewer if there are fewer.
         processes: what the launcher runs.
-        is_data_exhausted: whether it reached its end because its data set had no more prompts.
-        total_steps: of its configuration; None: as many as the data have.
+        is_data_exhausted: whether it ended because its data set had no more prompts.
+        total_steps: its configured steps; None if the data determine them.
     """
 
     phase: Literal["finished", "starting", "out of sight", "not running"]
@@ -122,7 +122,7 @@ async def is_active(run_dir: Path) -> bool:
 
 
 def elsewhere(run_dir: Path) -> str:
-    """Return where a run may be active out of our sight, and what to do; empty: nowhere."""
+    """Return on which other machines a run may be active, and what to do; may be empty."""
     where = last_seen(run_dir)
     return where and (
         f"{where}; use the command there, or, if nothing runs there any more, "
@@ -131,7 +131,7 @@ def elsewhere(run_dir: Path) -> str:
 
 
 def last_seen(run_dir: Path) -> str:
-    """Return on which other hosts a run without a noted end was seen; empty: on none.
+    """Return the other hosts on which a run without a recorded end was seen; may be empty.
 
     A run that had processes here, too, is ours, such as one on Ray whose launcher has died.
     """

@@ -46,8 +46,8 @@ class _ProgramEnd(NamedTuple):
     """How a program ended.
 
     Args:
-        reward: that the run took.
-        failure: why it failed; empty: it did not.
+        reward: the reward that the run accepted.
+        failure: why it failed; empty if it did not.
         is_stopped: nobody waits for its end.
     """
 
@@ -64,12 +64,12 @@ class AgentCounts:
     """What a command's programs have done.
 
     Attributes:
-        running: now.
-        ended: with exit code 0.
-        failed: all others.
+        running: programs that run now.
+        ended: programs that ended with exit code 0.
+        failed: programs that failed.
         stopped: by the end of the command, or the run did not take their ends, such as of samples
             that had been given up.
-        rewards: how many rewards they printed that the run took.
+        rewards: number of printed rewards that the run accepted.
         reward_sum: of these rewards.
     """
 
@@ -90,10 +90,10 @@ class AgentRunner:
     """Runs a program for each leased sample until the run ends.
 
     Args:
-        leases: of the run.
+        leases: the run's leases.
         command: the program with its arguments, as a shell splits them.
         parallel: most programs at once.
-        base_url: of the front that they call, without a path.
+        base_url: address of the front that they call, without a path.
         say: prints a line of progress.
         has_ended: whether the run has reached its end.
         wait_s: how long to wait for a reward service that is away once no program has time left.

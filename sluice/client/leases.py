@@ -35,8 +35,8 @@ class LeasedSample(NamedTuple):
 
     Args:
         lease_id: secret; requests and the end carry it.
-        prompt_id: of its group.
-        sample_index: within its group.
+        prompt_id: the prompt id of its group.
+        sample_index: its index within the group.
         messages: the row's prompt.
         row_json: the row's further columns, the text of a JSON object.
         deadline_s: seconds until it expires.
@@ -54,8 +54,8 @@ class LeasedAnswer(NamedTuple):
     """An answer of the policy, recorded as a turn of the sample.
 
     Args:
-        answer: what it said.
-        is_cut: it ended at the limit of tokens.
+        answer: the parsed answer.
+        is_cut: it ended at the token limit.
         num_read: tokens that the policy read.
         num_sampled: tokens of the answer.
         turn: its number in the sample, from 0.
@@ -127,7 +127,7 @@ class Leases:
             lease_id: of the sample.
             digest: identifies the request; the same one is sampled once.
             messages: the conversation.
-            tools: that the policy may call, whatever the request before had.
+            tools: the tools that the policy may call; they replace those of the request before.
 
         Raises:
             NotFoundError: the lease is unknown, or has expired.
@@ -150,16 +150,16 @@ class Leases:
         )
 
     async def end(self, lease_id: str, *, reward_value: float | None, failure: str = "") -> None:
-        """End a sample; a second time with the same end does nothing more.
+        """End a sample. Repeating the call with the same end has no effect.
 
         Args:
             lease_id: of the sample.
             reward_value: its reward; ``None``: the row's scorer grades the last answer.
-            failure: why its program failed; empty: it did not.
+            failure: why its program failed; empty if it did not.
 
         Raises:
             NotFoundError: the lease is unknown, or has expired.
-            LeaseEndedError: the sample has ended otherwise.
+            LeaseEndedError: the sample has ended in another way.
             InvalidRequestError: the reward is not finite.
             SluiceError: the reward service does not answer for the policy's patience.
         """

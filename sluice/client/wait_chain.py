@@ -1,5 +1,5 @@
 """Explain what a run waits for: ask all services at once, then follow the waits to the service that
-holds up the others.
+blocks the others.
 
 A service that does not answer in time is part of the result, with the state of its process if that
 runs on this machine.
@@ -52,11 +52,11 @@ class ServiceWaits:
     Attributes:
         name: "trainer", "reward service" or the replica's name.
         waits: what it waits for, the longest first.
-        still_s: seconds without progress although there is work; ``None``: unknown, or no work.
-        failure: why there is no answer; empty: it answered.
-        is_refused: the service is there, and the failure is that caller and service do not accept
-            each other's certificate or token.
-        pid: its process id; 0: unknown.
+        still_s: seconds without progress despite work; ``None`` if unknown or without work.
+        failure: why there is no answer; empty if it answered.
+        is_refused: the service is up, but caller and service do not accept each other's certificate
+            or token.
+        pid: its process id; 0 if unknown.
         process: the kernel's state of the process, such as "stopped by a signal"; empty: unknown.
         unheard_s: seconds since its last heartbeat to the trainer; ``None``: unknown.
         is_replica: whether it generates.
@@ -79,7 +79,7 @@ class Explanation:
 
     Attributes:
         cause: the explanation in one sentence.
-        root: the service that holds up the others; ``None`` if no service waits for another.
+        root: the service that blocks the others; ``None`` if no service waits for another.
         services: the root, then the services that wait for it, the nearest first.
     """
 
@@ -89,7 +89,7 @@ class Explanation:
 
 
 async def explain_run(location: RunLocation) -> Explanation | None:
-    """Ask the services of a run what they wait for; ``None``: none answers or has a process."""
+    """Ask the services of a run what they wait for; ``None`` if none answers or has a process."""
     # Written at the start of a run: processes noted before it belong to an earlier one.
     config_file = location.run_dir / CONFIG_NAME
     services = await survey_waits(
@@ -105,7 +105,7 @@ async def explain_run(location: RunLocation) -> Explanation | None:
 
 
 def explain(services: Sequence[ServiceWaits]) -> Explanation:
-    """Find the service that holds up the others.
+    """Find the service that blocks the others.
 
     A service that refuses the caller comes first: nothing is known of the services behind it.
     Otherwise it is the silent service that most waits lead to, and if all answer, the end of the
@@ -271,7 +271,7 @@ async def survey_waits(
         run_dir: the run's folder, which lists the processes on this machine.
         since_s: older entries there (seconds of the file system's clock) are of an earlier run.
         timeout_s: time that each service has to answer.
-        credentials: what the services ask of callers.
+        credentials: credentials for the services.
     """
     marks = {_MARKED_AS.get(m.name, m.name): m for m in process_marks(run_dir, since_s)}
     replicas = {

@@ -13,7 +13,7 @@ _LARGEST_PORT = 65535
 
 
 def bare_host(host: str) -> str:
-    """Return a host as sockets want it: an IPv6 address without the brackets of URLs."""
+    """Return a host in the form for sockets: an IPv6 address without brackets."""
     return host.removeprefix("[").removesuffix("]")
 
 
@@ -24,7 +24,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def split_host_port(address: str) -> tuple[str, int | None]:
-    """Return the host, without brackets, and the port; None where there is none.
+    """Return the host, without brackets, and the port; None if there is none.
 
     Takes names, addresses of IPv4 and IPv6; IPv6 addresses stand in brackets if a port follows.
 
@@ -70,7 +70,7 @@ def _refused(address: str) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` means addresses of this machine alone."""
+    """Return whether `host` means only addresses of this machine."""
     try:
         found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -117,7 +117,7 @@ def peer_address(endpoint: EndpointConfig, path: str) -> str:
 
 
 def configured_ports(service: ServiceConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield key, host and port of every port that is set: of endpoints, and of the dashboard."""
+    """Yield key, host and port of every port that is set, of endpoints and the dashboard."""
     for kind in ("trainer", "reward", "rollout"):
         endpoint = getattr(service, kind).endpoint
         for name in ("port", "health_port", "metrics_port"):

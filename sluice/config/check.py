@@ -47,12 +47,12 @@ from sluice.config.verl_sizes import (
 
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
-    """Return the notes for the start of a run; `as_set`: the keys that were set."""
+    """Return the notes for the start of a run; `as_set` holds the keys that were set."""
     return [*notices(as_set), *_idle_critic(config, as_set), *remarks(config)]
 
 
 def remarks(config: RunConfig) -> list[Problem]:
-    """Return notes on what settings mean together."""
+    """Return notes on the joint effects of settings."""
     return [
         *_divergence(config),
         *_correction(config),
@@ -133,7 +133,7 @@ def _lone_responses(config: RunConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A derived number, as verl would have it and here; `None`: not whole, or not fixed."""
+    """A derived number, in verl and here; `None` if it is not whole or not fixed."""
 
     name: str
     formula: str
@@ -146,8 +146,8 @@ class EngineReport:
     """Estimates for each device of an engine.
 
     Attributes:
-        smallest_tp: by the practice guide's rule; `None` without `device_bytes`, or if no size is
-            enough.
+        smallest_tp: smallest tensor parallel size by the practice guide's rule; `None` without
+            `device_bytes`, or if no size suffices.
     """
 
     parameters: int
@@ -176,7 +176,8 @@ def engine_report(config: RunConfig, shape: ModelShape, device_gib: float | None
 
 
 def engine_problems(config: RunConfig, shape: ModelShape, device_gib: float) -> Iterator[Problem]:
-    """Yield that an engine's share of devices of `device_gib` GiB does not hold the weights."""
+    """Yield a problem if an engine's share of devices of `device_gib` GiB cannot hold the
+    weights."""
     engine, device = rollout_layout(config), device_gib * GIB
     if fits(shape, engine, device):
         return
@@ -200,11 +201,11 @@ class CheckReport:
 
     Attributes:
         problems: all broken rules.
-        notes: settings with another effect than their own, and effects of settings together.
+        notes: settings with an unexpected effect, and joint effects of settings.
         keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
-        learning_rate: the actor's peak.
-        engine: memory; `None` where the model's shape is not known.
+        learning_rate: the actor's peak learning rate.
+        engine: the engine's memory; `None` if the model's shape is unknown.
     """
 
     problems: tuple[Problem, ...]
@@ -229,11 +230,11 @@ def check_report(
 
     Args:
         as_set: the keys as the user set them.
-        shape: the trained model's, where it is known.
-        device_gib: memory of one device, GiB, where it is known.
-        dataset_rows: rows of data.train_files, where they can be counted.
+        shape: the trained model's shape, if known.
+        device_gib: memory of one device, GiB, if known.
+        dataset_rows: rows of data.train_files, if countable.
         files: whether the paths that the configuration names must exist.
-        here: as this host would run it, on its devices; `None`: as `config`.
+        here: the configuration as this host would run it, on its devices; `None` for `config`.
     """
     settings = KeySettings(config, as_set.by_key())
     found = all_problems(config, settings, shape=shape, files=files)

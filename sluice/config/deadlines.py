@@ -1,4 +1,4 @@
-"""Deadlines for keys that are null: from the lengths, the model and the engine of a run."""
+"""Default deadlines for keys that are null, from the lengths, the model and the engine of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOAD_BYTES_PER_S = 0.5e9
 
 
 def generate_timeout_s(config: RunConfig) -> float:
-    """Return how long a group's stream may last: by default 0.1 s a token, at least 600 s."""
+    """Return how long a group's stream may last: by default 0.1 s per token, at least 600 s."""
     if (chosen := config.sluice.reward.generate_timeout_s) is not None:
         return chosen
     return max(_LEAST_GENERATE_S, _SECONDS_PER_TOKEN * config.data.max_response_length)
@@ -61,7 +61,7 @@ def commit_timeout_s(config: RunConfig, wire_bytes: float) -> float:
     weights.
 
     Args:
-        wire_bytes: of all weights, as they are sent.
+        wire_bytes: bytes of all weights, as sent.
     """
     read_bytes = wire_bytes / replica_devices(config)
     return config.sluice.weights.timeout_s + read_bytes / _LOAD_BYTES_PER_S

@@ -1,4 +1,4 @@
-"""Numbers and needs that follow from the configuration, each with its formula in one place."""
+"""Values derived from the configuration, each with its formula in one place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OUTLINE_SAMPLE_BYTES = 512
 
 
 def advantage_estimator(config: RunConfig) -> Estimator:
-    """Return what is known of the run's advantage estimator."""
+    """Return the properties of the run's advantage estimator."""
     return BATCH_ESTIMATORS[config.algorithm.adv_estimator]
 
 
@@ -41,8 +41,8 @@ def world_size(config: RunConfig) -> int:
 def rows_per_batch(config: RunConfig) -> int:
     """Return the most samples in one train batch: prompts times responses per prompt.
 
-    Of several sources it takes the most responses: where shares follow yields, a batch may be
-    nearly all of one source. `responses_per_step` counts by the configured shares.
+    With several sources, use the largest number of responses, since a batch may be almost all of
+    one source if shares follow yields. `responses_per_step` counts by the configured shares.
     """
     return config.data.train_batch_size * largest_n(config)
 
@@ -60,7 +60,7 @@ def max_model_len(config: RunConfig) -> int:
 def replica_devices(config: RunConfig) -> int:
     """Return the devices that one replica computes on, each a rank of transfer groups.
 
-    The embedded engine has one whatever the parallel sizes are.
+    The embedded engine has one, for any parallel sizes.
     """
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "torch":
@@ -92,7 +92,7 @@ def overlaps_transfers(config: RunConfig) -> bool:
 def sleeps_while_training(config: RunConfig) -> bool:
     """Return whether engines that share the trainer's device sleep while it trains.
 
-    NCCL takes a device for one rank only, so that weights travel by gloo wherever they share one.
+    NCCL accepts a device for only one rank, so weights are sent by gloo if they share one.
     """
     rollout = config.actor_rollout_ref.rollout
     shares = config.sluice.weights.backend == "gloo" and rollout.name == "vllm"
@@ -100,7 +100,7 @@ def sleeps_while_training(config: RunConfig) -> bool:
 
 
 def batch_invariant(config: RunConfig) -> bool:
-    """Return whether a sample's tokens must not depend on what else runs.
+    """Return whether a sample's tokens must not depend on other running samples.
 
     By default in synchronous mode only, where a run repeats bit for bit, unless its batches fill by
     expectation.
@@ -135,7 +135,7 @@ def is_bypassed(config: RunConfig) -> bool:
 
 
 def rollout_correction(config: RunConfig) -> RolloutCorrectionSettings:
-    """Return `algorithm.rollout_correction` as the learner takes it.
+    """Return the learner's settings from `algorithm.rollout_correction`.
 
     Raises:
         ConfigError: a name is unknown or a threshold cannot be read.
@@ -245,7 +245,7 @@ def largest_message_mb(config: RunConfig) -> int:
 
 
 def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
-    """Return the MiB of samples that a trainer rank takes of a batch of longest responses.
+    """Return the size of a trainer rank's samples in a batch of longest responses, MiB.
 
     Args:
         data_ranks: ranks, or groups of ranks, that train different samples.
@@ -291,8 +291,8 @@ def is_named(name: str, wanted: str | Sequence[str]) -> bool:
     """Match a layer's name by peft's rules for `target_modules` and `exclude_modules`.
 
     Args:
-        name: of a layer, in the model's files.
-        wanted: a regular expression for all of it, or a list of its possible ends.
+        name: name of a layer in the model's files.
+        wanted: a regular expression for the whole name, or a list of possible suffixes.
     """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
@@ -321,12 +321,12 @@ def adapts_experts(model: ModelConfig) -> bool:
 
 
 def padding_step(sharding: FsdpConfig) -> int:
-    """Return the tokens that a micro-batch's length is a multiple of."""
+    """Return the number of tokens that a micro-batch's length is a multiple of."""
     return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
 
 
 def is_whole(sharding: FsdpConfig, size: int) -> bool:
-    """Return whether a rank holds a model as one whole.
+    """Return whether each rank holds the whole model.
 
     If passes have another dtype than weights, one rank uses FSDP too, which casts the weights of a
     layer for as long as it needs them.

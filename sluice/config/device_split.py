@@ -1,7 +1,8 @@
 """Divide the devices of a launch into those that train and those that generate.
 
-A launch of verl is colocated: both happen on all devices in turns. Here each has its own, so that
-they work at the same time. The ratio follows from how long a device takes for one token of each.
+A launch of verl is colocated: training and generation alternate on all devices. Here each has
+separate devices, so that both work at the same time. The ratio follows from the time that a device
+takes to train and to generate a token.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ _TRAINING_SHARE = 0.4
 _READING_SHARE = 0.6
 """Share of a device's memory rate that decoding reaches."""
 _GUESS_MARGIN = 1.05
-"""A count of the trainer's bytes may exceed the guess by so much."""
+"""Factor by which the counted bytes of the trainer may exceed the guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSplit:
-    """Devices of a run.
+    """The division of a run's devices.
 
     Args:
         trainer: devices that train, one for each rank.
         rollout: devices that generate.
         nodes: machines of the trainer's devices.
         per_replica: devices of one replica.
-        replaces: the launch has a ``sluice.placement``, whose place the overrides take.
+        replaces: the overrides replace a ``sluice.placement`` of the launch.
     """
 
     trainer: int
@@ -56,17 +57,17 @@ class DeviceSplit:
 
     @property
     def replicas(self) -> int:
-        """Replicas on the devices that generate."""
+        """The number of replicas on the devices that generate."""
         return self.rollout // self.per_replica
 
     @property
     def placement(self) -> str:
-        """The same as a value of ``sluice.placement``."""
+        """The split as a value of ``sluice.placement``."""
         return f"trainer:{self.trainer},rollout:{self.rollout}"
 
     @property
     def summary(self) -> str:
-        """How many devices do what, as a clause."""
+        """The use of the devices, as a clause."""
         each = "" if self.per_replica == 1 else f" of {self.per_replica}"
         return (
             f"{_counted(self.trainer, 'train')}, {_counted(self.rollout, 'generate')} in "
@@ -75,7 +76,7 @@ class DeviceSplit:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What makes a launch use these devices."""
+        """The overrides that make a launch use these devices."""
         return (
             f"trainer.nnodes={self.nodes}",
             f"trainer.n_gpus_per_node={self.trainer // self.nodes}",
@@ -89,7 +90,7 @@ def _counted(devices: int, verb: str) -> str:
 
 
 def is_colocated(config: RunConfig, settings: KeySettings) -> bool:
-    """Return whether the devices that are named must serve trainer and rollouts alike.
+    """Return whether the named devices must serve both trainer and rollouts.
 
     One device alone is the trainer's, since it cannot be divided.
     """
@@ -106,7 +107,7 @@ def device_split(
     """Return the split of a launch: as its keys or ``sluice.placement`` say, else `auto_split`.
 
     Raises:
-        ConfigError: no split is possible, or the placement is not of this launch.
+        ConfigError: no split is possible, or the placement does not fit this launch.
     """
     if not is_colocated(config, settings):
         return named_split(config)
@@ -123,7 +124,7 @@ def named_split(config: RunConfig) -> DeviceSplit:
 
 
 def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) -> DeviceSplit:
-    """Return the fastest split by estimate; of a model of unknown shape, the most even one.
+    """Return the fastest split by estimate; for a model of unknown shape, the most even split.
 
     Raises:
         ConfigError: no split is possible.
@@ -135,7 +136,7 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
     layout = training_layout(config)
 
     def rank(split: DeviceSplit) -> tuple[float, float]:
-        """Return what a trainer's device lacks, then the time of a token."""
+        """Return a sort key: what a trainer's device lacks, then the time of a token."""
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
         other = replace(layout, world=split.trainer, shard=shard)
         guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
@@ -234,7 +235,7 @@ def seconds_per_token(
 
 
 def _filtered(config: RunConfig) -> float:
-    """Return the samples generated for one that is trained."""
+    """Return the number of samples generated per trained sample."""
     rounds = config.data.gen_batch_size or config.data.train_batch_size
     is_filtered = config.algorithm.filter_groups.enable
     return max(1.0, rounds / config.data.train_batch_size) if is_filtered else 1.0

@@ -1,4 +1,4 @@
-"""Explain keys: what each one means, and how those that a user set are treated."""
+"""Explain keys: the meaning of each key, and the treatment of those that a user set."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _HONOURED_BY_ROUNDS = frozenset(
 
 
 def explain_key(path: str) -> Entry:
-    """Return the row of one key, in any accepted spelling.
+    """Return the catalogue entry of a key, in any accepted spelling.
 
     A key below a free-form one or a block has that one's row.
 
     Raises:
-        ConfigError: no such key; names the nearest known ones.
+        ConfigError: there is no such key; the error names the nearest known ones.
     """
     asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
     proper = canonical(asked)
@@ -63,7 +63,7 @@ def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
 def notices(settings: SettingsTree) -> list[Problem]:
     """Return a note for every key that was set and that is mapped or has no effect.
 
-    There is none for values that change nothing. The rule's name is the status.
+    Values that change nothing get no note. The rule's name is the status.
     """
     found = (_notice(settings, path, value) for path, value in settings.leaves())
     return [notice for notice in found if notice is not None]

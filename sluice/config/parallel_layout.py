@@ -1,4 +1,5 @@
-"""How the trainer's ranks divide its work: stages, copies, shards, sequences, tensors, experts."""
+"""The parallel layout of the trainer's ranks: stages, copies, shards, sequences, tensors,
+experts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Division: TypeAlias = tuple[str, int, int, str]
 def divisions(
     ranks: int, shard: int, sequence: int, experts: int, tensor: int = 1, pipeline: int = 1
 ) -> Iterator[Division]:
-    """Yield what each size of a layout must divide; see `ParallelLayout`."""
+    """Yield the number that each size of a layout must divide; see `ParallelLayout`."""
     yield PIPELINE_KEY, pipeline, ranks, _RANKS
     if ranks % pipeline:
         return  # there are no stages to cut
@@ -48,7 +49,7 @@ def divisions(
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The sizes of the trainer's groups of ranks.
+    """The sizes of the trainer's process groups.
 
     Ranks are numbered by stage, then by copy and shard, which include the sequence, then by tensor:
     neighboring ranks cut the same layers.
@@ -64,7 +65,8 @@ class ParallelLayout:
         pipeline: stages; each has a part of the layers.
 
     Raises:
-        ConfigError: a size does not divide; names the numbers and the nearest sizes that do.
+        ConfigError: a size does not divide its number; the error names both and the nearest
+            divisors.
     """
 
     ranks: int
@@ -82,7 +84,8 @@ class ParallelLayout:
 
     @property
     def peers(self) -> int:
-        """Ranks of one stage and tensor index: their part of the model is the same."""
+        """The number of ranks with one stage and tensor index, which have the same part of the
+        model."""
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
@@ -102,7 +105,7 @@ class ParallelLayout:
 
 
 def trainer_layout(config: RunConfig, ranks: int) -> ParallelLayout:
-    """Return the layout that the policy's keys ask for.
+    """Return the layout that the policy's keys configure.
 
     Args:
         config: loading has put verl's spellings for other backends into `fsdp_config`.
@@ -128,12 +131,12 @@ def layout_of(sharding: ActorFsdpConfig, ranks: int) -> ParallelLayout:
 
 
 def shard_size(fsdp_size: int, peers: int, ranks: int, key: str) -> int:
-    """Return how many ranks share one copy of a model: all for a size below 1 or too large.
+    """Return how many ranks share a copy of a model: all, if the size is below 1 or too large.
 
     Args:
         peers: trainer ranks of one stage and tensor index.
         ranks: trainer ranks.
-        key: of `fsdp_size`, for the error.
+        key: the key of `fsdp_size`, for the error.
 
     Raises:
         ConfigError: the size does not divide the number of ranks.
@@ -173,7 +176,7 @@ def check_experts(experts: int, num_experts: int, family: str) -> None:
 
 
 def nearest_divisors(wanted: int, number: int, most: int | None = None) -> str:
-    """Return the divisors of `number` next to `wanted`, up to `most`, as words: ``4 or 8``."""
+    """Return the divisors of `number` nearest to `wanted`, up to `most`, as text: ``4 or 8``."""
     divisors = [size for size in range(1, (most or number) + 1) if number % size == 0]
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]

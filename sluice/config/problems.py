@@ -20,24 +20,23 @@ class Severity(StrEnum):
     """What a problem means for a run."""
 
     ERROR = "error"
-    """sluice cannot run so."""
+    """sluice cannot run this."""
     WARNING = "warning"
     """verl would refuse it; sluice runs it."""
     NOTE = "note"
-    """It runs, but not as somebody may expect."""
+    """It runs, but perhaps not as expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One sentence about a configuration: the key, its value, the fault, and the remedy.
+    """A problem of a configuration as one sentence: the key, its value, the fault, and the remedy.
 
     Attributes:
-        key: as the user wrote it, where there is a spelling of the user's; empty where the
-            sentence is about no key.
-        value: of the key; `UNSET` where the sentence needs none.
+        key: the key, in the user's spelling if there is one; empty if the sentence is about no key.
+        value: the value of the key; `UNSET` if the sentence needs none.
         message: the rest of the sentence after ``key = value``.
-        remedy: what to do, in words; empty where `overrides` say it, or where nothing is wrong.
-        overrides: ``key=value`` texts that mend it; none where only a person can decide.
+        remedy: what to do; empty if `overrides` say it or nothing is wrong.
+        overrides: ``key=value`` texts that fix it; empty if only a person can decide.
         rule: short name of the broken rule, for tests and machines.
     """
 
@@ -58,7 +57,7 @@ class Problem:
 
     @property
     def advice(self) -> str:
-        """What to do, in words."""
+        """What to do, as text."""
         return self.remedy or (f"set {' '.join(self.overrides)}" if self.overrides else "")
 
     @property
@@ -68,20 +67,20 @@ class Problem:
 
 
 def of_error(error: ConfigError) -> Problem:
-    """Return the problem that an error names in its sentence."""
+    """Return the problem that an error describes."""
     return Problem("", UNSET, str(error))
 
 
 def verl_problem(
     rule: str, key: str, value: object, message: str, *overrides: str, here: bool = False
 ) -> Problem:
-    """Return a broken rule of verl's; `here`: sluice cannot run it either."""
+    """Return the problem of a broken rule of verl; with `here`, sluice cannot run it either."""
     severity = Severity.ERROR if here else Severity.WARNING
     return Problem(key, value, message, overrides=overrides, rule=rule, severity=severity)
 
 
 def named(rule: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems under the name of their rule."""
+    """Yield the problems with the name of their rule."""
     return (replace(problem, rule=rule) for problem in problems)
 
 
@@ -91,7 +90,7 @@ def errors(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def raise_problems(problems: Sequence[Problem], source: str) -> None:
-    """Do nothing without problems.
+    """Raise an error if there are problems.
 
     Raises:
         ConfigError: lists all of `problems`.

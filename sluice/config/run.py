@@ -31,7 +31,7 @@ _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 class RunConfig(Section, frozen=True):
-    """Everything a run needs; all services read the same file."""
+    """The configuration of a run; all services read the same file."""
 
     data: DataConfig = msgspec.field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = msgspec.field(default_factory=ActorRolloutRefConfig)
@@ -63,7 +63,7 @@ def element_section(annotation: object) -> type[Section] | None:
 
 
 def is_free_form(annotation: object) -> bool:
-    """Return whether any keys may stand below (`engine_kwargs` and the like)."""
+    """Return whether arbitrary keys are allowed below (`engine_kwargs` and the like)."""
     return get_origin(bare_type(annotation)) is dict
 
 
@@ -73,7 +73,7 @@ def value_section(annotation: object) -> type[Section] | None:
 
 
 def expectation(annotation: object) -> str:
-    """Return which values a type takes, for example ``an integer >= 1 or null``."""
+    """Return the values of a type as text, for example ``an integer >= 1 or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _bounded(arguments[0], arguments[1:])
@@ -157,7 +157,7 @@ def defaults() -> Mapping[str, object]:
 
 
 def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object) -> object:
-    """Return the value at `path` in nested mappings; `otherwise` where a key is missing."""
+    """Return the value at `path` in nested mappings, or `otherwise` if a key is missing."""
     node: object = tree
     for key in path:
         if not isinstance(node, Mapping) or key not in node:
@@ -167,7 +167,7 @@ def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object)
 
 
 def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration with typed keys set, which is faster than to read it again."""
+    """Return the configuration with typed keys set; faster than reading it again."""
     tree = msgspec.to_builtins(config)
     for text in overrides:
         key, _, value = text.partition("=")

@@ -37,8 +37,9 @@ def class_environment(kind: type, file: str) -> Environment:
     """Check a class.
 
     Raises:
-        ConfigError: it needs arguments, `reset` asks for what is no column, `done` is a method, or
-            a tool cannot be described; names file, method and remedy.
+        ConfigError: the constructor needs arguments, `reset` takes something other than a column,
+            `done` is a method, or a tool cannot be described; the error names file, method and
+            remedy.
     """
     where = f"{file}: {kind.__name__}"
     try:
@@ -71,7 +72,8 @@ def class_environment(kind: type, file: str) -> Environment:
 
 
 def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
-    """Return the public methods, a base's first, and whether each takes the instance."""
+    """Return the public methods, those of base classes first, and whether each takes the
+    instance."""
     found: dict[str, tuple[Callable[..., object], bool]] = {}
     for base in reversed(kind.__mro__[:-1]):
         for name, member in vars(base).items():
@@ -136,7 +138,7 @@ class ClassEpisode:
         return Observation(messages, tools=_offered(self._methods), done=self._is_done)
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
-        """Make the calls of an answer; text goes to `turn`, and ends the episode without one."""
+        """Make the calls of an answer; pass text to `turn`, or end the episode without `turn`."""
         self._last = answer.content
         if answer.tool_error or answer.tool_calls:
             return await self._called(answer)
@@ -146,7 +148,7 @@ class ClassEpisode:
             said, reward = with_reward(what, returned)
             done = said is None or self._is_done
             return Observation(messages_of(what, said), done=done, reward=reward)
-        # A cut answer is no decision to end; the loop ends the episode at the limit.
+        # A cut answer does not end the episode; the loop ends it at the limit.
         return Observation(done=finish is not FinishReason.LENGTH)
 
     async def score(self) -> Scored | None:

@@ -1,4 +1,4 @@
-"""What every kind of environment has in common: tasks, episodes, messages, numbers, calls."""
+"""Common parts of all kinds of environments: tasks, episodes, messages, numbers, calls."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MAX_RESULT_CHARS = 1 << 20
 message would not be sent."""
 MAX_ERROR_CHARS = 2000
 MAX_THREADS = 32
-"""Calls of plain methods that run at once; further ones wait."""
+"""Most calls of plain methods at once; further ones wait."""
 OUT_OF_MEMORY = 70
 """Exit code of a server whose environment needed more memory than it may."""
 _SPARE_BYTES = 64 << 20
-"""A process that can still reserve these has memory left."""
+"""Bytes: a process that can still reserve them has memory left."""
 _CUT = "...(cut)"
 _CUT_BEFORE = set[str]()
 
@@ -46,7 +46,7 @@ class PlayedRow:
 
     Args:
         messages: the row's prompt.
-        row: its further columns: data_source, ground_truth, extra_info.
+        row: the row's other columns: data_source, ground_truth, extra_info.
         seed: the same for all samples of a prompt.
     """
 
@@ -69,8 +69,7 @@ class PlayedRow:
 class PlayedEpisode(Protocol):
     """One open episode. Its calls never overlap.
 
-    Calls raise EnvironmentUnavailable, and EnvironmentDefectError for what the author's code
-    raises.
+    Calls raise EnvironmentUnavailable, and EnvironmentDefectError for errors of the author's code.
     """
 
     async def open(self) -> Observation:
@@ -82,21 +81,21 @@ class PlayedEpisode(Protocol):
         ...
 
     async def score(self) -> Scored | None:
-        """Return the score; ``None``: the row's scorer grades the last answer."""
+        """Return the score; ``None`` to let the row's scorer grade the last answer."""
         ...
 
     async def close(self) -> None:
-        """Free what the episode holds, also after an error."""
+        """Free the episode's resources, even after an error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a file defines.
+    """An environment that a file defines.
 
     Args:
         name: the class or function, which rows may name.
-        tools: that an episode offers where its row does not choose.
+        tools: the tools that an episode offers if its row does not choose.
         begin: returns a new episode, whose author's methods run in these calls, and whose own work
             in this group.
     """
@@ -107,7 +106,7 @@ class Environment:
 
 
 class AuthorCalls:
-    """Runs an author's methods: coroutines on the event loop, the others in threads.
+    """Runs an author's methods: coroutines on the event loop, plain methods in threads.
 
     A plain method that hangs keeps its thread, or waits for one. `longest_s` shows it, and who
     supervises the server ends the process.
@@ -155,7 +154,7 @@ class AuthorCalls:
 
         Raises:
             EnvironmentUnavailable: it raised this.
-            EnvironmentDefectError: it raised anything else; names `what` and the place. A
+            EnvironmentDefectError: it raised another error; names `what` and the place. A
                 MemoryError, which the policy did not cause, ends this process.
         """
         try:
@@ -228,7 +227,7 @@ def _end_for_memory() -> NoReturn:
 
 
 def defect(what: str, error: BaseException) -> EnvironmentDefectError:
-    """Return the failure of an author's code, with its place."""
+    """Return the error of an author's code, with its place."""
     return EnvironmentDefectError(f"{what} raised {raised(error)}{_place(error)}")
 
 
@@ -245,9 +244,9 @@ def _place(error: BaseException) -> str:
 
 
 def text_of(what: str, value: object) -> str:
-    """Return a method's result as the policy reads it: texts as they are, else JSON.
+    """Return a method's result as text for the policy: text unchanged, other values as JSON.
 
-    A long one is cut; the log notes the first of each method.
+    Cut a long result, and log the first one of each method.
     """
     if value is None:
         return ""
@@ -361,7 +360,7 @@ def _continuing(what: str, value: object) -> ChatMessage:
 ReadArguments = Callable[[str], Mapping[str, Any]]
 """Reads the JSON of a call; raises ArgumentsError if it does not fit."""
 CallResult = tuple[ChatMessage, float | None]
-"""What the policy reads after a call, and the call's reward."""
+"""The text that the policy reads after a call, and the call's reward."""
 
 
 async def results_of_calls(
@@ -369,7 +368,7 @@ async def results_of_calls(
     tools: Mapping[str, ReadArguments],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
 ) -> tuple[tuple[ChatMessage, ...], float | None]:
-    """Make an answer's calls one after the other; return what the policy reads, and their reward.
+    """Make an answer's calls one by one; return the text that the policy reads, and their reward.
 
     Args:
         tools: what reads the arguments of each, by name.

@@ -60,13 +60,13 @@ class LoopTask:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAnswer:
-    """What the policy said.
+    """The policy's answer.
 
     Attributes:
         content: its text, without thoughts and calls.
         tool_calls: dicts in OpenAI's form; the arguments are the text of a JSON object.
         reasoning: its thoughts.
-        tool_error: what is wrong with calls that cannot be read; empty: nothing.
+        tool_error: the error of calls that cannot be read; empty if there is none.
         is_cut: whether it ended at the limit of tokens.
     """
 
@@ -88,7 +88,7 @@ class PolicyAnswer:
 
 
 _Question = tuple[Observation, asyncio.Future[PolicyAnswer]]
-"""What the policy shall read, and where the answer goes."""
+"""The question to the policy, and the future of its answer."""
 
 
 class Policy:
@@ -134,7 +134,7 @@ class Policy:
             self._answer = None
 
     async def next_question(self) -> Observation:
-        """Return what the policy shall read next, of a call that still waits."""
+        """Return what the policy must read next, for a call that still waits."""
         while True:
             asked, self._taken = await self._asked.get()
             if not self._taken.done():
@@ -146,7 +146,7 @@ class Policy:
             self._taken.set_result(answer)
 
     def end(self) -> None:
-        """Let the call that waits, and further ones, raise EpisodeOver."""
+        """Make the waiting call, and later ones, raise EpisodeOver."""
         self._is_over = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(EpisodeOver())
@@ -213,7 +213,7 @@ class LoopEpisode:
         return await self._next()
 
     async def score(self) -> Scored | None:
-        """Return what the function returns; one that still asks gets no further answer."""
+        """Return the function's result; if it still asks, it gets no further answer."""
         self._policy.end()
         if self._running is None:
             return None

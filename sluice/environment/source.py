@@ -1,4 +1,4 @@
-"""Where an environment comes from, as settings say it.
+"""The source of an environment, as configured.
 
 ``python -m sluice.environment.source`` loads one in a process of its own: it reads an
 `EnvironmentSource` from standard input and answers with the names of the environment and its tools

@@ -1,5 +1,5 @@
-"""Which devices of a launch train and which generate, the line that says it at the start, and the
-devices of each process.
+"""Divide the devices of a launch into those that train and those that generate, describe the split,
+and assign devices to processes.
 
 A launch that names one pool, as verl's do, is divided as `sluice plan` divides it. One GPU is
 shared. A launch on CPUs stays as it is.
@@ -31,10 +31,10 @@ from sluice.errors import ConfigError
 _BACKEND_KEY = "sluice.weights.backend"
 _UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARED_UTILIZATION = 0.5
-"""Most of a shared GPU's memory that the engine takes, if nobody knows what the trainer takes."""
+"""Largest share of a shared GPU's memory for the engine, if the trainer's need is unknown."""
 _LEAST_UTILIZATION = 0.1
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
-"""Memory of a device where no driver reports it."""
+"""Memory of a device if no driver reports it."""
 _SEVERAL_HOSTS = (
     "devices: one pool on several hosts is not divided at the start; divide it by sluice plan, "
     "and write its keys"
@@ -49,8 +49,9 @@ class FoundDevices:
     Args:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
-        are_elsewhere: they are a cluster's, which may grow; this host's driver does not know them.
-        by_node: how many each machine has; empty: they are all on one.
+        are_elsewhere: they belong to a cluster, which may grow; this host's driver does not know
+            them.
+        by_node: devices per machine; empty if all are on one machine.
     """
 
     kind: str
@@ -60,15 +61,15 @@ class FoundDevices:
 
     @property
     def gib(self) -> float | None:
-        """Memory of each, GiB; ``None``: no driver reports it."""
+        """Memory of each device, GiB; ``None`` if no driver reports it."""
         return host.gpu_gib() if self.kind == "GPU" and not self.are_elsewhere else None
 
     def each(self) -> DeviceKind:
-        """Return one of them, by its memory."""
+        """Return a device with this memory."""
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
     def pool(self) -> tuple[str, ...]:
-        """Return overrides for the largest pool of equally many on each of some machines."""
+        """Return overrides for the largest pool with the same number of devices on each machine."""
         sizes = sorted(self.by_node or (max(self.count, 1),), reverse=True)
         nodes = max(range(1, len(sizes) + 1), key=lambda count: count * sizes[count - 1])
         return (
@@ -86,12 +87,12 @@ class DevicePlan:
     """A launch on its devices.
 
     Args:
-        config: with the split.
-        line: for the user; empty: the launch does not train and generate on devices.
-        lack: why its devices do not suffice, with the remedy; empty: they do. Without a line no
-            number of devices would.
-        remedy: overrides with which they would; empty: there are none, or they do.
-        is_shared: trainer and replica have one GPU together.
+        config: the configuration with the split.
+        line: text for the user; empty if the launch does not train and generate on devices.
+        lack: why its devices do not suffice, with the remedy; empty if they do. Without a line no
+            number would suffice.
+        remedy: overrides that make them suffice; empty if there are none or none are needed.
+        is_shared: trainer and replica share one GPU.
     """
 
     config: RunConfig
@@ -102,7 +103,7 @@ class DevicePlan:
 
 
 def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices | None:
-    """Return this host's devices; ``None``: not both trainer and replicas compute on them."""
+    """Return this host's devices; ``None`` unless both trainer and replicas compute on them."""
     for kind, share in (
         ("NPU", device_share(config, given)),
         ("GPU", gpu_share(config, given)),
@@ -255,8 +256,8 @@ class DeviceShare:
     """The devices of a run's processes, by the numbers that the vendor's variable takes.
 
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
-    No two processes share one if there are enough: HCCL and NCCL take a device for one rank of a
-    group only.
+    No two processes share a device if there are enough: HCCL and NCCL accept a device for only one
+    rank of a group.
     """
 
     numbers: Sequence[str]
@@ -264,20 +265,20 @@ class DeviceShare:
     devices_per_replica: int
 
     def of_rank(self, rank: int) -> tuple[str, ...]:
-        """Return a trainer rank's threads; fewer than it takes if there are no more."""
+        """Return a trainer rank's devices; fewer than it takes if there are no more."""
         return self._slice(rank, 1) if self.trainer_ranks else ()
 
     def of_replica(self, index: int) -> tuple[str, ...]:
-        """Return a replica's threads; fewer than it takes if there are no more."""
+        """Return a replica's devices; fewer than it takes if there are no more."""
         each = self.devices_per_replica
         return self._slice(self.trainer_ranks + index * each, each)
 
     def wanted(self, replicas: int) -> int:
-        """Return the devices that all trainer ranks and so many replicas take."""
+        """Return the number of devices that all trainer ranks and `replicas` replicas take."""
         return self.trainer_ranks + replicas * self.devices_per_replica
 
     def beside_trainer(self) -> int:
-        """Return how many replicas have devices of their own beside the trainer."""
+        """Return how many replicas have separate devices beside the trainer."""
         return max(0, len(self.numbers) - self.trainer_ranks) // max(self.devices_per_replica, 1)
 
     def _slice(self, first: int, count: int) -> tuple[str, ...]:

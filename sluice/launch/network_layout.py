@@ -1,4 +1,4 @@
-"""Where the services of a run listen and are found, when each has a host of its own.
+"""Names, ports and paths of a run's services when each has a separate host.
 
 Compose, Kubernetes and users who start services by hand on several hosts take ports, names, paths
 and commands from here; `sluice up` chooses free ports instead. This file imports next to nothing of

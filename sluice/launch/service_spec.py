@@ -1,4 +1,4 @@
-"""The processes of a run: one specification for every launcher, with ports and addresses."""
+"""Specifications of a run's processes, for every launcher, with ports and addresses."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def own_address(peer_host: str, patience_s: float = 0.0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a service that failed is started again.
+    """When to restart a failed service.
 
     Args:
-        max_restarts: times in a row.
-        retries_errors: also after an error of its own; else only after a signal has ended it.
+        max_restarts: most restarts in a row.
+        retries_errors: restart it also after its own error; otherwise only after a signal.
         stable_s: a process that lived longer than it may take to start was in no crash loop: its
             restarts count from 0 again. No process reports to the supervisor that it serves.
     """
@@ -132,17 +132,17 @@ RESTARTS_AFTER_ERRORS_TOO = RestartPolicy(5, retries_errors=True)
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process.
+    """The specification of a process.
 
     Args:
         name: for logs; unique in the run.
         command: program and arguments.
         environment: variables set on top of the launcher's.
-        restarts: when it is started again after it failed.
-        ends_run: when it ends with code 0 the run is over.
-        is_needed: when it ends before the run is over because it was asked to, the run fails.
-        crew: processes of one crew are ended and started together; empty: it has its own.
-        starts_before: how often launchers that are gone started it in this run.
+        restarts: when to restart it after a failure.
+        ends_run: the run is over when it ends with code 0.
+        is_needed: the run fails if it ends early on request.
+        crew: processes of a crew start and end together; empty for a crew of its own.
+        starts_before: how often earlier launchers started it in this run.
     """
 
     name: str
@@ -161,7 +161,7 @@ class ServiceSpec:
 
 
 def with_ports(config: RunConfig) -> RunConfig:
-    """Return the configuration with a free port wherever the trainer's or reward's port is 0."""
+    """Return the configuration with free ports in place of 0 for trainer and reward service."""
     service = config.sluice
     trainer, reward = service.trainer, service.reward
     wanted = [trainer.endpoint, reward.endpoint]
@@ -206,7 +206,7 @@ def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
 
 
 def evaluation_service(config_file: Path) -> ServiceSpec:
-    """Return what leads a stand-alone evaluation, in the trainer's place."""
+    """Return the process that leads a stand-alone evaluation, in place of the trainer."""
     return ServiceSpec(
         EVALUATION,
         _module("services.evaluation", "--config", str(config_file)),

@@ -1,4 +1,4 @@
-"""LaunchService: its address in the run's folder, its calls, and how many replicas there are."""
+"""LaunchService: its address in the run's folder, its calls, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Processes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScaleChange:
-    """Numbers of replicas to start, and of those to drain, in that order."""
+    """The numbers of the replicas to start, and of those to drain."""
 
     start: tuple[int, ...]
     drain: tuple[int, ...]
 
 
 def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -> ScaleChange:
-    """Return the change that makes `wanted` replicas of those numbered `serving`.
+    """Return the change from the replicas numbered `serving` to `wanted` replicas.
 
     The lowest free numbers start, the highest ones drain. The number of a replica that still drains
     is not free: two processes never have one name.
@@ -71,7 +71,7 @@ def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -
 
 
 def check_number(wanted: int) -> None:
-    """Refuse a number of replicas that no run can have.
+    """Refuse an impossible number of replicas.
 
     Raises:
         InvalidRequestError: with the reason.
@@ -90,8 +90,8 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
     """Refuse more replicas than this machine has memory for, each as large as the smallest one.
 
     Args:
-        added: how many would start.
-        pids: of the replicas that serve; with none there is nothing to compare with.
+        added: number of replicas to start.
+        pids: process ids of the serving replicas; without any there is nothing to compare with.
 
     Raises:
         InvalidRequestError: with both numbers.
@@ -121,7 +121,7 @@ class ReplicaScale:
     """Starts and drains replicas.
 
     Attributes:
-        processes: of the run.
+        processes: the processes of the run.
         make_replica: returns the specification of the replica with a number.
         has_fixed_port: whether all replicas would listen on the same port, or answer probes there.
         is_local: whether they run on this machine, whose memory is looked at before more start.

@@ -20,8 +20,8 @@ from sluice.security.token_file import Role, TokenSource, role_of
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 HEALTH_CHECK = f"{_HEALTH_PREFIX}Check"
 
-# Clients generate, submit, score and look. They do not steer the run, take its batches or replace
-# its weights.
+# Clients may generate, submit, score and look. They may not control the run, take its batches or
+# replace its weights.
 CLIENT_METHODS = frozenset(
     {
         "/sluice.api.rollout.v1.RolloutService/Generate",
@@ -55,7 +55,7 @@ def is_allowed(role: Role, method: str) -> bool:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """The check of the caller's token.
+    """Checks the caller's token.
 
     Without a valid token the answer is UNAUTHENTICATED, for a lesser role PERMISSION_DENIED.
     Methods that do not exist get the same answers, so that a stranger cannot find out what is
@@ -123,13 +123,13 @@ def _refusal(code: grpc.StatusCode, details: str) -> Any:
 
 
 class BoundedChecks:
-    """Limits for handlers of `Check`: no long requests, no slow ones, and not too many at once.
+    """Limits health checks: no long requests, no slow ones, and not too many at once.
 
     gRPC reads a whole request, up to the limit of all messages, before it calls a unary handler. So
     a check is served as a stream of one message, whose bytes are read only here, against a clock.
 
-    When one more comes than may be open, the oldest ends. An honest check takes milliseconds, so
-    callers that only keep requests open cannot keep others out.
+    If too many are open, the oldest ends. A normal check takes milliseconds, so callers that keep
+    requests open cannot keep others out.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class BoundedChecks:
     async def _read(self, requests: Any, context: Any) -> bytes:
         if len(self._open) >= MOST_OPEN_CHECKS:
             oldest = self._open.popleft()
-            if not oldest.expired():  # else it ends as soon as its task runs
+            if not oldest.expired():  # otherwise it ends as soon as its task runs
                 oldest.reschedule(asyncio.get_running_loop().time())
         limit = asyncio.timeout(_READ_WITHIN_S)
         try:
@@ -175,12 +175,12 @@ class BoundedChecks:
 
 
 class ClientQuota:
-    """The units in use by each client, up to a limit. Used from one event loop.
+    """Counts the units in use by each client, up to a limit. Used from one event loop.
 
     Args:
         most: units that one client may have at once.
-        unit: their name in the plural, for errors.
-        key: the setting of `most`, for errors.
+        unit: the plural name of a unit, for errors.
+        key: the setting that defines `most`, for errors.
     """
 
     def __init__(self, most: int, unit: str, key: str) -> None:
@@ -198,7 +198,7 @@ class ClientQuota:
         """Count `amount` units as in use during the block. Without a client nothing is counted.
 
         Raises:
-            ExhaustedError: the client would have too many; names it and the setting.
+            ExhaustedError: the client would have too many; the error names it and the setting.
             InvalidRequestError: no client may have as many, so waiting does not help.
         """
         if client is None or not amount:

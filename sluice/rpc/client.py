@@ -1,5 +1,5 @@
-"""Call peers: stubs, channels that notice frozen peers, deadlines and retries from the table, and
-errors of our own.
+"""Call peers: stubs, channels that detect frozen peers, deadlines and retries from the table, and
+sluice's errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEEPALIVE_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
 
 NOBODY = "unix:/dev/null"
-"""An address that nothing listens on, for `after_backlog`."""
+"""An address on which nothing listens, for `after_backlog`."""
 _PLACES_OF_A_START = 3
 """A stream's first message is the third thing of it that comes, after "sent" and the metadata."""
 _PLACE_S = 0.2
@@ -45,7 +45,7 @@ ResponseT = TypeVar("ResponseT", covariant=True)
 
 
 _Channel = grpc.aio.Channel
-# The generated classes serve both kinds of channels; their types are those of the other kind.
+# The generated classes serve sync and async channels, but have the types of sync ones.
 rollout_stub = cast(
     "Callable[[_Channel], rollout_pb2_grpc.RolloutServiceAsyncStub]",
     rollout_pb2_grpc.RolloutServiceStub,
@@ -81,7 +81,7 @@ class _SendingChannel:
     objects. This class returns what the channel returns.
 
     Args:
-        channel: does the work; closed with this one.
+        channel: the wrapped channel; closed with this one.
         further: returns the metadata of a call at the time of the call.
     """
 
@@ -124,8 +124,8 @@ def open_channel(
     Args:
         address: host:port of the peer.
         max_message_bytes: largest message either way.
-        credentials: shown to the peer: a certificate, and in each call a token.
-        metadata: returns what each call sends besides, such as the caller's name.
+        credentials: a certificate, and a token sent with each call.
+        metadata: returns further metadata of each call, such as the caller's name.
     """
     options: list[tuple[str, int | str]] = [
         *message_limits(max_message_bytes),
@@ -159,7 +159,7 @@ def _connected(
 
 
 class ChannelPool:
-    """One channel to each address, opened by its first use. Close it.
+    """One channel to each address, opened at its first use. Close it after use.
 
     Takes the arguments of `open_channel`.
     """
@@ -253,10 +253,10 @@ async def unary_call(
     """Call a unary method of a stub and return its answer.
 
     Args:
-        method: of the service that has the request's type; see `policy_key`.
+        method: a method of the service to which the request's type belongs; see `policy_key`.
         peer: the called process, for errors.
         phase: the purpose of the call, for errors ("taking a batch").
-        deadline_s: seconds per try; None: the table's.
+        deadline_s: seconds per try; None for the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
@@ -292,7 +292,7 @@ async def stream_call(
 
     Consume it inside `contextlib.aclosing`. Takes the arguments and raises the errors of
     `unary_call`, but a stream of requests needs a `name`, its key in `CALL_POLICIES`, and
-    `traceparent` (W3C) replaces the present span as the caller's. Streams are never retried.
+    `traceparent` (W3C) replaces the current span as the caller's. Streams are never retried.
     """
     name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
@@ -317,11 +317,12 @@ async def stream_call(
 def after_backlog(
     nobody: grpc.aio.Channel, then: Callable[[], None], places: int = _PLACES_OF_A_START
 ) -> None:
-    """Call `then` once what peers had sent by now has been handed over; never if `nobody` closes.
+    """Call `then` after everything that peers have sent by now is delivered; never if `nobody`
+    closes.
 
-    All that comes for the calls of a process waits in one queue, gRPC's completion queue, and of
-    each call one thing at a time. A busy event loop is late by the whole queue, though its timers
-    are not. The end of a call takes a place there, too, and reaching nobody it ends by its timeout.
+    All events of a process's calls wait in one queue, gRPC's completion queue, one event per call
+    at a time. A busy event loop is late by the whole queue, although its timers are not. So make a
+    call to nobody: its end, by timeout, also waits in that queue.
     """
     method: Callable[..., grpc.aio.Call] = nobody.unary_unary("/sluice/Nothing")
 

@@ -78,14 +78,14 @@ def _end_of_validity(
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Certificates and tokens of one process. Without any, servers accept every caller.
+    """The certificates and tokens of a process. Without any, servers accept every caller.
 
     Args:
         authority: PEM of the authorities that sign peers' certificates; None: the system's.
-        certificate, key: PEM of what this process shows; None: it shows nothing.
+        certificate, key: PEM of this process's certificate; None without one.
         is_encrypted: whether connections use TLS.
         asks_certificate: whether servers ask callers for a certificate.
-        server_name: the name in servers' certificates, whatever their address; None: the address.
+        server_name: the name in servers' certificates; None to expect their address.
         tokens: servers accept all of them; callers present the first.
     """
 
@@ -144,7 +144,7 @@ def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> C
     Warn of secrets that others can read, and of certificates that end soon.
 
     Raises:
-        ConfigError: they would not work; lists the reasons with remedies.
+        ConfigError: they cannot work; the error lists reasons and remedies.
     """
     raise_problems(server_problems(security, advertised_host(endpoint)), _SECTION)
     credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
@@ -162,10 +162,10 @@ def client_credentials(
         environment: see `TOKEN_VARIABLE` and `FILE_VARIABLES`.
 
     Raises:
-        ConfigError: they would not work; lists the reasons with remedies.
+        ConfigError: they cannot work; the error lists reasons and remedies.
     """
     given = _given_files(environment)
-    # The variables may belong to another run, which has TLS.
+    # The variables may belong to another run that uses TLS.
     if security.tls == "off":
         given = {key: path for key, path in given.items() if key == "token_file"}
     if security.tls == "server" and not {"cert_file", "key_file"} <= given.keys():

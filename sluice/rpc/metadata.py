@@ -1,4 +1,4 @@
-"""Metadata of calls: the bearer token, the caller as quotas count it, and the trace context."""
+"""Metadata of calls: the bearer token, the caller's identity for quotas, and the trace context."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServedCall(Protocol):
 
 
 def presented_token(metadata: Any) -> str | None:
-    """Return the bearer token in a call's metadata; None: there is none."""
+    """Return the bearer token in a call's metadata; None without one."""
     for key, value in metadata or ():
         if key == AUTHORIZATION and isinstance(value, str) and value.lower().startswith(_SCHEME):
             return value[len(_SCHEME) :].strip()
@@ -53,7 +53,7 @@ def presented_token(metadata: Any) -> str | None:
 
 
 def caller_of(call: ServedCall, tokens: TokenSource | None) -> str | None:
-    """Return the client that a call counts for; None: a service of the run, which has no quota.
+    """Return the client that a call counts for; None for a service of the run, which has no quota.
 
     A token of the role client identifies its holder, so that no client gets more by changing its
     name. Without tokens, and for services, the name under `CLIENT_KEY` counts. Without tokens, all
@@ -62,7 +62,7 @@ def caller_of(call: ServedCall, tokens: TokenSource | None) -> str | None:
 
     Args:
         call: served here.
-        tokens: those that the service accepts; None: it asks for none.
+        tokens: the tokens that the service accepts; None if it needs none.
     """
     metadata = call.invocation_metadata()
     presented = presented_token(metadata) if tokens is not None else None
@@ -79,7 +79,8 @@ def caller_of(call: ServedCall, tokens: TokenSource | None) -> str | None:
 
 
 def is_service_of_run(call: ServedCall, tokens: TokenSource | None) -> bool:
-    """Return whether a service of the run makes a served call. Such a caller accounts for tokens.
+    """Return whether a served call comes from a service of the run, which accounts for tokens
+    itself.
 
     All services give a name under `SERVICE_KEY`; a client that does so stays a client.
     """
@@ -108,7 +109,7 @@ def call_options(traceparent: str = "") -> dict[str, Any]:
     more than the spans, even where nothing is recorded.
 
     Args:
-        traceparent: the span; empty: the present one, if any.
+        traceparent: the span; empty for the current one, if any.
     """
     if not traceparent:
         context = TRACER.current()

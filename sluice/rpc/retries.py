@@ -1,4 +1,4 @@
-"""The one way to call a peer again: which failures to wait out, for how long, and how it ends."""
+"""The only way to retry a call: which failures to wait out, for how long, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")
 Progress = Callable[[], Awaitable[object]]
-"""Returns a value that changes with each progress of the peer; None if the peer does not answer."""
+"""Returns a value that changes with the peer's progress; None if the peer does not answer."""
 
 _LEAST_SHARE = 0.5
 _MOST_DOUBLINGS = 32
@@ -34,7 +34,7 @@ _MOST_DOUBLINGS = 32
 
 @contextmanager
 def own_deadline_is_failure() -> Iterator[None]:
-    """Turn a deadline of `sluice.rpc.policy` that passed in the block into a failure of the peer.
+    """Turn a missed deadline of `sluice.rpc.policy` in the block into a failure of the peer.
 
     Such a call may be retried; a call whose caller set the deadline may not.
 
@@ -50,7 +50,7 @@ def own_deadline_is_failure() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How a client waits for services that come and go.
+    """How long a client waits for services that are away.
 
     Args:
         first_s: pause before the second try, seconds. It doubles before each further try.
@@ -58,8 +58,8 @@ class RetryPolicy:
         patience_s: how long failures in a row may last. Any progress starts the count again. A call
             with a deadline is sent to a full service until the deadline, for any patience. 0:
             nothing is retried.
-        stall_s: seconds without tokens, and without a sign that the engine generates for others,
-            after which another replica continues.
+        stall_s: seconds without tokens, or a sign that the engine generates for others, after which
+            another replica continues.
     """
 
     first_s: float = 0.1
@@ -70,7 +70,7 @@ class RetryPolicy:
     def pause_s(self, num_pauses: int) -> float:
         """Return the pause after `num_pauses` earlier ones in a row, seconds, with jitter."""
         longest_s = min(self.first_s * 2.0 ** min(num_pauses, _MOST_DOUBLINGS), self.most_s)
-        # Clients that lost a service together, or found it full, must not come back together.
+        # Jitter: clients that lost a service together, or found it full, must not return together.
         return longest_s * random.uniform(_LEAST_SHARE, 1.0)
 
 
@@ -98,17 +98,17 @@ def _now_s() -> float:
 
 @dataclass(slots=True)
 class Retries:
-    """The failures in a row of one call.
+    """Counts consecutive failures of a call.
 
     Args:
         policy: how long to wait them out.
         peer: the called service, for errors and logs.
         phase: the purpose of the call, for errors.
         deadline_s: seconds from now for all tries together; None: no deadline.
-        retries_on: whether an error is worth another try.
+        retries_on: returns whether to retry after an error.
         most_failures: tries that may fail in all; None: any number.
-        most_defects: answers in a row that the peer is broken, which it does not recover from
-            without help; None: any number.
+        most_defects: consecutive answers that the peer is broken, after which it needs help; None
+            for any number.
         warns_after_s: length of an absence after which it is logged, once, and so is its end;
             None: nothing is logged.
         clock: seconds, monotonic.
@@ -148,7 +148,7 @@ class Retries:
             progress: see `wait_after`.
 
         Raises:
-            SluiceError: as `wait_after` raises it.
+            SluiceError: as in `wait_after`.
         """
         try:
             while True:
@@ -164,7 +164,7 @@ class Retries:
             self._end_absence(is_back=False)
 
     def note_progress(self) -> None:
-        """Note progress: failures count from the beginning."""
+        """Note progress: restart the count of failures."""
         self._since_s = None
         self._num_pauses = 0
         self._last = None
@@ -176,7 +176,7 @@ class Retries:
             self._accepted_s = self.clock()
 
     def note_stall(self) -> None:
-        """Note that the accepted try had no result: it counts as one that was not accepted."""
+        """Note that the accepted try had no result, so it counts as not accepted."""
         self._accepted_s = None
 
     def remaining_s(self) -> float | None:
@@ -202,7 +202,7 @@ class Retries:
         """Pause before another try, at most until the deadline.
 
         Args:
-            error: what the last try failed with.
+            error: the error of the last try.
             progress: called before the next try, which waits until the peer answers. A new value
                 restarts the patience, which otherwise also covers the tries themselves.
             began_s: when the last try began. Its duration counts as pause, so that a call that

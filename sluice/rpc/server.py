@@ -39,7 +39,7 @@ _KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 
 Check = Callable[[], None]
 UNIX = "unix:"
-"""What the addresses of sockets in the file system begin with."""
+"""The prefix of addresses of Unix sockets."""
 Registration = Callable[[grpc.aio.Server], None]
 
 
@@ -52,7 +52,7 @@ class RpcServer:
         host: interface to listen on, or ``unix:`` and the path of a socket.
         port: 0 lets the system choose.
         max_message_bytes: largest message either way.
-        credentials: what callers must show; without any, every caller is accepted.
+        credentials: the credentials required of callers; without any, every caller is accepted.
         health_port: port that serves health alone, unencrypted; 0: none.
     """
 
@@ -113,12 +113,12 @@ class RpcServer:
             logger.warning("%s: %s", self.address, risk)
 
     async def set_serving(self, *, serving: bool) -> None:
-        """Set the health answer of the whole server and of each of its services."""
+        """Set the health status of the whole server and of each of its services."""
         for name in ("", *self._service_names):
             await self.set_named(name, serving=serving)
 
     async def set_named(self, name: str, *, serving: bool) -> None:
-        """Set the health answer of `name`, which may be a part of the work and no service.
+        """Set the health status of `name`, which need not be a service.
 
         A name is unknown until it is set. `set_serving` does not change names of its own kind, and
         a server that stops answers NOT_SERVING for all.
@@ -160,7 +160,7 @@ def _server(
             # close their connections.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
-            # Notice a client that vanished, and free its slots.
+            # Detect vanished clients, to free their slots.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
             ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
@@ -192,10 +192,9 @@ def _interceptors(credentials: Credentials) -> tuple[grpc.aio.ServerInterceptor,
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """The mapping of domain errors through the table; other errors become an opaque INTERNAL.
+    """Maps domain errors to statuses by the table; other errors become an opaque INTERNAL.
 
-    Malformed requests become errors of the caller. Open streams whose token is not valid any more
-    end.
+    Malformed requests become errors of the caller. Open streams end once their token is invalid.
 
     Args:
         check_of: returns the check of one call, which each message of its streams must pass.
@@ -232,7 +231,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _GuardedCall:
-    """A method whose errors become statuses."""
+    """A method that turns errors into statuses."""
 
     inner: Callable[..., Any]
     method: str
@@ -307,7 +306,7 @@ def _lenient(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | 
 
 
 def _whole(request: Any) -> Any:
-    """Return the message. Raise InvalidRequestError if its bytes are none."""
+    """Return the message. Raise InvalidRequestError if its bytes cannot be decoded."""
     if isinstance(request, _MalformedRequest):
         raise InvalidRequestError(
             f"request: its {request.num_bytes} bytes are no message of this method "
@@ -317,7 +316,7 @@ def _whole(request: Any) -> Any:
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
-    """End the call with the first error of ours. All other errors of a group go to the log."""
+    """End the call with the first of sluice's errors; log all other errors of a group."""
     # A caller can act on one error; a group of tasks may have raised several.
     inner = leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     known = next((e for e in inner if isinstance(e, SluiceError)), None)

@@ -89,7 +89,7 @@ _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[errors.SluiceError]] = {
     grpc.StatusCode.OUT_OF_RANGE: errors.SequenceTooLongError,
     grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
 }
-"""Codes that identify the error, and whose details say it all."""
+"""Codes that identify the error and whose details are complete."""
 
 
 def short_method(path: str) -> str:
@@ -136,7 +136,7 @@ class CallStatus(NamedTuple):
 
 
 def status_of(error: errors.SluiceError) -> CallStatus:
-    """Return the status that carries `error`; INTERNAL for one that the table does not know."""
+    """Return the status for `error`; INTERNAL if the table does not know it."""
     details = _cut(str(error))
     for kind, code in _CODE_BY_ERROR:
         if isinstance(error, kind):
@@ -155,12 +155,12 @@ def error_of(
 ) -> errors.SluiceError:
     """Return the exception that a caller sees for a failed call to `peer` during `phase`.
 
-    A peer that is not ready counts as one that failed (`PeerError`), because the remedy, a retry,
-    is the same. So does any status that the table cannot place. INTERNAL is a `PeerDefectError`.
+    A peer that is not ready counts as failed (`PeerError`), because the remedy, a retry, is the
+    same. So does any status that is not in the table. INTERNAL is a `PeerDefectError`.
 
     Args:
-        code, details: of the status.
-        class_name: under `CLASS_KEY` in the trailing metadata; None: it was not sent.
+        code, details: code and details of the status.
+        class_name: the value of `CLASS_KEY` in the trailing metadata; None if not sent.
         peer, phase: for the error.
         deadline_s: seconds that the call had.
     """
@@ -186,7 +186,7 @@ def error_of(
 
 
 def _cut(details: str) -> str:
-    """Return the longest beginning that fits `_LONGEST_DETAILS_BYTES` on the wire.
+    """Return the longest prefix that fits into `_LONGEST_DETAILS_BYTES` on the wire.
 
     gRPC over HTTP/2 (section Responses) writes bytes of UTF-8 outside of 0x20 to 0x7E, and the
     percent sign, as three bytes each.

@@ -1,4 +1,4 @@
-"""Weights from the trainer into its replicas, bit for bit.
+"""Transfer weights from the trainer to its replicas, bit for bit.
 
 `sender` and `receiver` are the two ends; where several trainer ranks hold the weights (`holdings`),
 each has a `rank_sender`. The ends form transfer `group`s of one epoch, whose members meet at the

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the wire: each stands beside the weight that it changes.
+"""Low-rank adapters on the wire, each sent beside the weight that it changes.
 
 An adapter (LoRA, https://arxiv.org/abs/2106.09685) of ``X.weight`` [out, in] is ``X.lora_A.weight``
 [rank, in] and ``X.lora_B.weight`` [out, rank]. On the wire B is already multiplied by the scale, so
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 _FLOAT_BYTES = 4
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 EACH = "each"
-"""Stands for the number of an expert in the names of all experts' adapters."""
+"""Replaces an expert's number in the names of adapters of all experts."""
 _OF_EACH = f".experts.{EACH}."
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedPart:
-    """What a layer's adapter changes: one of `count` equal parts of the rows of `weight`."""
+    """The part of a weight that an adapter changes: one of `count` equal parts of the rows of
+    `weight`."""
 
     weight: str
     number: int = 0
@@ -56,17 +57,17 @@ def is_adapter(name: str) -> bool:
 
 
 def is_of_experts(layer: str) -> bool:
-    """Return whether a layer is that of all experts of a block."""
+    """Return whether a layer belongs to all experts of a block."""
     block, of_each, projection = layer.rpartition(_OF_EACH)
     return bool(block and of_each) and projection in PROJECTIONS
 
 
 def names_in_files(name: str, experts: int) -> list[str]:
-    """Return the names of a layer or of its tensors in files: one for each expert, if it has any.
+    """Return the names of a layer or its tensors in files: one per expert, if it has experts.
 
     Args:
-        name: of a layer, or of a half of its adapter.
-        experts: their number, if the name is one of experts.
+        name: the name of a layer, or of one half of its adapter.
+        experts: the number of experts, if the layer belongs to experts.
     """
     if _OF_EACH not in name:
         return [name]
@@ -74,7 +75,7 @@ def names_in_files(name: str, experts: int) -> list[str]:
 
 
 def adapted_part(layer: str) -> AdaptedPart:
-    """Return what the adapter of a layer changes."""
+    """Return the part of a weight that a layer's adapter changes."""
     if not is_of_experts(layer):
         return AdaptedPart(f"{layer}.weight")
     block, _, projection = layer.rpartition(_OF_EACH)
@@ -89,9 +90,9 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights to compute with; without adapters the same mapping.
+    """Return the merged weights; without adapters the same mapping.
 
-    Memory: the adapted weights once more.
+    Memory: a second copy of the adapted weights.
     """
     if not any(map(is_adapter, tensors)):
         return tensors
@@ -104,21 +105,21 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             continue
         if weights[part.weight] is tensors[part.weight]:
             weights[part.weight] = weights[part.weight].clone()
-        # One by one, or a copy of all experts in float32 would lie beside them.
+        # One by one, to avoid a float32 copy of all experts.
         for expert, its_a, its_b in zip(part.of(weights[part.weight]), a, b, strict=True):
             expert.copy_(merged(expert, its_a, its_b))
     return weights
 
 
 def merge_part(whole: Tensor, cuts: Cuts, layer: str, a: Tensor, b: Tensor) -> None:
-    """Add B A to those places of a weight that a share has, in place.
+    """Add B A, in place, to the part of a weight that a share has.
 
     Args:
-        whole: [out, in], or [experts, out, in]; only the places of the share are read and written.
-        cuts: of the share; none: all of it.
-        layer: the adapter's.
-        a: its A, whole.
-        b: its B, whole.
+        whole: [out, in], or [experts, out, in]; only the share's part is read and written.
+        cuts: the cuts of the share; empty for the whole weight.
+        layer: the layer of the adapter.
+        a: the whole A.
+        b: the whole B.
     """
     part = adapted_part(layer)
     height = whole.shape[-2] // part.count
@@ -133,10 +134,10 @@ def merge_part(whole: Tensor, cuts: Cuts, layer: str, a: Tensor, b: Tensor) -> N
 
 
 def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that `merge_adapters` gives; what is no adapter of a weight there stays.
+    """Return the shapes after `merge_adapters`; keep tensors that are no adapter of a weight.
 
-    An adapter's rank is at most the larger side of its weight, so that a sender cannot ask for any
-    amount of memory.
+    An adapter's rank is limited to the larger side of its weight, so that a sender cannot demand
+    any amount of memory.
     """
     found = dict(shapes)
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:

@@ -30,14 +30,14 @@ _HCCL_POLL_S = 0.005
 _GROUP_POLL_S = 0.0005
 _LOOK_AGAIN = timedelta(milliseconds=20)
 _NCCL_BLOCKS = 4
-"""Thread blocks of a collective, enough for the rate at which a host and its GPU exchange data."""
+"""Thread blocks of a collective: enough for the bandwidth between a host and its GPU."""
 _GLOO_LANES = 2
-"""Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
+"""Connections and threads that move bytes. Collectives alternate between them; with one lane rank 0
 copies everything to every member in one thread."""
 
 
 class Work(Protocol):
-    """A collective that was started."""
+    """A started collective."""
 
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
@@ -46,8 +46,8 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool:
         """Raise ``RuntimeError`` if it failed; return at once when it is completed.
 
-        After `timeout` Gloo's also raises, and leaves the collective as it is; other backends then
-        give the collective up.
+        After `timeout` Gloo also raises and leaves the collective running; other backends give it
+        up.
         """
         ...
 
@@ -96,7 +96,7 @@ class _HcclBackend(Protocol):
 
 
 class HcclGroup:
-    """A formed group of HCCL: every member has come and the communicator exists.
+    """A formed HCCL group: every member has arrived and the communicator exists.
 
     torch_npu registers its constructor with torch when it is loaded; nothing of it is imported
     here. Unlike in NCCL the first collective makes the communicator, and torch's `abort` does
@@ -121,7 +121,7 @@ def create_hccl_group(membership: Membership) -> HcclGroup:
 
     Raises:
         ConfigError: torch_npu is not loaded.
-        RuntimeError: HCCL's, or the first collective did not end within the timeout.
+        RuntimeError: HCCL failed, or the first collective did not end within the timeout.
     """
     plugin = dist.Backend._plugins.get("HCCL")
     if plugin is None:
@@ -134,7 +134,7 @@ def create_hccl_group(membership: Membership) -> HcclGroup:
     group = HcclGroup(backend)
     try:
         _connect(group, membership)
-    except BaseException:  # only this function knows the group and can free its communicator
+    except BaseException:  # only this function can free the group's communicator
         group.abort()
         raise
     return group
@@ -152,7 +152,7 @@ def _options(membership: Membership) -> _DistributedBackendOptions:
 
 
 def _connect(group: HcclGroup, membership: Membership) -> None:
-    """Send one byte from rank 0 to all, so that faults of HCCL's network show in the formation."""
+    """Send one byte from rank 0 to all, to reveal faults of HCCL's network during formation."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -176,7 +176,7 @@ def _await(work: Work, timeout: timedelta) -> None:
 
 
 def wait_a_little(work: Work, backend: str) -> None:
-    """Wait some milliseconds at most for a collective; report neither its end nor its error.
+    """Wait at most some milliseconds for a collective, without reporting its end or error.
 
     The call returns at once when a collective of Gloo ends. It only polls collectives of other
     backends, because their wait with a timeout gives the collective up.
@@ -193,7 +193,7 @@ def create_process_group(backend: str, membership: Membership) -> ProcessGroup:
 
     Raises:
         ConfigError: the backend is unknown or not in this build of torch.
-        RuntimeError: torch's, when a member is missing or a connection fails.
+        RuntimeError: a member is missing or a connection fails.
     """
     if backend not in _FACTORIES:
         raise ConfigError(

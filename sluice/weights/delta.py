@@ -1,7 +1,7 @@
 """An update that carries only the changes since a version that the receivers hold, bit for bit.
 
-Receivers apply it to the base in staging memory, or to a copy of it there. Its digest covers all
-parts, as for an update that is sent whole.
+Receivers apply it in staging memory, to the base or a copy of it. Its digest covers all parts, as
+for a whole update.
 
 The code of a bucket: its stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`,
 so that the code needs little extra memory. A block is a header, the gaps between changed elements,
@@ -62,10 +62,10 @@ _HEADER = struct.Struct("<B3xIII")
 
 
 def encode_gaps(positions: Positions) -> NDArray[np.uint8]:
-    """Return the gaps of positions: uint8 ``[words]``, at least one word a position.
+    """Return the gaps of positions: uint8 ``[words]``, at least one word per position.
 
     Args:
-        positions: int64 ``[marked]``, rising, none below 0.
+        positions: int64 ``[marked]``, ascending, not negative.
     """
     gaps = np.diff(positions, prepend=-1) - 1
     skips, rest = np.divmod(gaps, _SKIP)
@@ -76,7 +76,7 @@ def encode_gaps(positions: Positions) -> NDArray[np.uint8]:
 
 
 def decode_gaps(words: NDArray[np.uint8], num_positions: int, length: int) -> Positions:
-    """Return the positions, int64 ``[num_positions]``, rising and each in ``[0, length)``.
+    """Return the positions, int64 ``[num_positions]``, ascending and each in ``[0, length)``.
 
     Raises:
         ValueError: the words do not mark `num_positions` places, or one beyond `length`.
@@ -95,10 +95,11 @@ def decode_gaps(words: NDArray[np.uint8], num_positions: int, length: int) -> Po
 
 
 def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
-    """Return the steps from `old` to `new`, unsigned of one width, ``[changed]``, nowhere equal.
+    """Return the steps from `old` to `new`: unsigned, of one width, ``[changed]``, different
+    everywhere.
 
     Returns:
-        uint8 ``[changed]``, and the new bits of those whose step is 255, in their order.
+        uint8 ``[changed]``, and the new bits of elements whose step is 255, in order.
     """
     step = new - old  # wraps around: a step back is more than half of the range
     backwards = step > np.iinfo(step.dtype).max // 2
@@ -130,7 +131,7 @@ def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
 
 
 def max_code_bytes(plan: TransferPlan, bucket: Bucket) -> int:
-    """Return the bytes that the longest code of a change of this bucket takes."""
+    """Return the size of the longest possible code for this bucket, bytes."""
     return sum(_HEADER.size + where.stop - where.start for where, _ in _blocks(plan, bucket))
 
 
@@ -270,7 +271,7 @@ def encode_update(
     for bucket in plan.buckets:
         contents = before.bucket(bucket).numpy(), after.bucket(bucket).numpy()
         code = encode_change(plan, bucket, *contents)
-        # Stop as soon as the changes are not worth it.
+        # Stop once the changes save too little.
         allowed -= code.nbytes
         if allowed < 0 or should_stop.is_set():
             return None

@@ -1,4 +1,4 @@
-"""Digests of weights: with them two processes prove that they hold the same model.
+"""Digests of weights, by which two processes prove that they hold the same model.
 
 The digest of a part of a tensor is XXH3-128 (the xxHash project's, seed 0, canonical big-endian
 bytes) over a header (name, dtype and shape of the tensor and the part's cuts, none for a whole

@@ -50,7 +50,7 @@ class TransferGroup:
 
     Args:
         spec: the epoch and this member's rank.
-        names: of all ranks, for errors.
+        names: the names of all ranks, for errors.
     """
 
     def __init__(self, spec: TransferGroupSpec, names: Mapping[int, str], device: Device) -> None:
@@ -73,7 +73,7 @@ class TransferGroup:
         """Join the other members; block up to the spec's timeout.
 
         Raises:
-            DeadlineError: members did not come; names them.
+            DeadlineError: members did not arrive; the error names them.
             WeightSyncError: the formation failed or was stopped.
         """
         phase = f"forming the transfer group of epoch {self.spec.epoch}"
@@ -111,7 +111,7 @@ class TransferGroup:
                 peer=self.peers,
                 phase=phase,
             )
-        except BaseException as error:  # whatever ends the wait, the collective may still run
+        except BaseException as error:  # however the wait ends, the collective may still run
             self.abandon(f"{type(error).__name__} while {phase}")
             raise
 
@@ -169,7 +169,7 @@ class TransferGroup:
 
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
-        # Or every bucket would wait for the kernels of the training step beside it.
+        # Otherwise every bucket would wait for the kernels of the concurrent training step.
         self.device.use_own_stream()
         self._store = EpochStore(spec, phase, self.peers, stop_reason)
         gather(self._store, spec, self._names)
@@ -199,11 +199,11 @@ class TransferGroup:
 
 
 def run_together(calls: Sequence[Callable[[], _T]], give_up: Callable[[], None]) -> list[_T]:
-    """Make calls at the same time; if one fails, call `give_up` and raise its error.
+    """Make calls concurrently; if one fails, call `give_up` and raise its error.
 
     Args:
-        calls: such as one for each group of an epoch.
-        give_up: must make the others end soon.
+        calls: for example one for each group of an epoch.
+        give_up: must make the other calls end soon.
     """
     if len(calls) < 2:
         return [call() for call in calls]

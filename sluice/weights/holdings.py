@@ -1,4 +1,4 @@
-"""Streams of a share: one from each trainer rank that holds some of it.
+"""The streams of a share: one from each trainer rank that holds a part of it.
 
 If no rank holds all weights, each one sends what it has. The stream of a rank to a class of workers
 is laid out like any other (`sluice.weights.plan`): it holds the parts that the rank has and the
@@ -31,17 +31,17 @@ from sluice.weights.share import (
 )
 
 Part = tuple[tuple[TensorSpec, ...], WeightShare]
-"""Tensors, and the cuts of those that are not whole."""
+"""Tensors, and the cuts of partial ones."""
 
 
 def held_part(
     tensors: Sequence[TensorSpec], share: WeightShare, holding: Holding | None
 ) -> Part | None:
-    """Return what a share takes of a holding; ``None``: nothing.
+    """Return the part of a holding that a share takes; ``None`` if it takes nothing.
 
     Args:
-        share: what is wanted of them; its cuts were checked.
-        holding: what there is; ``None``: all weights.
+        share: the wanted part of them; its cuts are checked.
+        holding: the available part; ``None`` for all weights.
     """
     if holding is None:
         return tuple(tensors), share
@@ -66,11 +66,11 @@ def stream_plans(
     share: WeightShare,
     holdings: Sequence[Holding],
 ) -> tuple[TransferPlan | None, ...]:
-    """Return the layout of each stream to the workers with a share; ``None``: there is none.
+    """Return the layout of each stream to the workers with a share; ``None`` for no stream.
 
     Args:
-        share: of the workers; its cuts were checked.
-        holdings: of the ranks that send; none: one rank holds all weights.
+        share: the workers' share; its cuts are checked.
+        holdings: the holdings of the sending ranks; empty if one rank holds all weights.
     """
     parts = [held_part(tensors, share, holding) for holding in holdings or (None,)]
     return tuple(
@@ -83,11 +83,12 @@ def stream_bucket_bytes(
 ) -> int:
     """Return the bucket size of the streams to the workers with a share.
 
-    A worker has buckets of all streams in flight: together they are no larger than those of one.
+    A worker has buckets of all streams in flight; together they are no larger than those of a
+    single stream.
 
     Args:
-        most: largest collective that is allowed.
-        holdings: of the ranks that send; none: one rank holds all weights.
+        most: largest allowed collective.
+        holdings: the holdings of the sending ranks; empty if one rank holds all weights.
     """
     if not holdings:
         return hiding_bucket_bytes(tensors, most, share)
@@ -105,10 +106,10 @@ def joint_digest(plans: Sequence[TransferPlan | None]) -> str:
 
 
 def check_holdings(holdings: Sequence[Holding], tensors: Sequence[TensorSpec]) -> None:
-    """Raise InvalidRequestError unless the holdings are parts of these tensors and make them all.
+    """Raise InvalidRequestError unless the holdings are parts of these tensors and cover them.
 
     Args:
-        holdings: no two have a common part.
+        holdings: must not overlap.
     """
     shapes = {spec.name: spec.shape for spec in tensors}
     parts: dict[str, list[tuple[int, Cuts]]] = {name: [] for name in shapes}

@@ -1,5 +1,5 @@
-"""The layout of weights on the wire and in memory: one stream of bytes, cut into buckets, the
-same on both ends.
+"""The layout of weights on the wire and in memory: one stream of bytes, cut into buckets, equal on
+both ends.
 
 The stream holds the tensors in their given order, of each the part that a share has, packed. Each
 starts at a multiple of 64 bytes, with zeros between them. A bucket is one collective: a slice of
@@ -80,10 +80,10 @@ _BY_NAME = {dtype_name(dtype): dtype for dtype in _WIRE_DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name.
+    """Return the dtype with that name.
 
     Raises:
-        InvalidRequestError: the name is unknown or the dtype does not travel.
+        InvalidRequestError: the name is unknown or the dtype cannot be sent.
     """
     if name not in _BY_NAME:
         raise InvalidRequestError(
@@ -108,7 +108,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bytes ``[start, stop)`` of the stream, moved by one collective."""
+    """Bytes ``[start, stop)`` of the stream, sent by one collective."""
 
     index: int
     start: int
@@ -123,11 +123,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The layout both ends agree on. Depends on nothing but its arguments.
+    """The layout that both ends agree on. It depends only on its arguments.
 
-    `tensors` are whole; `cuts` and `shapes` are those of their parts in the stream. `offsets` and
-    `sizes` are in bytes of the stream, one per tensor; `total_bytes` is the stream's length,
-    padding included.
+    `tensors` describes whole tensors; `cuts` and `shapes` describe their parts in the stream.
+    `offsets` and `sizes` are in bytes of the stream, one per tensor; `total_bytes` is the stream's
+    length, padding included.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -154,7 +154,8 @@ class TransferPlan:
 
 
 def described(spec: TensorSpec, cuts: Cuts) -> list[object]:
-    """Return what digests say of a part: name, dtype and shape of its tensor, and its cuts."""
+    """Return the description of a part in digests: name, dtype and shape of its tensor, and its
+    cuts."""
     whole: list[object] = [spec.name, spec.dtype, list(spec.shape)]
     return [*whole, [[cut.dimension, cut.ranges] for cut in cuts]] if cuts else whole
 
@@ -162,10 +163,10 @@ def described(spec: TensorSpec, cuts: Cuts) -> list[object]:
 def tensor_specs(
     named_tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: torch.dtype | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Describe tensors as they will travel, in the given order.
+    """Describe tensors as they will be sent, in the given order.
 
     Args:
-        named_tensors: without tied duplicates.
+        named_tensors: the tensors, without tied duplicates.
         wire_dtype: what floating-point tensors are converted to; ``None`` keeps each dtype.
             Other tensors always keep theirs.
     """
@@ -188,11 +189,11 @@ def hiding_bucket_bytes(
 ) -> int:
     """Return the bucket size that lets work on one bucket overlap the transfer of the next.
 
-    It is a quarter of the share, so that collectives overlap and little is left to do when the
-    last bucket has arrived, but not so small that starting collectives costs the time it saves.
+    It is a quarter of the share, so that collectives overlap and little work is left after the last
+    bucket, but not so small that the start of collectives costs the saved time.
 
     Args:
-        most: largest collective that is allowed; returned where the weights are large.
+        most: largest allowed collective; returned for large weights.
     """
     cuts = cuts_by_name(share)
     total = sum(
@@ -209,7 +210,7 @@ def plan_transfer(
     Args:
         tensors: in the order of the wire; names are unique (tied weights are listed once).
         bucket_bytes: largest collective, a multiple of 64 and at least 4096.
-        share: what is sent of them; its cuts were checked.
+        share: the part of them to send; its cuts are checked.
 
     Raises:
         InvalidRequestError: no tensors, a repeated name, an unknown dtype, a negative dimension
@@ -270,13 +271,13 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
     pieces: list[Piece] = []
     stop = 0
     for tensor, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size == 0:  # an empty tensor has a place in the plan, and nothing to move
+        if size == 0:  # an empty tensor has a place in the plan but no bytes
             continue
         done = 0
         if pieces and offset + size - start > bucket_bytes:
             yield Bucket(index, start, offset, tuple(pieces))
             index, start, pieces = index + 1, offset, []
-        while done < size:  # more than once only for a tensor larger than a bucket
+        while done < size:  # loops only for a tensor larger than a bucket
             length = min(size - done, start + bucket_bytes - offset - done)
             pieces.append(Piece(tensor, done, offset + done - start, length))
             done += length
@@ -316,13 +317,15 @@ class WeightBuffer:
         return self._stream[bucket.start : bucket.stop]
 
     def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:
-        """Write the bucket's bytes, unless they are this memory; return them, on the CPU."""
+        """Write the bucket's bytes, unless they are in this memory already; return them, on the
+        CPU."""
         own = self.bucket(bucket)
         return own if own.data_ptr() == content.data_ptr() else own.copy_(content)
 
 
 def stream_of(plan: TransferPlan, weights: WeightBuffer, depth: int) -> WeightBuffer | PackedShare:
-    """Return a plan's stream in memory; see `PackedShare`. The same parts need no copy."""
+    """Return a plan's stream in memory, without a copy if the parts are the same; see
+    `PackedShare`."""
     held = weights.plan
     if (plan.tensors, plan.cuts) == (held.tensors, held.cuts):
         return weights
@@ -330,15 +333,15 @@ def stream_of(plan: TransferPlan, weights: WeightBuffer, depth: int) -> WeightBu
 
 
 class PackedShare:
-    """A stream whose parts lie in other parts of the same tensors; read and written by buckets.
+    """A stream over larger parts of the same tensors, read and written by buckets.
 
     Memory: the last `depth` buckets, and one packed part if its tensor is split between buckets or
     its places are apart.
 
     Args:
-        weights: its tensors, whole or parts that contain those of the stream. While they are read,
-            nothing else must change them.
-        depth: how many buckets stay as they are while later ones are made.
+        weights: the tensors, whole or parts that contain those of the stream. Nothing may change
+            them while they are read.
+        depth: how many buckets stay valid while later ones are made.
     """
 
     def __init__(self, plan: TransferPlan, weights: WeightBuffer, depth: int) -> None:
@@ -371,7 +374,7 @@ class PackedShare:
         """Write the bucket's bytes to their places; return them, on the CPU.
 
         Args:
-            bucket: buckets come in the order of the plan.
+            bucket: the next bucket in the order of the plan.
             content: uint8 ``[bucket.num_bytes]``.
         """
         content = content.cpu()

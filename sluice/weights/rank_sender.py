@@ -1,4 +1,4 @@
-"""One trainer rank's end of an epoch's groups: it sends what it holds to each class of workers."""
+"""A trainer rank's end of an epoch's groups: send its holding to each class of workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from sluice.weights.transfer import (
 )
 
 Changes = Sequence[SparseUpdate | None]
-"""The changes to send to each class of workers; ``None``: it gets its share whole."""
+"""The changes to send to each class of workers; ``None`` sends its share whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentStream:
-    """What a rank sent to one class of workers; bytes count padding."""
+    """What a rank sent to a class of workers; bytes include padding."""
 
     digests: WeightDigests
     num_bytes: int
@@ -42,9 +42,9 @@ class SentStream:
 
 @dataclass(frozen=True, slots=True)
 class JoinOrder:
-    """What a rank needs to form its groups of an epoch.
+    """The information that a rank needs to form its groups of an epoch.
 
-    `shares` and `workers` are those of each class; workers have names by rank. `spec` is common to
+    `shares` and `workers` hold an entry per class; workers are named by rank. `spec` is common to
     all groups.
     """
 
@@ -54,7 +54,7 @@ class JoinOrder:
 
 
 class OtherRank(Protocol):
-    """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
+    """Rank 0's calls to another sending rank. They block, except `leave`, which ends the others.
 
     Raises (all methods but `leave`):
         WeightSyncError: the rank failed, vanished, or was stopped. Names it.
@@ -62,7 +62,7 @@ class OtherRank(Protocol):
     """
 
     def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
-        """Let the rank enter its groups, and wait until they are formed."""
+        """Make the rank enter its groups, and wait until they are formed."""
         ...
 
     def encode(
@@ -73,7 +73,7 @@ class OtherRank(Protocol):
         timeout_s: float,
         should_stop: threading.Event,
     ) -> bool:
-        """Let the rank find its changes; return whether they save bytes. It keeps them."""
+        """Make the rank compute and keep its changes; return whether they save bytes."""
         ...
 
     def send(
@@ -85,15 +85,15 @@ class OtherRank(Protocol):
         should_stop: threading.Event,
         has_changes: bool,
     ) -> list[SentStream]:
-        """Let the rank send a version; return what each class got, by the plans of its streams."""
+        """Make the rank send a version; return what it sent to each class."""
         ...
 
     def probe(self, timeout_s: float) -> None:
-        """Find out whether the rank answers."""
+        """Check that the rank answers."""
         ...
 
     def leave(self, epoch: int, reason: str) -> None:
-        """Let the rank leave an epoch; end this one's calls for it, and return at once."""
+        """Make the rank leave an epoch; end the calls for it, and return at once."""
         ...
 
 
@@ -101,16 +101,16 @@ NOTHING = SentStream(WeightDigests((), ()), 0)
 
 
 class RankSender:
-    """Rank 0 of its groups of one epoch, one for each class that takes some of what it holds.
+    """Rank 0 of the groups of one epoch: one group for each class that takes a part of its holding.
 
     Methods block; call them from one thread at a time. Any thread may call `abandon`.
 
     Args:
-        spec: what all groups of the epoch have in common.
-        number: of this sender among those of the epoch.
-        plans: of its streams, by class; ``None``: it has nothing for that class.
-        name: of this rank, for errors.
-        workers: of each class, by rank, for errors.
+        spec: the spec that all groups of the epoch share.
+        number: index of this sender among those of the epoch.
+        plans: the plans of its streams, by class; ``None`` if it has nothing for that class.
+        name: the name of this rank, for errors.
+        workers: the names of each class's workers, by rank, for errors.
         device: where collectives run.
     """
 
@@ -154,12 +154,12 @@ class RankSender:
         new: WeightBuffer,
         should_stop: threading.Event,
     ) -> Changes:
-        """Return the changes for each class, where that saves bytes.
+        """Return the changes for each class, if that saves bytes.
 
         Args:
-            bases: what each class has; its weights are `old`.
-            old: what this rank held of it.
-            new: what this rank holds of the version to be sent.
+            bases: the version that each class has, with the weights `old`.
+            old: this rank's holding of that version.
+            new: this rank's holding of the version to send.
         """
         return [
             None if stream is None else encode_update(stream[0], base, old, new, should_stop)
@@ -173,7 +173,8 @@ class RankSender:
         should_stop: threading.Event,
         update: Changes | None = None,
     ) -> list[SentStream]:
-        """Send one version; return what each class got. Errors as `WeightSender.broadcast`."""
+        """Send one version; return what was sent to each class. Errors as
+        `WeightSender.broadcast`."""
         changes = update or (None,) * len(self._streams)
         calls = [
             partial(self._send, *stream, weights, version, should_stop, change)

@@ -1,4 +1,4 @@
-"""A replica's end of weight transfers.
+"""The replica's end of weight transfers.
 
 Input: the spec of an epoch, then versions. Output: each version complete in staging memory, proven
 by the senders' digests; nothing here touches live weights. Where several trainer ranks send, each
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """One version, complete and proven.
+    """A complete version with verified digests.
 
-    `digests` were computed from `buffer` and equal the senders'. `received_bytes` counts padding;
-    `seconds` run from the request to the last byte. The memory belongs to the caller until
-    `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: a sender may build
-    on this version.
+    `digests` were computed from `buffer` and equal the senders'. `received_bytes` includes padding;
+    `seconds` is the time from the request to the last byte. The memory belongs to the caller until
+    `WeightReceiver.recycle` or `WeightReceiver.keep`. `is_base`: later updates may build on this
+    version.
     """
 
     version: int
@@ -75,7 +75,7 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """What one sender sends here."""
+    """The stream of one sender."""
 
     plan: TransferPlan
     group: TransferGroup
@@ -84,7 +84,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """One stream of a version."""
+    """A received stream of a version."""
 
     header: UpdateHeader
     digests: WeightDigests
@@ -99,8 +99,8 @@ class WeightReceiver:
     Args:
         device: where collectives run; its backend must be the spec's.
         share: the part of the weights that is received.
-        in_place: receive a version into the memory of the one before, which must no longer be read
-            then. Without it two versions are held at one time.
+        in_place: receive a version into the memory of the previous one, which must not be read any
+            more. Otherwise two versions are held at a time.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WeightReceiver:
             InvalidRequestError: a spec that contradicts itself or this replica's device or model,
                 or whose plan has another digest here. Nothing was joined, no byte moved.
             WeightSyncError: the formation failed.
-            DeadlineError: members did not come in time; names their ranks.
+            DeadlineError: members did not arrive in time; the error names their ranks.
         """
         plans = self._accept(spec)
         self.abort(f"epoch {spec.epoch} begins")
@@ -158,7 +158,7 @@ class WeightReceiver:
             WeightSyncError: a collective failed or was aborted, the update builds on a version that
                 is not held here or is damaged, or the trailer does not match the request and the
                 bytes received. The epoch is then over.
-            DeadlineError: the whole took longer than all its collectives may together.
+            DeadlineError: the total exceeded the limit for all collectives.
         """
         if not self._staging.acquire(blocking=False):
             raise NotReadyError(f"version {version}: another version is being staged; abort it")
@@ -168,11 +168,11 @@ class WeightReceiver:
             self._staging.release()
 
     def recycle(self, staged: StagedWeights) -> None:
-        """Take staging memory back for a later version; its tensors must not be used again."""
+        """Reuse staging memory for a later version; its tensors must not be used again."""
         self._spare = staged.buffer
 
     def keep(self, staged: StagedWeights, *, lent: bool = False) -> None:
-        """Take back the staging memory of a version that serves from now on.
+        """Take over the staging memory of a version that serves from now on.
 
         No code may write to its tensors again. If later updates may build on it, or if it is `lent`
         to a model that computes from it, the receiver holds the version until the next call; then
@@ -266,7 +266,7 @@ class WeightReceiver:
     def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
         spare, self._spare = self._spare, None
         if self._in_place and self._held is not None:
-            # From now on it is neither version, until the new one is complete.
+            # From now on it holds neither version until the new one is complete.
             spare, self._held = self._held.buffer, None
         if spare is not None and spare.plan == plan:
             return spare

@@ -1,9 +1,9 @@
-"""The keys that let the members of one epoch find each other: a gRPC server at the sender, and
-each member's connection to it, a store for torch's process groups.
+"""A key-value store by which the members of an epoch find each other: a gRPC server at the sender,
+and each member's connection, which torch's process groups use as a store.
 
 The server lives as long as the sender and holds the keys of one epoch, the newest. It answers only
-members that have the epoch's secret, and never waits: a member that waits for a key asks again, so
-that its own deadline and its caller's stop end the wait and the error names the missing members.
+members that have the epoch's secret, and never waits: a member that needs a key polls, so that its
+own deadline and its caller's stop end the wait and the error names the missing members.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SERVER_OPTIONS = (
 )
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
-    # A connection of its own: a shared one would also share the pause after a failed attempt.
+    # A separate connection: a shared one would also share the pause after a failed attempt.
     ("grpc.use_local_subchannel_pool", 1),
     # gRPC closes an idle channel after one to two times this. The server does it later, and its
     # client would print a line about that to standard error.
@@ -68,13 +68,13 @@ _AnswerT = TypeVar("_AnswerT")
 
 
 class RendezvousStore:
-    """The server; members of no epoch are answered before `begin`.
+    """The server. Before `begin` it accepts no member.
 
     Args:
         host: the address that members connect to; a name, or an address of IPv4 or IPv6.
         port: 0 lets the operating system choose.
         bind_host: the address to listen on; by default `host`.
-        certificates: for TLS; without them the connections are not encrypted.
+        certificates: TLS certificates; without them connections are not encrypted.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -100,12 +100,12 @@ class RendezvousStore:
 
         Args:
             store_key: the epoch's secret, unknown to members of earlier epochs. With an empty one
-                everybody is a member.
+                every caller is a member.
         """
         self._keys.begin(epoch, store_key)
 
     def close(self) -> None:
-        """Stop listening. Groups that have formed stay intact; closing again is harmless."""
+        """Stop listening. Formed groups stay intact. Idempotent."""
         stop_server(self._server, self._threads)
 
 
@@ -121,13 +121,13 @@ def member_server(
     is_member: Callable[[bytes], bool],
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Server:
-    """Return a server that answers only callers whose `KEY_METADATA` is a member's."""
+    """Return a server that answers only callers with a member's `KEY_METADATA`."""
     options = (*_message_limits(max_bytes), *_SERVER_OPTIONS)
     return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=options)
 
 
 class _MembersOnly(grpc.ServerInterceptor):
-    """Refuses strangers by the metadata of their call, before its message has come.
+    """Refuses strangers by the metadata of their call, before its message arrives.
 
     gRPC's server keeps a thread for each call while it waits for the message, so a stranger that
     opens calls and sends nothing would take all threads from the members.
@@ -141,7 +141,7 @@ class _MembersOnly(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         call: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method for members, and a refusal that reads no message for others."""
+        """Return the method for members, and for others a refusal that reads no message."""
         shown = dict(call.invocation_metadata).get(KEY_METADATA, b"")
         if self._is_member(shown if isinstance(shown, bytes) else shown.encode()):
             return continuation(call)
@@ -201,7 +201,7 @@ class _Keys(services.RendezvousServiceServicer):
             self._num_bytes = 0
 
     def is_member(self, store_key: bytes) -> bool:
-        """Return whether this is the secret of the present epoch."""
+        """Return whether this is the secret of the current epoch."""
         with self._lock:
             return self._epoch is not None and hmac.compare_digest(store_key, self._store_key)
 
@@ -285,19 +285,18 @@ def _refuse(context: grpc.ServicerContext, reason: str) -> NoReturn:
 
 
 class EpochStore(Store):
-    """The keys of one group of an epoch, as a member sees them, and as torch's process groups want
-    them.
+    """The keys of a group of an epoch, for its members and for torch's process groups.
 
-    Its waits end by our deadlines with our errors, which pass through torch unchanged. Torch refers
-    to the C++ half of this object only: keep a reference as long as the group lives. Any thread may
-    call. A name in the spec is resolved once, here; no address is ever turned into a name.
+    Its waits have our deadlines and errors, which pass through torch unchanged. Torch holds only
+    the C++ half of this object: keep a reference as long as the group lives. Any thread may call
+    it. A host name in the spec is resolved once, here; addresses are never resolved to names.
 
     Args:
         spec: where the store is, the epoch and its secret, and how long to wait for each answer
             and for each key.
-        phase: what the keys are for, in errors.
-        peers: the other members, in errors.
-        stop_reason: ends every wait.
+        phase: the purpose of the keys, for errors.
+        peers: the other members, for errors.
+        stop_reason: returns a reason to stop, which ends every wait.
 
     Raises (all methods, too):
         DeadlineError: no answer, or no key, came within the spec's timeout.
@@ -403,7 +402,7 @@ class EpochStore(Store):
         """Wait until all keys are there; return their values.
 
         Args:
-            timeout_s: from this call on.
+            timeout_s: seconds from this call on.
             owners: names the members that did not write the keys of these indexes; by default all
                 peers.
         """
@@ -451,7 +450,7 @@ def member_channel(
     certificates: TransferCertificates | None,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
-    """Open a connection of its own to an address.
+    """Open a separate connection to an address.
 
     Args:
         host: the name that the address stands for.
@@ -468,16 +467,16 @@ def member_channel(
 
 
 def gather(store: EpochStore, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:
-    """Announce this rank and wait until every rank has done so.
+    """Announce this rank and wait until all ranks have done so.
 
-    Torch's constructors would only report *that* a member is missing; this reports which one, and
-    leaves them next to nothing to wait for.
+    Torch's constructors would report only *that* a member is missing; this reports which one, and
+    leaves almost no wait to them.
 
     Args:
-        names: of all ranks, for the error.
+        names: the names of all ranks, for the error.
 
     Raises:
-        DeadlineError: some ranks did not come within the spec's timeout; names them.
+        DeadlineError: ranks did not arrive within the spec's timeout; the error names them.
         WeightSyncError: there was a reason to stop, or the store refused.
     """
     keys = [f"joined/{rank}" for rank in range(spec.world_size)]

@@ -42,14 +42,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class BroadcastReport:
-    """One version that was sent. Each member must report its digest; bytes count padding.
+    """The report on a sent version. Each member must return its digest; bytes include padding.
 
     Attributes:
-        digests: of what each member's workers have together, by member.
-        bases: what each class of workers has now.
-        sent_bytes: buckets of all classes, or their changes.
-        dense_bytes: the shares of all classes.
-        rank_bytes: `sent_bytes` of each rank that sends.
+        digests: the digest that each member must return, by member.
+        bases: the version that each class of workers has now.
+        sent_bytes: bytes of all classes' buckets, or of their changes.
+        dense_bytes: bytes of all classes' shares.
+        rank_bytes: `sent_bytes` of each sending rank.
     """
 
     version: int
@@ -66,10 +66,10 @@ def broadcast_deadline_s(
     timeout_s: float,
     holdings: Sequence[Holding] = (),
 ) -> float:
-    """Return the seconds that all collectives of one version may take together, of any share.
+    """Return the time limit for all collectives of a version, for any share, seconds.
 
     Args:
-        timeout_s: for each collective.
+        timeout_s: time limit of a collective.
     """
     size = stream_bucket_bytes(tensors, bucket_bytes, WHOLE, holdings)
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
@@ -87,7 +87,7 @@ Worker = tuple[str, int]
 class ShareClass:
     """The workers with one share; the first has rank 1.
 
-    `plans` are those of the streams to them, one of each sender; ``None``: it has nothing for them.
+    `plans` holds the plan of each sender's stream to them; ``None`` if it has nothing for them.
     """
 
     plans: tuple[TransferPlan | None, ...]
@@ -110,8 +110,9 @@ def share_classes(
     """Return the classes, in the order of their first workers.
 
     Args:
-        shares: of each member's workers; a member that is not named has one, which takes all.
-        holdings: of the ranks that send; none: one rank holds all weights.
+        shares: the shares of each member's workers; a member that is not named has one worker,
+            which takes all weights.
+        holdings: the holdings of the sending ranks; empty if one rank holds all weights.
     """
     workers: dict[WeightShare, list[Worker]] = {}
     for name in members:
@@ -158,20 +159,21 @@ def _rank_names(one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]) ->
 
 
 class WeightSender:
-    """The host of the rendezvous store and a sender, rank 0 of its groups, in every epoch.
+    """Hosts the rendezvous store, and sends as rank 0 of its groups in every epoch.
 
     Methods block; call them from one thread at a time. Any thread may call `abandon` and `close`.
 
     Args:
-        device: where collectives run; decides the backend.
+        device: the device of the collectives; determines the backend.
         bucket_bytes: largest collective, a multiple of 64; small models use smaller ones.
-        timeout_s: for each formation and each collective.
+        timeout_s: time limit of each formation and each collective.
         host: the address that members connect to.
         bind_host: the address to listen on, by default `host`.
-        certificates: with which the rendezvous store serves TLS; none: it does not.
-        keeps_base: whether receivers hold the version that they committed, for updates to build
-            on. It costs them the memory of the weights once more.
-        holdings: of the trainer ranks that send, this one's first; none: it holds all weights.
+        certificates: TLS certificates of the rendezvous store; without them it does not use TLS.
+        keeps_base: whether receivers keep the committed version as a base for updates, which costs
+            them a second copy of the weights.
+        holdings: the holdings of the sending trainer ranks, this one's first; empty if it holds all
+            weights.
         others: the ranks of the other holdings, in their order.
 
     Raises:
@@ -214,15 +216,15 @@ class WeightSender:
     ) -> dict[str, TransferGroupSpec]:
         """Begin an epoch, leaving any earlier one, and return at once.
 
-        Deliver each spec to its member and call `join` at the same time: all must join for the
-        groups to form.
+        Deliver each spec to its member and call `join` concurrently: groups form when all members
+        join.
 
         Args:
             epoch: larger than every epoch before.
             members: names of the receivers, unique.
-            tensors: what will be sent, tied weights once.
-            shares: of each member's workers; a member that is not named has one worker, which
-                takes all weights.
+            tensors: the tensors to send, tied weights once.
+            shares: the shares of each member's workers; a member that is not named has one worker,
+                which takes all weights.
 
         Returns:
             the spec for each member, by name. It holds the epoch's secret: keep it out of logs.
@@ -289,15 +291,16 @@ class WeightSender:
         should_stop: threading.Event,
         version: int = 0,
     ) -> Changes | None:
-        """Return the changes to broadcast instead of all of `new`; ``None`` if they are too many.
+        """Return the changes to broadcast instead of all of `new`; ``None`` if there are too many.
 
-        Other ranks compute and keep those of their parts.
+        Other ranks compute and keep the changes of their parts.
 
         Args:
             bases: of the report on `old`; every member of the epoch must have committed it.
-            old: its weights, or this rank's part. They must not change until this returns.
-            new: the weights to be broadcast.
-            version: of `new`; only other ranks need it.
+            old: that version's weights, or this rank's part. They must not change until this
+                returns.
+            new: the weights to broadcast.
+            version: the version of `new`; only other ranks need it.
 
         Raises:
             InvalidRequestError: the weights are not those of the epoch.
@@ -371,10 +374,10 @@ class WeightSender:
         )
 
     def probe_others(self, timeout_s: float) -> None:
-        """Find out whether the other ranks still answer.
+        """Check that the other ranks still answer.
 
         Raises:
-            WeightSyncError, DeadlineError: one does not; names it.
+            WeightSyncError, DeadlineError: a rank does not answer; the error names it.
         """
         if self._others:
             run_together([partial(one.probe, timeout_s) for one in self._others], lambda: None)
@@ -435,7 +438,7 @@ class WeightSender:
 def _member_digests(
     classes: Sequence[ShareClass], found: Sequence[Mapping[str, bytes]]
 ) -> dict[str, str]:
-    """Return the digest of each member: a part that several of its workers have counts once."""
+    """Return the digest of each member; a part that several of its workers have counts once."""
     classes_of: dict[str, dict[int, None]] = {}
     for number, one in enumerate(classes):
         for name, _ in one.workers:

@@ -1,7 +1,7 @@
 """Shares of the weights: the part of each tensor that one worker of a replica takes.
 
 A part of a tensor is what its cuts select, packed: [3, 8] with the ranges (0, 1) and (4, 2) of
-dimension 1 is [3, 3]. Packed parts travel, and receivers hold them.
+dimension 1 becomes [3, 3]. Parts are sent and held in packed form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ranges = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
 
 MAX_RANGES = 1024
-"""Ranges of one tensor's cuts, multiplied. More would make parts that are slow to pack."""
+"""Most blocks of a part (the product of its ranges); more would be slow to pack."""
 
 
 def cuts_by_name(share: WeightShare) -> dict[str, Cuts]:
@@ -79,7 +79,7 @@ def _check_cuts(cuts: Cuts, shape: Sequence[int]) -> None:
 
 
 def num_blocks(cuts: Cuts) -> int:
-    """Return how many blocks of a tensor its part consists of."""
+    """Return the number of blocks of the tensor that a part consists of."""
     return math.prod(len(cut.ranges) for cut in cuts)
 
 
@@ -106,7 +106,7 @@ def part_name(name: str, cuts: Cuts) -> str:
 
 
 def common_cuts(shape: Sequence[int], one: Cuts, other: Cuts) -> Cuts | None:
-    """Return what two parts of a tensor have in common; ``None``: nothing."""
+    """Return the intersection of two parts of a tensor; ``None`` if it is empty."""
     ranges = {cut.dimension: cut.ranges for cut in one}
     for cut in other:
         here = ranges.get(cut.dimension, ((0, shape[cut.dimension]),))
@@ -127,7 +127,7 @@ def _common_ranges(one: Ranges, other: Ranges) -> Ranges:
 
 
 def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of two parts of a tensor with a common element; none: no two have one.
+    """Return the ranks of two overlapping parts of a tensor; empty if no parts overlap.
 
     Args:
         parts: each with the rank that holds it.
@@ -158,11 +158,11 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
 
 
 def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
-    """Return the cuts of a part's packed form that give a smaller part of the same tensor.
+    """Return the cuts of a packed part that select a smaller part of the same tensor.
 
     Args:
-        cuts: of the smaller part.
-        outer: of the part that contains it.
+        cuts: the cuts of the smaller part.
+        outer: the cuts of the part that contains it.
     """
     inner, around = ({c.dimension: c.ranges for c in given} for given in (cuts, outer))
     found = []
@@ -203,7 +203,7 @@ def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
 
 
 def is_one_block(shape: Sequence[int], cuts: Cuts) -> bool:
-    """Return whether a part is one stretch of its tensor's memory."""
+    """Return whether a part is contiguous in its tensor's memory."""
     if num_blocks(cuts) > 1:
         return False
     part = part_shape(shape, cuts)

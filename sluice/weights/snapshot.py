@@ -1,7 +1,7 @@
-"""Snapshots of a model's weights, which are broadcast while the next update is computed.
+"""Snapshots of a model's weights, to be broadcast while the next update is computed.
 
-Two buffers take turns. The newest complete version can be read (by a broadcast, again by one for
-a newcomer) while the next version is written into the other one.
+Two buffers alternate. The newest complete version can be read (by broadcasts) while the next
+version is written into the other buffer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class SnapshotBuffers:
     number of readers, any threads. `plan` is the layout of each.
 
     Args:
-        tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
-        constant: names of those that never change; only the first write needs them.
-        holding: the part of the weights that is kept; ``None``: all of them.
-        beside: the device that the weights are on.
+        tensors: the weights as they are sent; see `sluice.weights.plan.tensor_specs`.
+        constant: names of weights that never change; only the first write needs them.
+        holding: the part of the weights to keep; ``None`` for all.
+        beside: the device of the weights.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class SnapshotBuffers:
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Snapshot]:
-        """Read a version, the newest one or the one before it; ``None``: the newest.
+        """Read the newest version (``None``) or the one before it.
 
         Its memory is not overwritten inside the block.
 
         Raises:
-            NotReadyError: it was not written, or is overwritten.
+            NotReadyError: it was not written yet, or is overwritten.
         """
         with self._read(lambda held: version in (None, held.version)) as snapshot:
             if snapshot is None:
@@ -117,7 +117,8 @@ class SnapshotBuffers:
 
     @contextmanager
     def read_again(self, earlier: Snapshot) -> Iterator[WeightBuffer | None]:
-        """Read an earlier snapshot; ``None`` if it is overwritten. It stays whole inside the block.
+        """Read an earlier snapshot, which stays intact inside the block; ``None`` if it is
+        overwritten.
 
         That can be the newest version or the one before it. Keep the block short: `write` waits for
         it.
@@ -172,10 +173,10 @@ class _SnapshotSlot:
 
 @torch.no_grad()
 def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffer) -> set[str]:
-    """Return the names of those that were not given whole.
+    """Return the names of weights that were not given whole.
 
     Raises:
-        InvalidRequestError: one that was given does not fit.
+        InvalidRequestError: a given tensor does not fit.
     """
     written: dict[str, int] = {}
     for name, tensor in named_tensors:

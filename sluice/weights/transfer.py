@@ -1,9 +1,9 @@
-"""The loop that both ends run for one version: header, buckets and trailer, the same collectives in
-the same order.
+"""The loop that both ends run for a version: header, buckets and trailer, with the same collectives
+in the same order.
 
-Two buckets are in flight. Rank 0 hashes a bucket as soon as its collective has started; the other
-ranks hash one while the next is on the wire. So digests cost little extra time, if there are
-several buckets: nothing overlaps the hashing of the last one.
+Two buckets are in flight. Rank 0 hashes a bucket once its collective has started; the other ranks
+hash one while the next is on the wire. So digests cost little extra time, except for the last
+bucket, whose hashing nothing overlaps.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class UpdateHeader:
-    """The first collective of a version: what the following ones carry.
+    """The first collective of a version: it describes the following ones.
 
-    `sizes` are the lengths of the collectives in bytes, one for each bucket. Without a `base` they
-    are the buckets themselves, with one the changes since it. `keep` asks receivers to hold the
-    version once it is committed, because a later one may build on it.
+    `sizes` are the lengths in bytes of the collectives, one for each bucket. Without a `base` these
+    are the buckets, otherwise the changes since it. `keep` asks receivers to keep the committed
+    version as a possible base.
     """
 
     version: int
@@ -75,7 +75,7 @@ class UpdateHeader:
         """Read the bytes of `encode`.
 
         Raises:
-            ValueError: these bytes are not a header, or a damaged one.
+            ValueError: the bytes are no header, or a damaged one.
         """
         body = _opened(content, _HEADER_MAGIC, "the header")
         _, flags, version, base_version, digest = _HEADER_FORMAT.unpack(body[: _HEADER_FORMAT.size])
@@ -94,7 +94,7 @@ def header_bytes(plan: TransferPlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last collective of a version: what the sender sent.
+    """The last collective of a version: it describes what was sent.
 
     `total_bytes` counts the stream; `digests` holds the digests of the parts, in the order of the
     plan. Its own check sum distinguishes a damaged trailer from damaged weights.
@@ -115,7 +115,7 @@ class Trailer:
         """Read the bytes of `encode`.
 
         Raises:
-            ValueError: these bytes are not a trailer, or a damaged one.
+            ValueError: the bytes are no trailer, or a damaged one.
         """
         body = _opened(content, _TRAILER_MAGIC, "the trailer")
         _, version, total_bytes = _TRAILER_FORMAT.unpack(body[: _TRAILER_FORMAT.size])
@@ -134,7 +134,7 @@ def _sealed(body: bytes) -> torch.Tensor:
 
 
 def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
-    """Return the body that `_sealed` got.
+    """Return the body given to `_sealed`.
 
     Raises:
         ValueError: another magic, or a wrong check sum.
@@ -153,16 +153,16 @@ def _check_sum(body: bytes) -> bytes:
 
 
 def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
-    """Return the seconds that all collectives of one version may take together.
+    """Return the time limit for all collectives of a version, seconds.
 
     Args:
-        timeout_s: for each collective.
+        timeout_s: time limit of a collective.
     """
     return (len(plan.buckets) + _NUM_FRAMING_COLLECTIVES) * timeout_s
 
 
 class BucketPort(Protocol):
-    """The source or the destination of the bytes of buckets."""
+    """The source or destination of buckets' bytes."""
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         """Return the collective's tensor: uint8 ``[bucket.num_bytes]`` on the group's device."""
@@ -171,14 +171,13 @@ class BucketPort(Protocol):
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         """Return the bucket's bytes on the CPU.
 
-        Called once they are there: at rank 0 after the collective has started, elsewhere after it
-        has ended.
+        Call it on rank 0 after the collective has started, elsewhere after it has ended.
         """
         ...
 
 
 class DirectPort:
-    """A buffer with the layout of the wire, on the device of the wire: nothing is copied."""
+    """A port for a buffer with the layout and the device of the wire: nothing is copied."""
 
     def __init__(self, buffer: WeightBuffer | PackedShare) -> None:
         self._buffer = buffer
@@ -209,7 +208,8 @@ class DeviceSendingPort:
 
 
 class CopyingPort:
-    """The receiver's port for a device, or for parts that lie apart: it copies each bucket."""
+    """The receiver's port for a device, or for parts that are not contiguous: it copies each
+    bucket."""
 
     def __init__(
         self, stream: WeightBuffer | PackedShare, plan: TransferPlan, device: torch.device

@@ -1,4 +1,4 @@
-"""Call EnvironmentService: episodes on servers, ours or a user's own."""
+"""Run episodes on servers of EnvironmentService, whether ours or the user's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
 _TOGETHER_S = 0.005
-"""Calls that follow others to the same server within these seconds wait: one Play takes them."""
+"""A call that follows another to the same server within this time waits to share a Play."""
 _SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
-"""After these failures of a Play, its steps are sent again one by one: alone they may succeed."""
+"""After these failures of a Play, its steps are sent again one by one, which may succeed."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 _METHOD_OF = {
@@ -57,7 +57,7 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
 class Server(NamedTuple):
-    """Where an episode runs."""
+    """A server that runs episodes."""
 
     address: str
     channels: ChannelPool
@@ -70,15 +70,14 @@ class Server(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Due:
-    """A call; it gets its result, or ``None`` if it shall be made alone."""
+    """A waiting call. Its result is ``None`` if the caller has to make the call alone."""
 
     request: Request
     answered: asyncio.Future[environment.PlayResult | None]
 
 
 class CallBatches:
-    """Calls to all servers: those of Open and Step that are due at the same moment travel in one
-    Play.
+    """Calls to all servers. Calls of Open and Step that are due together travel in one Play.
 
     Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
     call: its episode alone; of the connection, or of a result that is too large: episodes that open
@@ -97,7 +96,7 @@ class CallBatches:
     async def response(
         self, server: Server, request: Request | environment.CloseRequest, phase: str
     ) -> object:
-        """Make a call, with others that are due if a Play takes it.
+        """Make a call, if possible in one Play with other calls that are due.
 
         Raises:
             SluiceError: as from `unary_call`.
@@ -106,7 +105,7 @@ class CallBatches:
             result = await self._result(server, request, phase)
             if result is not None:
                 return self._found(result, request, server, phase)
-        # Not before: to make a stub takes longer than a call in a Play.
+        # Only now: making a stub takes longer than a call in a Play.
         stub = environment_stub(server.channels.to(server.address))
         return await unary_call(
             getattr(stub, _METHOD_OF[type(request)]),
@@ -119,14 +118,14 @@ class CallBatches:
     async def _result(
         self, server: Server, request: Request, phase: str
     ) -> environment.PlayResult | None:
-        """Return what a Play found; ``None``: make the call alone."""
+        """Return the result from a Play; ``None`` if the call must be made alone."""
         if server.address in self._without_play:
             return None
         loop, key = asyncio.get_running_loop(), (server.address, type(request))
         due = _Due(request, loop.create_future())
         calls = self._due.setdefault(key, [])
         calls.append(due)
-        if len(calls) == 1:  # tasks that are ready now add theirs before this runs
+        if len(calls) == 1:  # tasks that are ready now add their calls before this runs
             send_at = max(loop.time(), self._sent_at.get(key, 0.0) + _TOGETHER_S)
             loop.call_at(send_at, self._send, server, key, phase)
         with waiting_for(server.name, phase):
@@ -182,7 +181,7 @@ class CallBatches:
                 tasks.create_task(give_up(server, episode_id), name="give up")
 
     def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
-        """Let calls without a result be made alone, or fail."""
+        """Have calls without a result made alone, or fail them."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
         may_pass = code in _SENT_AGAIN or isinstance(error, InvalidRequestError)
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
@@ -220,7 +219,7 @@ class CallBatches:
 
 
 def _answer(due: _Due, result: environment.PlayResult) -> bool:
-    """Hand a result to its caller; return whether it still waits."""
+    """Hand a result to its caller; return whether the caller still waits."""
     if due.answered.done():
         return False
     due.answered.set_result(result)
@@ -228,7 +227,7 @@ def _answer(due: _Due, result: environment.PlayResult) -> bool:
 
 
 async def give_up(server: Server, episode_id: str) -> None:
-    """Give an episode up; a server that is gone has nothing left of it."""
+    """Give an episode up; a server that is gone holds nothing of it."""
     channel = server.channels.acquire(server.address)
     try:
         await unary_call(
@@ -245,20 +244,20 @@ async def give_up(server: Server, episode_id: str) -> None:
 
 
 class _DownError(EpisodeFailedError):
-    """No server answers; one may soon."""
+    """No server answers now; one may soon."""
 
 
 def given_servers(addresses: Sequence[str]) -> AddressFor:
-    """Return the choice among a user's own servers: each gets an equal share of the episodes.
+    """Return a function that spreads episodes evenly over a user's own servers.
 
     Args:
-        addresses: host:port of each, at least one; after ``https://`` with TLS.
+        addresses: host:port of each, at least one; ``https://host:port`` uses TLS.
     """
     return lambda episode_id: addresses[server_of(episode_id, len(addresses))]
 
 
 class WorkerProbe:
-    """Asks a server on this machine what it does."""
+    """Asks a server on this machine how long its calls have run."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
         self._address, self._deadline_s = address, deadline_s
@@ -266,7 +265,7 @@ class WorkerProbe:
         self._stub = environment_stub(self._channels.acquire(address))
 
     async def longest_call_s(self) -> float:
-        """Return the seconds of the oldest running call; DeadlineError and PeerError as usual."""
+        """Return the age of the oldest running call, seconds. Raise DeadlineError or PeerError."""
         status = await unary_call(
             self._stub.GetStatus,
             environment.GetStatusRequest(),
@@ -285,8 +284,8 @@ class ServedEnvironments:
     """Episodes on servers of EnvironmentService.
 
     Args:
-        credentials: their authorities check servers at https:// addresses. Nothing of them is
-            shown: such a server is no part of the run.
+        credentials: their authorities check servers at https:// addresses. Such servers never see
+            them, since they are no part of the run.
     """
 
     def __init__(
@@ -302,7 +301,7 @@ class ServedEnvironments:
         self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
         self._tasks = asyncio.TaskGroup()
         self.batches = CallBatches(self._tasks, call_timeout_s)
-        """What calls travel in."""
+        """Batches the calls to servers."""
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -311,7 +310,7 @@ class ServedEnvironments:
     async def __aexit__(self, *error: object) -> None:
         self.batches.cancel()
         try:
-            await self._tasks.__aexit__(None, None, None)  # an error of the block stays as it is
+            await self._tasks.__aexit__(None, None, None)  # keeps the block's error unwrapped
         finally:
             await self._encrypted.close()
             await self._plain.close()
@@ -334,14 +333,14 @@ class ServedEpisode:
         self._task, self._environments = task, environments
         self._id, self._num_tries = task.episode_id, 1
         self._server: Server | None = None
-        self._is_held = False  # its channel
-        self._end: environment.CloseResponse | None = None  # what the last answer has led to
+        self._is_held = False  # its gRPC channel
+        self._end: environment.CloseResponse | None = None  # the result of the last answer
 
     async def open(self) -> Observation:
-        """Choose a server and begin; wait for one that is down, within the time of a call.
+        """Choose a server and begin; while it is down, wait up to the time of a call.
 
-        Otherwise groups would fail as fast as they start, and use the data set up, while a server
-        restarts.
+        Without the wait, groups would fail as fast as they start while a server restarts, and use
+        up the data set.
         """
         loop, backoff_s = asyncio.get_running_loop(), _FIRST_BACKOFF_S
         ends_at = loop.time() + self._environments.call_timeout_s
@@ -384,9 +383,9 @@ class ServedEpisode:
         return self._observed(response.observation, phase)
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
-        """Take an answer; a lost connection is tried again with the same turn.
+        """Send an answer; retry with the same turn after a lost connection.
 
-        The server may end the episode with it; `close` then makes no call.
+        If the server ends the episode in its reply, `close` makes no call.
         """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"

@@ -1,4 +1,4 @@
-"""What an episode needs of its environment."""
+"""The interface between an episode and its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice.errors import SluiceError
 from sluice.types import Answer, FinishReason, Prompt, Scored
 
 ABANDON_S = 5.0
-"""Most seconds of giving an episode up; a server that does not answer drops it later."""
+"""Seconds allowed for giving an episode up; a server that does not answer drops it later."""
 
 
 class EpisodeFailedError(SluiceError):
@@ -29,12 +29,12 @@ class EpisodeTask:
 
     Args:
         episode_id: unique, at most 128 bytes.
-        environment: the row's; empty: the run's only one.
-        prompt: the row.
+        environment: the row's; empty for the run's only one.
+        prompt: the prompt.
         seed: the same for all samples of a prompt.
         timeout_s: seconds after which the environment may drop it.
         sample_index: within its group.
-        is_kept: whether a restarted service continues it, since its prompt starts again then.
+        is_kept: whether a restarted service continues the episode when its prompt starts again.
     """
 
     episode_id: str
@@ -47,9 +47,9 @@ class EpisodeTask:
 
 
 class EpisodeDriver(Protocol):
-    """One episode's environment. Its calls do not overlap.
+    """The environment of one episode. Calls do not overlap.
 
-    All but `abandon` raise EpisodeFailedError.
+    All methods but `abandon` raise EpisodeFailedError.
     """
 
     async def open(self) -> Observation:
@@ -70,7 +70,7 @@ class EpisodeDriver(Protocol):
 
 
 class EpisodeDrivers(Protocol):
-    """Where episodes run."""
+    """Creates the drivers of episodes."""
 
     def begin(self, task: EpisodeTask) -> EpisodeDriver:
         """Return the driver of a new episode."""
@@ -78,22 +78,22 @@ class EpisodeDrivers(Protocol):
 
 
 AddressFor = Callable[[str], str]
-"""Returns where the episode with an id shall run: host:port, or ``unix:`` and a path. Raises
+"""Returns the server for an episode id: host:port, or ``unix:`` and a path. Raises
 EpisodeFailedError if no server is up."""
 
 
 def server_of(episode_id: str, num_servers: int) -> int:
-    """Return the index of the server where an episode runs: each gets an equal share.
+    """Return the index of an episode's server; each server gets an equal share.
 
-    A digest, since a checksum has the same last bits for all samples of a small group: they would
-    run together, and fail together.
+    Use a digest: a checksum has equal last bits for all samples of a small group, which would then
+    run, and fail, on one server.
     """
     digest = blake2b(episode_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % num_servers
 
 
 async def abandoned(driver: EpisodeDriver) -> None:
-    """Give an episode up, however its task ends."""
+    """Give an episode up; stop waiting after `ABANDON_S`."""
     try:
         async with asyncio.timeout(ABANDON_S):
             await driver.abandon()

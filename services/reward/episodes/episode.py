@@ -1,8 +1,8 @@
-"""One episode: the policy answers, its environment responds, until one of them or a limit ends it.
+"""One episode: the policy and the environment take turns until one of them or a limit ends it.
 
-Waits for: the environment, within the group's time; samples, by the dispatcher's rules. All of it
-within the episode's time. On failure: the environment's ends this sample alone, with a failure and
-without a number. However it ends, its environment is closed.
+Waits for: the environment, within the group's time; samples, by the dispatcher's rules; both within
+the episode's time. On failure: an environment that fails ends only this sample, with a failure
+instead of a score. However the episode ends, its environment is closed.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from sluice.types import (
 logger = logging.getLogger(__name__)
 
 QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
-"""Parts of a turn's seconds."""
+"""The parts of a turn's time."""
 READ_TEXT = "plain"
-"""How answers are read where the policy has no tools."""
+"""How answers are parsed where the policy has no tools."""
 MAX_TOOL_NAMES = 256
-"""Each has a metric; calls of further tools count as calls of unknown ones."""
+"""Each of these tools has a metric; calls of others count as calls of unknown tools."""
 CONTINUES_NONE = (
     "a conversation continues none of the sample's answers; an agent that appends to its history, "
     "and offers the same tools with each request, avoids this"
@@ -86,8 +86,8 @@ class AnsweredTurn:
 
     Args:
         prompt_token_ids: what the policy read, [tokens]; ``None``: no replica accepted it.
-        queued_s: seconds without a replica.
-        continued_text: what the prompt adds to the turn that it continues.
+        queued_s: seconds spent without a replica.
+        continued_text: the text that the prompt adds to the turn that it continues.
     """
 
     rollout: Rollout
@@ -100,7 +100,7 @@ class AnsweredTurn:
     def of(
         cls, collected: CollectedSamples, sample_index: int, before_s: float = 0.0
     ) -> AnsweredTurn:
-        """Return a sample of a request, which it has waited `before_s` seconds for."""
+        """Return a sample of a request that was sent after `before_s` seconds of waiting."""
         return cls(
             collected.rollouts[sample_index],
             collected.prompt_token_ids,
@@ -119,7 +119,7 @@ class EpisodeNotes:
 
     Attributes:
         num_rewritten: later turns that began a new root.
-        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
+        tool_names: the first `MAX_TOOL_NAMES` tools that environments have offered.
     """
 
     def __init__(self) -> None:
@@ -138,8 +138,8 @@ class EpisodeNotes:
         if reason not in self._warned:
             self._warned.add(reason)
             logger.warning(
-                "turns begin new roots, which are trained apart, and whose history is read again "
-                "each time: %s%s",
+                "turns begin new roots, which are trained separately and read their history "
+                "again: %s%s",
                 reason,
                 f" ({detail})" if detail else "",
             )
@@ -176,7 +176,7 @@ class Episode:
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
         self._call_prefix = "call"
         if self._leased is not None:
-            # An agent may work on several samples, and looks up calls by their ids.
+            # An agent may work on several samples and look up calls by their ids.
             lease = blake2b(self._leased.lease_id.encode(), digest_size=4)
             self._call_prefix = f"call_{lease.hexdigest()}"
 
@@ -184,7 +184,8 @@ class Episode:
         """Return the sample.
 
         Raises:
-            GroupFailedError: of the group's prompt, or of an engine where no sample may be missing.
+            GroupFailedError: the prompt is refused, or an engine failed and no sample may be
+                missing.
         """
         is_closed = False
         try:
@@ -217,7 +218,8 @@ class Episode:
             await self._called("waiting for an agent to take it", leased.taken())
 
     async def _played(self, first_turn: FirstTurn) -> Rollout:
-        """Play to the end. A sample without an `end` was aborted, and its environment is open."""
+        """Play to the end. If the sample has no `end`, it was aborted and its environment is
+        open."""
         if not self._recall():
             seen = await self._called("opening", self._driver.open())
             if seen.done:
@@ -287,7 +289,7 @@ class Episode:
         return seen
 
     def _made(self, turn: Turn) -> Answer:
-        """Return a turn's answer with the calls that are made: of an agent, all."""
+        """Return a turn's answer with the calls that will be made; an agent makes all of them."""
         answer = _answer_of(turn)
         most = None if self._leased is not None else self._rules.max_parallel_calls
         return replace(answer, tool_calls=answer.tool_calls[:most])
@@ -300,17 +302,17 @@ class Episode:
         return CommittedTurn(messages, tools, turn, num_read, prompt_token_ids)
 
     def _begun(self, seen: Observation) -> Continued:
-        """Return what the next turn reads, and which turn it continues."""
-        # An agent's request has all its tools, as its conversation is whole.
+        """Return what the next turn reads, and the turn that it continues."""
+        # An agent's request holds the whole conversation, and so all its tools.
         if seen.tools or seen.drops_tools or self._leased is not None:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
-        # An agent has read its tools' texts whole, and repeats them.
+        # An agent repeats its tools' texts, which it has read uncut.
         messages = seen.messages
         if self._leased is None:
             messages = within_limits(messages, self._rules)
         if seen.is_whole:
-            # The template writes other tools into other tokens.
+            # Other tools render as other tokens.
             wanted = num_before_new(messages), self._tools
             same = [number for number, turn in enumerate(self._offered) if turn == wanted]
             found = continued([self._history(index) for index in same], messages)
@@ -329,8 +331,8 @@ class Episode:
         return found
 
     async def _sampled(self, begun: Continued) -> tuple[Continued, AnsweredTurn | None]:
-        """Sample another turn. Return how it begins, which changes where the template rewrites
-        history, and the turn; ``None``: no token is left."""
+        """Sample another turn. Return the turn and how it begins, which changes if the template
+        rewrites history; ``None`` if no token is left."""
         number, parent = len(self._turns), begun.parent
         if self._tokens_left(parent) < 1:
             return begun, None
@@ -372,7 +374,8 @@ class Episode:
         )
 
     def _tokens_left(self, parent: int | None) -> int:
-        """Return the most tokens of a sequence that continues `parent`, beside the others."""
+        """Return the token limit of a sequence that continues `parent`, given the other
+        sequences."""
         rules, most = self._rules, self._rules.max_sequence_tokens
         prompt = self._request.progress.prompt_token_ids
         if rules.max_response_tokens is not None and prompt is not None:
@@ -384,7 +387,7 @@ class Episode:
         return min(most, rules.max_trained_tokens - others)
 
     def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
-        """Add a sampled turn, with what it read beyond the turn that it continues."""
+        """Add a sampled turn and what it read after the turn that it continues."""
         (turn,), read = answered.rollout.turns, answered.prompt_token_ids
         group_prompt = self._request.progress.prompt_token_ids
         is_new_root = False
@@ -468,7 +471,7 @@ class Episode:
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:
-    """Return the failure of a sample whose environment sent what every replica refuses."""
+    """Return the failure of a sample whose environment sent text that every replica refuses."""
     return EpisodeFailedError(f"what the environment sent cannot be read by the policy: {error}")
 
 

@@ -1,19 +1,19 @@
-"""Samples that programs of the user work on: each is leased to one program, which asks for answers
-and posts its end.
+"""Samples leased to the user's programs: a program holds the lease of a sample, asks for answers
+and posts the sample's end.
 
 Consumes: episodes, from the loop; requests of programs. Produces: for the loop, observations that
 are whole conversations; for the programs, answers, after the loop has recorded them. Waits for:
-programs, within the group's rules until one has taken a sample, and within the episode's time from
-then on; of a holder that promised calls, only until these have not come for so long. On failure of
-a program: its sample fails. When the loop gives a sample up, its lease is
-revoked: what its program asks then is refused.
+programs, within the group's rules until a program takes the sample, and within the episode's time
+after that; if the holder promised regular calls, only until they stop for the promised time. On
+failure of a program: its sample fails. When the loop gives a sample up, it revokes the lease, and
+further requests of the program are refused.
 
-What a restart keeps of a sample that is trained, with a ledger that has a file: its lease, holder
-and deadline, the turns that its program may have seen, the limit that it has reached and its posted
-end, until its prompt ends or starts again. A restarted service answers requests from these turns.
-When the prompt starts, the sample continues from them, and needs no program if its end was posted.
-What was being sampled is sampled again, when the program repeats its request. Samples that nobody
-had leased are offered again.
+With a ledger in a file, a restart keeps of a training sample: its lease, holder and deadline, the
+turns that its program may have seen, the limit that it has reached and its posted end, until its
+prompt ends or starts again. A restarted service answers repeated requests from these turns. When
+the prompt starts, the sample continues from them, and needs no program if its end was posted. A
+turn that was being sampled is sampled again when the program repeats its request. Samples without a
+lease are offered again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_REQUESTS = 1024
 MOST_WAITING = 8
 """Most requests of a lease that wait for their answers, beside the one that is being answered."""
 MOST_WAITING_BYTES = 1 << 24
-"""Most bytes of them together; a single one may have more."""
+"""Most bytes of the waiting requests together; a single request may have more."""
 _MOST_ENDS = 1 << 16
 _SECRET_BYTES = 24
 _AGENT = "agent"
@@ -56,7 +56,7 @@ class Reply:
 
     Args:
         num_read: tokens that the policy read.
-        turn: number of the answer in the sample, from 0.
+        turn: number of the answer within the sample, from 0.
     """
 
     answer: Answer
@@ -66,7 +66,7 @@ class Reply:
     turn: int
 
 
-# An error is a value here: nobody may be left who waits for it.
+# The error is a value: as an exception it would be reported if no caller waits for it.
 _Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
@@ -89,11 +89,11 @@ class _Asked:
 
 
 class LeaseHolder:
-    """Who has leased samples, and is heard of at least every so many seconds.
+    """A program that has leased samples and promised to call at a regular interval.
 
     Args:
         holder_id: secret.
-        keep_alive_s: seconds without a call after which it has left.
+        keep_alive_s: seconds without a call after which it counts as gone.
     """
 
     def __init__(self, holder_id: str, keep_alive_s: float) -> None:
@@ -106,15 +106,15 @@ class LeaseHolder:
 
 
 class LeasedEpisode:
-    """A sample that a program works on; the loop's driver of it.
+    """A sample that a program works on; the driver that the loop uses for it.
 
     Args:
-        record: what an earlier service left of it; ``None``: it is new.
+        record: what an earlier service recorded of it; ``None`` if it is new.
 
     Attributes:
         lease_id: secret.
-        limit: that the sample has reached; ``None``: it takes further requests.
-        posted_end: how its program ended it; ``None``: it has not.
+        limit: the limit that the sample has reached; ``None`` if it takes further requests.
+        posted_end: how its program ended it; ``None`` if it has not.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LeasedEpisode:
 
     @property
     def task(self) -> EpisodeTask:
-        """The episode; there is none while no group plays it."""
+        """The episode; call only while a group plays it."""
         assert self._task is not None
         return self._task
 
@@ -160,7 +160,7 @@ class LeasedEpisode:
         return self._task is not None
 
     def begin(self, task: EpisodeTask) -> None:
-        """Play it."""
+        """Start to play the episode."""
         self._task = task
 
     @property
@@ -171,7 +171,7 @@ class LeasedEpisode:
     def seconds_left(self) -> float:
         """Return the seconds until a taken sample expires.
 
-        One whose end was posted expires no more; it has as many as a new one.
+        A sample with a posted end does not expire: the result is that of a new sample.
         """
         if self.posted_end is not None:
             return self.task.timeout_s
@@ -191,7 +191,7 @@ class LeasedEpisode:
             self._holder.heard()
 
     def take(self, holder: LeaseHolder | None) -> None:
-        """Lease the sample; its time begins."""
+        """Lease the sample, and start its time limit."""
         self._holder = holder
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
@@ -205,7 +205,7 @@ class LeasedEpisode:
         self._is_taken.set()
 
     def give_back(self) -> None:
-        """Undo `take`: nobody got the lease."""
+        """Undo `take`: no program received the lease."""
         if self._is_kept:
             self._store.given_back(self.lease_id)
         self._is_kept, self._holder = False, None
@@ -224,7 +224,7 @@ class LeasedEpisode:
         return recalled
 
     def commit(self, turn: CommittedTurn) -> None:
-        """Keep the turn that `step` answers with; `LeaseDesk.chat` says when it is on the disk."""
+        """Keep the turn that `step` answers with; see `LeaseDesk` for when it is on disk."""
         assert self._answering is not None
         self._reply = _reply(turn, self._num_turns)
         if self._is_kept:
@@ -233,7 +233,7 @@ class LeasedEpisode:
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Answer the program; wait for its next request, or for its end."""
-        self.heard()  # sampling the answer took time, and its program could only wait
+        self.heard()  # while the answer was sampled, the program could only wait
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
             self._answering = None
@@ -243,9 +243,9 @@ class LeasedEpisode:
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
     def reached(self, limit: EpisodeEnd) -> None:
-        """Refuse further requests: the sample is at one of its limits.
+        """Refuse further requests: the sample has reached a limit.
 
-        A program that fails from here on fails for want of answers: scorers grade the last one.
+        A later failure of the program is for lack of answers, so scorers grade the last one.
         """
         self.limit = limit
         if self._is_kept:
@@ -253,7 +253,7 @@ class LeasedEpisode:
         self.refuse(_at_limit())
 
     async def close(self) -> Scored | None:
-        """Return the posted reward; of a sample at one of its limits, wait until it is posted."""
+        """Return the posted reward; if the sample has reached a limit, wait for it."""
         with waiting_for(_AGENT, "ending its sample"):
             while self.posted_end is None:
                 await self._change()
@@ -262,7 +262,7 @@ class LeasedEpisode:
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
 
     def suspend(self) -> bool:
-        """Hold the lease as it is, if a restarted service could continue it; return whether so.
+        """Keep the lease if a restarted service could continue it; return whether it was kept.
 
         The loop has cancelled its episode: the service ends, or the ledger revokes the lease next.
         """
@@ -283,11 +283,11 @@ class LeasedEpisode:
         tools: tuple[Tool, ...],
         num_bytes: int,
     ) -> Reply:
-        """Return the policy's answer; a repeated request gets the answer that it has.
+        """Return the policy's answer; a repeated request gets the same answer.
 
         Args:
             digest: identifies the request within the lease.
-            tools: that the policy may call, whatever the request before had.
+            tools: the tools that the policy may call; they replace those of the request before.
 
         Raises:
             ExhaustedError: too many requests wait.
@@ -307,14 +307,14 @@ class LeasedEpisode:
             answered = self._results[digest] = asyncio.get_running_loop().create_future()
             self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
             self._changed.set()
-        # The turn is sampled and recorded, whether its caller still waits or not.
+        # The turn is sampled and recorded even if its caller no longer waits.
         result = await asyncio.shield(answered)
         if isinstance(result, Reply):
             return result
         raise result
 
     def _check_waiting(self, num_bytes: int) -> None:
-        """Raise `ExhaustedError` if no request of this size may wait beside those that do."""
+        """Raise `ExhaustedError` if the requests that wait leave no space for one of this size."""
         others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
         if others and (others >= MOST_WAITING or total > MOST_WAITING_BYTES):
             raise ExhaustedError(
@@ -323,7 +323,7 @@ class LeasedEpisode:
             )
 
     def end(self, end: PostedEnd) -> None:
-        """Note the program's end."""
+        """Note the end that the program posted."""
         self.posted_end = end
         if self._is_kept:
             self._store.ended(self.lease_id, end)
@@ -350,7 +350,7 @@ class LeasedEpisode:
         return None
 
     async def _change(self) -> None:
-        """Wait for a call of the program, as long as its holder is heard of."""
+        """Wait for a call of the program, as long as its holder keeps calling."""
         self._changed.clear()
         while True:
             holder = self._holder
@@ -375,10 +375,10 @@ def _reply(committed: CommittedTurn, number: int) -> Reply:
 class LeaseDesk:
     """Offers samples, and finds those that are leased. Used from one event loop.
 
-    Answer a program only after what the store was given until then is on the disk.
+    Before you answer a program, wait until everything given to the store is on disk.
 
     Attributes:
-        num_recalled_tokens: sampled by an earlier service, of samples that continue.
+        num_recalled_tokens: tokens sampled by an earlier service, of samples that continue.
     """
 
     def __init__(self, store: KeptLeases) -> None:
@@ -390,26 +390,26 @@ class LeaseDesk:
         self._holders = WeakValueDictionary[str, LeaseHolder]()  # their leases keep them
         self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of leases that were dropped
         self._offered = asyncio.Event()
-        # Kept ones that no group plays: until theirs starts again, or the ledger revokes them.
+        # Kept samples without a group, until their group starts or the ledger revokes the lease.
         self._to_continue: dict[str, dict[int, LeasedEpisode]] = {}
         for record in self._store.found:
             episode = LeasedEpisode(self, self._store, record)
             self._leases[record.lease_id] = episode
             self.suspend(episode, record.prompt_id, record.sample_index)
-        self._store.found = ()  # else its turns are held twice
+        self._store.found = ()  # otherwise its turns are held twice
         self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
-        """Return the driver of an episode: a new one, or one that an earlier service left."""
+        """Return the driver of an episode: a new one, or one kept by an earlier service."""
         of_prompt = self._to_continue.get(task.prompt.prompt_id, {}) if task.is_kept else {}
         episode = of_prompt.pop(task.sample_index, None) or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode
 
     def close(self) -> None:
-        """Refuse programs from here on: the service ends, and the next one answers them."""
+        """Refuse programs from now on: the service ends, and the next one answers them."""
         self._is_closing = True
-        self._offered.set()  # wakes those that wait for samples
+        self._offered.set()  # wakes the callers that wait for samples
         for episode in self._leases.values():
             episode.refuse(_ending())
 
@@ -424,7 +424,7 @@ class LeaseDesk:
         return len(self._leases)
 
     def holder(self, holder_id: str, keep_alive_s: float) -> LeaseHolder | None:
-        """Return who holds leases and is heard of now; ``None``: it promises no calls."""
+        """Return the holder and note its call; ``None`` if it promises no regular calls."""
         if not holder_id or not keep_alive_s:
             return None
         found = self._holders.get(holder_id)
@@ -443,13 +443,13 @@ class LeaseDesk:
     async def taking(
         self, count: int, wait_s: float, holder_id: str = "", keep_alive_s: float = 0.0
     ) -> AsyncIterator[Sequence[LeasedEpisode]]:
-        """Lease the samples that have waited longest. If the block fails, offer them again.
+        """Lease the samples that have waited longest; offer them again if the block fails.
 
         Args:
-            count: most samples; with 0 the holder only shows that it lives.
-            wait_s: most seconds to wait for the first one; then there are none.
-            holder_id: of the caller; see `LeaseHolder`.
-            keep_alive_s: its promise; 0: none.
+            count: most samples; with 0 the call only shows that the holder is alive.
+            wait_s: most seconds to wait for the first sample; then the result is empty.
+            holder_id: the caller's id; see `LeaseHolder`.
+            keep_alive_s: the interval of calls that it promises; 0 for no promise.
 
         Raises:
             NotReadyError: the service ends.
@@ -488,7 +488,7 @@ class LeaseDesk:
             if self._leases.pop(episode.lease_id, None) is None:  # its group was given up
                 continue
             episode.give_back()
-            if episode.is_played:  # else it is offered when its group starts again
+            if episode.is_played:  # otherwise it is offered when its group starts again
                 self._offers.appendleft(episode)
         self._offered.set()
 
@@ -515,10 +515,10 @@ class LeaseDesk:
         raise _gone()
 
     def end(self, lease_id: str, end: PostedEnd) -> None:
-        """End a sample. A second call with the same end does nothing more.
+        """End a sample. Repeating the call with the same end has no effect.
 
         Raises:
-            LeaseEndedError: it has ended otherwise.
+            LeaseEndedError: it has ended in another way.
             NotFoundError: the lease is unknown, or has expired.
             NotReadyError: the service ends.
         """
@@ -534,11 +534,11 @@ class LeaseDesk:
             episode.end(end)
 
     def suspend(self, episode: LeasedEpisode, prompt_id: str, sample_index: int) -> None:
-        """Hold a kept lease that no group plays."""
+        """Hold a kept lease while no group plays its sample."""
         self._to_continue.setdefault(prompt_id, {})[sample_index] = episode
 
     def forget(self, episode: LeasedEpisode) -> None:
-        """Drop a sample that has ended or was given up; remember its posted end."""
+        """Drop a sample that has ended or was given up, but remember its posted end."""
         if self._leases.pop(episode.lease_id, None) and episode.posted_end is not None:
             self._ends[episode.lease_id] = episode.posted_end
             if len(self._ends) > _MOST_ENDS:
@@ -558,7 +558,7 @@ class LeaseDesk:
             raise _ending()
 
     def _revoke(self, prompt_id: str) -> None:
-        """Drop what no group plays of a prompt that ended or starts again."""
+        """Drop the samples that no group plays, of a prompt that ended or starts again."""
         for episode in self._to_continue.pop(prompt_id, {}).values():
             self.forget(episode)
             episode.refuse(_gone())

@@ -1,12 +1,12 @@
-"""Episodes of a group: the samples of a prompt, each played with its environment.
+"""The episodes of a group: play each sample of a prompt with its environment.
 
-Consumes: requests for samples, as the dispatcher does. Each sample has a task. All open their
-environments first; then the first turns of samples with equal prompts are one request, so that the
-replica reads the prompt once. A sample whose environment opens `PATIENCE_S` after the group's first
-one has a request of its own, as has every further turn. Waits for: environments
-and the dispatcher, see `episode`. Produces: whole groups, whose samples may hold their outcomes.
-On failure: of an environment: its sample alone; of the prompt: the group. On shutdown: cancelling a
-call closes its episodes, each within `drivers.ABANDON_S`.
+Consumes: requests for samples, like the dispatcher. Each sample has a task. All tasks open their
+environments first; then the first turns of samples with equal prompts travel in one request, so
+that the replica reads the prompt once. A sample whose environment opens `PATIENCE_S` after the
+group's first one gets a separate request, as does every further turn. Waits for: environments and
+the dispatcher, see `episode`. Produces: whole groups, whose samples may hold their outcomes. On
+failure: an environment fails its sample alone; a refused prompt fails the group. On shutdown:
+cancelling a call closes its episodes, each within `drivers.ABANDON_S`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sluice.types import (
 )
 
 PATIENCE_S = 1.0
-"""Longest wait of a first turn for those of its siblings."""
+"""Longest wait of a sample's first turn for those of its siblings."""
 
 
 class EpisodeGenerator:
@@ -56,8 +56,8 @@ class EpisodeGenerator:
     Args:
         are_leased: whether programs take samples when they can, one after the other; a first turn
             then waits for no sibling.
-        by_default: whether rows that choose nothing have an environment (`environment_of`).
-        seed: of the run; environments get one that depends on it and on the prompt.
+        by_default: whether rows that name no environment have one (`environment_of`).
+        seed: the run's seed; an environment's seed depends on it and on the prompt.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EpisodeGenerator:
     ) -> RolloutGroup:
         """Play the requested samples.
 
-        A sample whose environment fails has the failure as its outcome; its siblings do not.
+        If an environment fails, only its sample gets the failure as its outcome.
 
         Raises:
             GroupFailedError: the prompt is refused or has images, no sample could begin, or the
@@ -191,12 +191,12 @@ class _Waiter:
 
 
 class FirstTurns:
-    """Requests the first turns, when each sample of a group waits for its own or has failed.
+    """Requests the first turns as soon as every sample of a group waits for its turn or has failed.
 
-    It does so at the latest `PATIENCE_S` after the first sample is ready.
+    It waits at most `PATIENCE_S` after the first sample is ready.
 
     Args:
-        alone: request each sample's turn at once, in a request of its own.
+        alone: send a separate request for each sample's turn, at once.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class FirstTurns:
     ) -> AnsweredTurn:
         """Return the first turn of a sample, once it has been sampled.
 
-        A cancelled call ends its request, if all its other samples are cancelled or have their
-        turns by then.
+        A cancelled call ends its request if all other samples of the request are cancelled or have
+        their turns.
         """
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
         self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
@@ -236,7 +236,7 @@ class FirstTurns:
             raise
 
     def stop_waiting_for(self, index: int) -> None:
-        """Stop waiting for a sample: it waits for its turn, or has ended."""
+        """Wait no longer for a sample: it waits for its turn, or has ended."""
         if index not in self._awaited:
             return
         self._awaited.remove(index)
@@ -248,7 +248,7 @@ class FirstTurns:
             asyncio.get_running_loop().call_later(PATIENCE_S, self._start_late)
 
     def _start_late(self) -> None:
-        """Request what is ready, and each further turn alone."""
+        """Request the turns that are ready now, and each later one alone."""
         if self._awaited:
             self._is_late = True
             self._start_ready()
@@ -257,7 +257,7 @@ class FirstTurns:
         bundles: dict[str, list[int]] = {}
         for number in sorted(self._ready):
             waiter = self._waiters[number]
-            if not waiter.answered.done():  # else its episode had no time left, or was cancelled
+            if not waiter.answered.done():  # else its episode ran out of time or was cancelled
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         self._ready.clear()
@@ -295,7 +295,7 @@ class FirstTurns:
                 self._deliver(collected, index, began)
 
     def _refuse(self, indexes: Sequence[int], error: GroupFailedError) -> None:
-        """Fail samples whose first prompt is not their siblings'."""
+        """Fail samples whose first prompt differs from their siblings'."""
         for index in indexes:
             answered = self._waiters[index].answered
             if not answered.done():

@@ -38,14 +38,14 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """What it runs, and its memory."""
+    """The environment that the process runs, and its memory limit."""
 
     source: EnvironmentSource
     memory_bytes: int
 
 
 class WorkerReply(msgspec.Struct, frozen=True):
-    """Whether it serves; an error says why not."""
+    """Whether the process serves; `error` says why not."""
 
     error: str | None = None
 
@@ -61,7 +61,8 @@ async def _serve(environment: Environment, address: str, replies: int, output: O
 
 
 def loaded(source: EnvironmentSource) -> Environment:
-    """Return the environment; where it uses the Python tool, once the sandbox has run a program.
+    """Return the environment; if it uses the Python tool, check first that the sandbox runs a
+    program.
 
     Raises:
         ConfigError: the environment cannot be loaded, or no sandbox for it is configured.
@@ -70,7 +71,7 @@ def loaded(source: EnvironmentSource) -> Environment:
     environment = source.load()
     if _PYTHON_TOOL in sys.modules:
         config = inherited_config()
-        process_sandbox(config)  # refuses those that keep no state
+        process_sandbox(config)  # refuses environments that keep no state
         proven_sandbox(config)
     return environment
 
@@ -81,7 +82,7 @@ def _reply(replies: int, reply: WorkerReply) -> None:
 
 
 def main(parent_pid: int, address: str, setup_text: str) -> int:
-    """Serve until killed; 1 if the environment cannot be loaded."""
+    """Serve until killed; return 1 if the environment cannot be loaded."""
     replies = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,10 +1,9 @@
-"""Processes that run the user's environment: start them, watch them, replace them.
+"""Start, watch and replace the processes that run the user's environment.
 
-Consumes: an environment's source. Waits for: a worker's end, and twice a second its report of its
-oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
-dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all that it
-started, and replaced; its episodes fail and the others' do not. On shutdown: all are killed and
-reaped.
+Consumes: an environment's source. Waits for: the end of a worker, and twice a second its report of
+its oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
+dies, or has a call longer than sluice.environment.call_timeout_s, is killed with all processes that
+it started, and replaced; only its episodes fail. On shutdown: all workers are killed and reaped.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PEER = "environment worker"
 START_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.5
 CANCEL_S = 3.0
-"""Seconds in which a call that was given up may end, as a coroutine does; a thread does not."""
+"""Seconds that a call may take to end after it was given up; a thread never does."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MODULE = "services.reward.episodes.worker_main"
 
@@ -58,7 +57,7 @@ class _Worker:
     """A running process.
 
     Attributes:
-        mark: carried by it and all that it started.
+        mark: identifies the process and all that it started.
     """
 
     process: asyncio.subprocess.Process
@@ -67,10 +66,10 @@ class _Worker:
     probe: WorkerProbe
 
     async def end(self) -> None:
-        """Kill it and all that it started.
+        """Kill the process and all that it started.
 
         Raises:
-            DeadlineError: one is left (it hangs in the kernel).
+            DeadlineError: a process is left (it hangs in the kernel).
         """
         kill_session(self.process)
         await self.probe.close()
@@ -81,7 +80,7 @@ class _Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A worker, or none while it is replaced."""
+    """The place of a worker; empty while the worker is replaced."""
 
     number: int
     worker: _Worker | None = None
@@ -91,7 +90,7 @@ class EnvironmentWorkers:
     """`settings.workers` processes. Made by `running_workers`.
 
     Args:
-        folder: of the sockets; only this user may enter it.
+        folder: holds the sockets; only this user may enter it.
         family: see `containment.family_of`.
     """
 
@@ -103,7 +102,7 @@ class EnvironmentWorkers:
         family: str,
         variables: Mapping[str, str],
     ) -> None:
-        # Each thread would take an arena of the address space that is limited.
+        # Each thread's malloc arena would take part of the limited address space.
         self._variables = {**variables, "MALLOC_ARENA_MAX": "4"}
         self._setup = WorkerSetup(source, settings.memory_limit_mb << 20)
         self._call_timeout_s = settings.call_timeout_s
@@ -111,10 +110,10 @@ class EnvironmentWorkers:
         self._slots = [_Slot(number) for number in range(settings.workers)]
         self._num_started = 0
         self.num_replaced = 0
-        """Processes that died, or were ended for a call that took too long."""
+        """Processes that died, or were killed because a call took too long."""
 
     def address_for(self, episode_id: str) -> str:
-        """Return a live worker's address, the same for the same episode while none is replaced."""
+        """Return a live worker's address; an episode keeps it while no worker is replaced."""
         live = [slot.worker for slot in self._slots if slot.worker is not None]
         if not live:
             raise EpisodeFailedError(
@@ -123,10 +122,10 @@ class EnvironmentWorkers:
         return live[server_of(episode_id, len(live))].address
 
     async def start(self) -> None:
-        """Start all, so that an environment that cannot be loaded is known at once.
+        """Start all workers, so that an environment that cannot be loaded fails at once.
 
         Raises:
-            ConfigError: it cannot be loaded; `DeadlineError`: that takes too long.
+            ConfigError: the environment cannot be loaded. DeadlineError: loading takes too long.
         """
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
@@ -140,10 +139,10 @@ class EnvironmentWorkers:
                 tasks.create_task(self._keep(slot), name=f"environment worker {slot.number}")
 
     async def stop(self) -> None:
-        """Kill and reap all.
+        """Kill and reap all workers.
 
         Raises:
-            DeadlineError: one is left.
+            DeadlineError: a process is left.
         """
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
@@ -197,7 +196,7 @@ class EnvironmentWorkers:
         while slot.worker is None:
             try:
                 await self._fill(slot)
-            except (SluiceError, OSError) as error:  # also without memory or a process for it
+            except (SluiceError, OSError) as error:  # also if the system lacks memory or processes
                 logger.warning("environment worker %d does not start: %s", slot.number, error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
@@ -247,7 +246,7 @@ async def running_workers(
     run_dir: Path | None = None,
     variables: Mapping[str, str] = _NO_VARIABLES,
 ) -> AsyncIterator[EnvironmentWorkers]:
-    """Run workers (arguments of `EnvironmentWorkers`); no process outlives the block.
+    """Run workers (arguments as for `EnvironmentWorkers`); no process outlives the block.
 
     Args:
         run_dir: the run's folder; a later service of the run ends what this one leaves behind.

@@ -1,3 +1,3 @@
-"""Samples from replicas. In: a request for samples of one prompt. Out: finished samples,
-from one replica or several, or one error that decides the prompt.
+"""Samples from replicas. In: a request for samples of one prompt. Out: finished samples, from one
+replica or several, or the error that ends the prompt.
 """

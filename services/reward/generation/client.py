@@ -35,10 +35,10 @@ class RolloutClient:
         linger_ms: finished samples may wait this long to travel together.
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
-        partial_interval_ms: least milliseconds between deliveries of unfinished samples' tokens,
-            more for a large fleet (`stragglers.partial_interval_ms`); 0: none.
-        longest_interval_ms: most of these.
-        with_routing: samples for training come with the engine's experts.
+        partial_interval_ms: shortest interval between deliveries of unfinished samples' tokens,
+            longer for a large fleet (`stragglers.partial_interval_ms`); 0 delivers none.
+        longest_interval_ms: longest such interval.
+        with_routing: ask for the engine's experts with training samples.
         credentials: identify this service to replicas.
     """
 
@@ -68,8 +68,8 @@ class RolloutClient:
         await self._channels.close()
 
     async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
-        """Take on the fleet; close the channels to all other replicas, each when its last stream
-        has ended."""
+        """Adopt the fleet; close the channel to each other replica when its last stream has
+        ended."""
         self._partial_interval_ms = partial_interval_ms(
             self._least_interval_ms,
             sum(replica.slots for replica in replicas),
@@ -78,7 +78,7 @@ class RolloutClient:
         await self._channels.retain({NOBODY, *(replica.address for replica in replicas)})
 
     def after_backlog(self, then: Callable[[], None]) -> None:
-        """Call `then` once what replicas had sent by now has been read; see the function."""
+        """Call `then` after everything that replicas have sent by now is read; see the function."""
         after_backlog(self._channels.to(NOBODY), then)
 
     async def generate(
@@ -121,7 +121,7 @@ class RolloutClient:
             linger_ms=self._linger_ms,
             partials=[rollout_to_proto(partial) for partial in partials],
             partial_interval_ms=self._partial_interval_ms,
-            # Experts of several turns would have to be joined.
+            # The experts of several turns would have to be joined.
             with_routing=self._with_routing and is_training and turn is None,
             tool_format=turn.tool_format if turn else "",
             affinity=turn.affinity if turn else "",
@@ -154,4 +154,4 @@ def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:
         )
     except InvalidRequestError as error:
         # Report it as the replica's fault: the request is valid.
-        raise PeerError(peer, PHASE, f"it sent what cannot be decoded: {error}") from error
+        raise PeerError(peer, PHASE, f"it sent data that cannot be decoded: {error}") from error

@@ -1,12 +1,12 @@
-"""Send groups to replicas and return their samples, whatever happens to a replica.
+"""Send groups to replicas and return their samples, even if replicas fail.
 
 Consumes: groups to generate. Waits for: a replica with free capacity (`ReplicaQueue`: validation
 before training, then in order of issue), then its stream. Unblocked by: an announcement, a finished
 sequence, the end of a pause, a stream that failed, stalled or lost its replica, the group's own
-deadline. Produces: whole groups. On failure of a stream: the replica pauses and the missing samples
-continue elsewhere from the tokens that came, up to `max_attempts` failures; then the group
-continues without them, or fails. On shutdown: cancelling a call cancels its stream, which frees the
-replica's slots.
+deadline. Produces: whole groups. On failure of a stream: the replica pauses, and its missing
+samples continue on another replica from the tokens received; after `max_attempts` failures the
+group continues without them, or fails. On shutdown: cancelling a call cancels its stream, which
+frees the replica's slots.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ logger = logging.getLogger(__name__)
 
 
 class OutsideWaits:
-    """The samples that wait for an agent or an environment instead of a replica."""
+    """Counts the samples that wait for an agent or an environment instead of a replica."""
 
     def __init__(self) -> None:
-        self._num_waiting: Counter[str] = Counter()  # by whom they wait for
+        self._num_waiting: Counter[str] = Counter()  # by the peer that they wait for
         self._num_untaken = 0
 
     @property
     def num_waiting(self) -> int:
-        """How many wait."""
+        """The number of samples that wait."""
         return self._num_waiting.total()
 
     @property
     def peer(self) -> str:
-        """What they wait for: "agent" or "environment"; empty: none waits."""
+        """The peer they wait for: "agent" or "environment"; empty if none waits."""
         return next((peer for peer, number in self._num_waiting.items() if number), "")
 
     @property
@@ -88,7 +88,7 @@ class OutsideWaits:
 
     @contextmanager
     def untaken(self) -> Iterator[None]:
-        """Count a waiting sample as one that no agent has taken, while the block runs."""
+        """Count a waiting sample as not yet taken by an agent, while the block runs."""
         self._num_untaken += 1
         try:
             yield
@@ -101,13 +101,13 @@ class GroupDispatcher:
 
     Attributes:
         queue: assigns capacity on replicas.
-        rules: when streams and groups are given up; by default never.
-        num_received: response tokens received since the start, by what they are for. The replicas
-            count what they hand over: the two counts check each other.
-        outside: the samples that wait for an agent or an environment, by what they are for.
+        rules: when to give up streams and groups; by default never.
+        num_received: response tokens received since the start, by purpose. The replicas count the
+            tokens they send, so the two counts check each other.
+        outside: the samples that wait for an agent or an environment, by purpose.
 
     Args:
-        client: how replicas are called.
+        client: calls the replicas.
         queue: see above.
         max_attempts: failures after which a group is given up.
         rules: see above.
@@ -138,10 +138,10 @@ class GroupDispatcher:
 
     @property
     def awaited_outside(self) -> OutsideWaits | None:
-        """What all unfinished samples for training wait in; without any, those of a validation.
+        """The waits of all unfinished training samples or, if there are none, of a validation's.
 
-        ``None``: some wait for replicas. What runs outside has deadlines of its own. A sample that
-        no agent has taken yet counts, too, and has none.
+        ``None`` if some wait for replicas. Agents and environments have their own deadlines; a
+        sample that no agent has taken counts too, but has no deadline.
         """
         training, validation = self.outside[Purpose.TRAINING], self.outside[Purpose.VALIDATION]
         if self.is_training_sampled or not self.queue.fleet.announced:
@@ -151,7 +151,7 @@ class GroupDispatcher:
         return validation if validation.num_waiting and not self.queue.is_busy else None
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
-        """Take on a new fleet; groups go elsewhere from replicas that are gone.
+        """Adopt a new fleet; groups move away from replicas that are gone.
 
         Groups of a validation also leave a replica that is about to get another version.
         """
@@ -170,9 +170,9 @@ class GroupDispatcher:
     ) -> RolloutGroup:
         """Generate the requested samples.
 
-        A group that has used its time or its tokens (`GroupProgress`) returns with its unfinished
-        samples ``ABORTED``, which hold the tokens that came of them. No replica gets a request for
-        a group that is over.
+        A group that has used its time or tokens (`GroupProgress`) returns its unfinished samples as
+        ``ABORTED``, with the tokens received so far. No replica gets a request for a group that is
+        over.
 
         Args:
             request: the samples.
@@ -236,7 +236,7 @@ class GroupDispatcher:
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
-        """Receive one stream. Return why it counts as a failure."""
+        """Receive one stream. Return the reason if it counts as a failure."""
         member = reservation.member
         name = member.announced.info.name
         try:
@@ -248,11 +248,11 @@ class GroupDispatcher:
             prompt = collected.request.prompt
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except (HistoryRewrittenError, SequenceTooLongError):
-            raise  # about the turn: the replica works
+            raise  # the turn is at fault, not the replica
         except InvalidRequestError as error:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
-            logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
+            logger.warning("replica %s has too few slots, groups go to others: %s", name, error)
             self.queue.pause(member)
         except ExhaustedError:  # full: neither the group's fault nor the replica's
             self.queue.pause(member, may_be_sick=False)
@@ -267,9 +267,9 @@ class GroupDispatcher:
         return None
 
     def _may_be_too_small(self, reservation: Reservation, samples: int) -> bool:
-        """Return whether a replica may have refused for lack of slots that another one has.
+        """Return whether the replica may have refused because it has fewer slots than another.
 
-        If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
+        If the replica with the most slots refuses, the prompt is at fault or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
         most = max((replica.info.slots for replica in self.queue.fleet.announced), default=slots)
@@ -278,7 +278,8 @@ class GroupDispatcher:
     async def _receive(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
-        """Store what one stream brings. Return why its early end counts as a failure."""
+        """Store what one stream delivers. Return the reason if its early end counts as a
+        failure."""
         info, missing = reservation.member.announced.info, collected.missing
         progress, now = collected.request.progress, asyncio.get_running_loop().time
         collected.requested(info.name)
@@ -293,7 +294,7 @@ class GroupDispatcher:
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
                             self._store(reservation, watch, collected, event, now())
-                            del event  # its memory: the next one may take long
+                            del event  # frees memory: the next event may take long
                             if (end := self._reason_to_end(watch, collected, now())) is not None:
                                 return self._ended(end, watch, collected)
             except TimeoutError:
@@ -308,7 +309,8 @@ class GroupDispatcher:
 
     @contextmanager
     def _registered(self, watch: StreamWatch) -> Iterator[None]:
-        """Let an announcement end the stream; note its rate if it was too short to have one."""
+        """Let announcements end the stream; afterwards note its least rate if it was too short for
+        one."""
         self._streams.add(watch)
         try:
             yield
@@ -357,7 +359,7 @@ class GroupDispatcher:
         self, watch: StreamWatch, collected: CollectedSamples, now: float
     ) -> StreamEnd | None:
         """Note the stream's rate; return why it should end, or ``None``: it continues."""
-        # Checked after the last sample too: other requests of the group wait for it.
+        # Check after the last sample too: other requests of the group depend on it.
         is_over = collected.request.progress.check(now)
         num_missing = len(collected.request.sample_indexes) - len(collected.rollouts)
         if not num_missing:
@@ -375,7 +377,7 @@ class GroupDispatcher:
         return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, wanted) else None
 
     def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
-        """Handle the end of a stream; return why it counts as a failure."""
+        """Handle the end of a stream; return the reason if it counts as a failure."""
         prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
         state = watch.state(asyncio.get_running_loop().time())
         if end is StreamEnd.GROUP_OVER:
@@ -398,7 +400,7 @@ class GroupDispatcher:
 
 
 def end_early(collected: CollectedSamples) -> None:
-    """End a group that has used its time or its tokens, with the samples it has.
+    """End a group that has used its time or tokens, with its finished samples.
 
     Raises:
         GroupFailedError: no sample of it has finished.

@@ -39,7 +39,7 @@ class ReplicaQueue:
         slack: most sequences in flight per slot.
 
     Attributes:
-        fleet: the announced replicas, and what of their capacity is taken.
+        fleet: the announced replicas and their used capacity.
         capacity: notified when there may be capacity for more.
     """
 
@@ -59,10 +59,10 @@ class ReplicaQueue:
         return bool(self._waiters) or self.fleet.has_sequences
 
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
-        """Return how many sequences could start now, less those that wait for a replica already.
+        """Return how many more sequences could start now, beyond those that already wait.
 
-        A validation that only held replicas may sample takes nothing from training. An idle
-        replica counts as at least a group of `group_size` sequences.
+        A validation on held replicas takes no capacity from training. An idle replica has capacity
+        for at least one group of `group_size` sequences.
         """
         free = self.fleet.num_free(lowest_version, time.monotonic(), group_size)
         if not self._waiters:
@@ -71,7 +71,7 @@ class ReplicaQueue:
         return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
-        """Replace the fleet; members that are gone are marked as removed."""
+        """Replace the fleet; mark members that are gone as removed."""
         self.fleet.announce(replicas)
         self._capacity_changed()
 
@@ -109,7 +109,7 @@ class ReplicaQueue:
     def answered(self, member: RoutedReplica) -> None:
         """Note that a replica accepted a stream. This ends its probation, if its pause has ended.
 
-        During the pause it may be a stream of before the failure, which shows nothing.
+        During the pause the stream may have begun before the failure, and proves nothing.
         """
         if member.on_probation and member.paused_until <= time.monotonic():
             self.fleet.answered(member)
@@ -121,10 +121,10 @@ class ReplicaQueue:
         self._capacity_changed()
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
-        """Return whether a replica other than `member` would take the group at once."""
+        """Return whether another replica than `member` would take the group at once."""
         if next(self._rivals(wanted), None) is not None:
             return False
-        # Paused for the time of this question, so that the router looks past it.
+        # Paused for this question only, so that the router ignores it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
             return self.fleet.choose(wanted, time.monotonic()) is not None
@@ -132,7 +132,7 @@ class ReplicaQueue:
             member.paused_until = paused_until
 
     def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
-        """Yield the groups that wait for a replica that would do for `wanted`, too."""
+        """Yield the waiting groups that compete with `wanted` for a replica."""
         offers = [offer for offer in self.fleet.offers if wanted.takes(offer)]
         for waiter in self._waiters:
             if any(waiter.wanted.takes(offer) for offer in offers):
@@ -150,9 +150,9 @@ class ReplicaQueue:
         self.capacity.notify()
 
     def _serve(self) -> None:
-        """Reserve capacity in order.
+        """Reserve capacity for waiting groups in order.
 
-        A group is served before an earlier one only by a replica that the earlier one cannot use.
+        A group overtakes an earlier one only on a replica that the earlier one cannot use.
         """
         now, offers = time.monotonic(), self.fleet.offers
         still_waiting: list[_QueuedGroup] = []

@@ -1,5 +1,5 @@
 """A request for samples of one prompt: its seed, the progress that all requests of a group share,
-what a replica answers, and the errors that end it.
+the events that a replica sends, and the errors that end it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Purpose(StrEnum):
-    """What samples are for. Those for validation get replicas before those for training."""
+    """The purpose of samples. Validation gets replicas before training."""
 
     VALIDATION = "validation"
     TRAINING = "training"
@@ -46,26 +46,26 @@ class GroupOverError(Exception):
 
 @dataclass(slots=True, eq=False)
 class GroupProgress:
-    """One attempt of a group: the time and tokens that all of its requests share, and what replicas
-    sent for it, counted where it is received.
+    """The progress of one attempt of a group: the time and tokens that its requests share, and what
+    replicas sent, counted on receipt.
 
     Attributes:
-        rules: the bounds of the group; by default there are none, as for validation.
+        rules: the limits of the group; by default none, as for validation.
         on_oldest_version: called with the oldest version among the tokens of the group whenever it
             may have changed; ``None`` while the group holds no token and waits.
         first_start: when a replica first accepted a request of the group, in seconds of the event
             loop's clock.
-        prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
-        num_tokens: response tokens that its requests hold, of unfinished samples too.
-        has_finished_samples: any of its samples is complete.
-        is_over: it has used its time or its tokens.
-        engine_answered: a replica answered a request for it with an error of its engine.
+        prompt_token_ids: the prompt as that replica tokenized it, [prompt tokens].
+        num_tokens: response tokens that its requests hold, unfinished samples included.
+        has_finished_samples: at least one sample is complete.
+        is_over: the group has used its time or tokens.
+        engine_answered: a replica answered a request with an error of its engine.
         engine_errors: outcomes of samples that no replica could generate, by their index.
         replicas: replicas that got a request, by name, in the order of their first request.
-        num_requested: samples that were requested from a replica.
-        num_received: response tokens, each once, even if a sample was interrupted or came in
-            several messages.
-        num_thrown_away: those that no sample holds any more, since the sample started again instead
+        num_requested: samples requested from replicas.
+        num_received: response tokens received, each counted once, even if a sample was interrupted
+            or came in several messages.
+        num_thrown_away: received tokens that no sample holds, since their sample restarted instead
             of continuing from them.
         num_replaced: tokens of samples without a grade for which others were generated.
     """
@@ -84,7 +84,7 @@ class GroupProgress:
     num_received: int = 0
     num_thrown_away: int = 0
     num_replaced: int = 0
-    _versions: dict[object, int] = field(default_factory=dict)  # the oldest, by part
+    _versions: dict[object, int] = field(default_factory=dict)  # the oldest version of each part
     _observers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -94,11 +94,11 @@ class GroupProgress:
 
     @property
     def over_at(self) -> float | None:
-        """When the group has used its time; of a group that is over, a time that has passed."""
+        """The time at which the group is over; a past time if it is over already."""
         return self.first_start if self.is_over else self.rules.over_at(self.first_start)
 
     def check(self, now: float) -> bool:
-        """Return whether the group is over; end it if it has used its time or its tokens."""
+        """Return whether the group is over; end it if it has used its time or tokens."""
         if not self.rules.end_groups:
             return False
         over_at = self.over_at
@@ -110,7 +110,7 @@ class GroupProgress:
         """Note that a replica accepted a request of the group.
 
         Args:
-            prompt_token_ids: the group's prompt; ``None``: the request is for a later turn.
+            prompt_token_ids: the group's prompt; ``None`` for a request for a later turn.
             now: seconds of the event loop's clock.
         """
         if self.prompt_token_ids is None:
@@ -120,16 +120,17 @@ class GroupProgress:
             self._notify()
 
     def recalled(self, num_tokens: int, version: int | None) -> None:
-        """Add tokens that an earlier service received, the oldest of `version`."""
+        """Add tokens that an earlier service received; `version` is their oldest version."""
         self.num_tokens += num_tokens
         self.num_received += num_tokens
         self.note_version(object(), version)
 
     def note_version(self, part: object, version: int | None) -> None:
-        """Note the oldest version of a part of the group; ``None``: the part holds no token.
+        """Note the oldest version of a part of the group; ``None`` if the part holds no token.
 
         Args:
-            part: stands for it, and must not hold it: its samples would live in a cycle.
+            part: a key for the part; it must not refer to the part, or its samples would live in a
+                reference cycle.
         """
         if version is None:
             self._versions.pop(part, None)
@@ -138,7 +139,7 @@ class GroupProgress:
         self.on_oldest_version(min(self._versions.values(), default=None))
 
     def end(self) -> None:
-        """End the group: it has used its time or its tokens."""
+        """End the group because it has used its time or tokens."""
         if not self.is_over:
             self.is_over = True
             self._notify()
@@ -153,10 +154,10 @@ class GroupProgress:
             self._observers.remove(observer)
 
     async def bounded(self, work: Awaitable[ResultT]) -> ResultT:
-        """Return the result of `work`; cancel it when the group has used its time or its tokens.
+        """Return the result of `work`; cancel it when the group has used its time or tokens.
 
         Raises:
-            GroupOverError: it has, before the work has ended.
+            GroupOverError: the group was over before the work ended.
         """
         if not self.rules.end_groups:
             return await work
@@ -182,20 +183,20 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRequest:
-    """What a turn of an episode reads, where a request is not for a row's prompt alone.
+    """What a turn of an episode reads, if it is more than the row's prompt.
 
     Args:
         number: of the turn in its episode, from 0.
-        messages: the whole conversation, or those that follow `earlier`.
-        earlier: tokens that were read and sampled, which the prompt begins with; ``None``: the turn
-            is a root.
-        tools: that the policy may call.
-        tool_format: how answers are read; empty: as the run's policy writes calls.
-        affinity: names the episode, for engines that keep what they computed; may be empty. Of
-            several samples it is what their episodes' names begin with, before a dot.
-        max_sequence_tokens: bounds what is read and sampled together; 0: only the row's prompt and
-            the response are bounded.
-        prefer: replica of the turn before; empty: none.
+        messages: the whole conversation, or the messages after `earlier`.
+        earlier: tokens read and sampled so far, which begin the prompt; ``None`` if the turn is a
+            root.
+        tools: the tools that the policy may call.
+        tool_format: how to parse answers; empty for the format of the run's policy.
+        affinity: names the episode, for engines that cache; may be empty. For several samples: the
+            common beginning of their episodes' names, up to a dot.
+        max_sequence_tokens: limit of tokens read and sampled together; 0 limits only the row's
+            prompt and the response.
+        prefer: replica of the turn before; may be empty.
     """
 
     number: int
@@ -212,14 +213,13 @@ class TurnRequest:
 class GroupRequest:
     """Samples of one prompt, from replicas of `lowest_version` up to `highest_version`.
 
-    A sample does not depend on the others of its request: its randomness depends on the seed and
-    its index alone. So a group may be generated in parts, each by its own request. The parts share
-    `progress`, which bounds the group and counts its tokens.
+    A sample's randomness depends only on the seed and its index, not on the other samples of the
+    request. So a group may be generated in parts, by several requests. The parts share `progress`,
+    which limits the group and counts its tokens.
 
-    With `allows_missing` the samples that no replica could generate are left out, unless none
-    remains. A request for a `turn` ends without its missing samples instead of an error: the
-    episode decides. With `is_baseline` the sample is what others are compared with, and is not
-    trained.
+    With `allows_missing`, samples that no replica could generate are left out, unless none remains.
+    A request for a `turn` returns without missing samples instead of raising: the episode decides.
+    With `is_baseline`, the sample is the baseline of others and is not trained.
     """
 
     prompt: Prompt
@@ -234,22 +234,22 @@ class GroupRequest:
     is_baseline: bool = False
 
     def requirement(self, num_sequences: int) -> ReplicaRequirement:
-        """Return what a replica needs for so many of the samples."""
+        """Return what a replica needs to sample `num_sequences` of them."""
         prefer = "" if self.turn is None else self.turn.prefer
         return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version, prefer)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
-    """Something a replica sent.
+    """One event of a replica's stream.
 
     Attributes:
-        started: the prompt's tokens, and the version that starts; in the first event only.
+        started: the prompt's tokens and the first policy version; in the first event only.
         rollouts: samples that ended, each with all of its tokens.
         deltas: new tokens of samples that have not ended.
         engine_tokens: tokens that the replica's engine has generated for all requests; sent when
-            none came of these samples for some time and samples wait for a slot there.
-        continued_text: of a turn that continues another, what its prompt adds; in the first event.
+            these samples had no tokens for some time and samples wait for a slot there.
+        continued_text: what the prompt adds to the turn that it continues; in the first event.
     """
 
     started: tuple[TokenIds, int] | None
@@ -260,7 +260,7 @@ class GenerateEvent:
 
 
 class GenerationClient(Protocol):
-    """How replicas are called."""
+    """Calls replicas."""
 
     def generate(
         self,
@@ -271,25 +271,25 @@ class GenerationClient(Protocol):
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream samples, and continue those in `partials`.
 
-        `SluiceError` on failure, `InvalidRequestError` if a retry would be refused, too.
+        Raise `SluiceError` on failure, and `InvalidRequestError` if a retry cannot succeed.
         """
         ...
 
     async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
-        """Take on the fleet; forget all other replicas."""
+        """Adopt the fleet; forget all other replicas."""
         ...
 
     def after_backlog(self, then: Callable[[], None]) -> None:
-        """Call `then` once what replicas had sent by now has been read."""
+        """Call `then` after everything that replicas have sent by now is read."""
         ...
 
 
 class GroupFailedError(SluiceError):
-    """A group cannot be generated: refused by the engine, or failed too often.
+    """A group cannot be generated: the engine refused it, or it failed too often.
 
     Args:
         message: what happened.
-        kind: the failure kind of all its samples, where it is known.
+        kind: the failure kind of all its samples, if known.
     """
 
     def __init__(self, message: str, kind: FailureKind | None = None) -> None:
@@ -298,14 +298,15 @@ class GroupFailedError(SluiceError):
 
 
 class OverlongPromptError(GroupFailedError):
-    """A prompt is over data.max_prompt_length and is not cut; it is left out with a warning."""
+    """A prompt exceeds data.max_prompt_length and is not cut; it is left out with a warning."""
 
 
 SampleCallback = Callable[[Rollout], None]
 
 
 class SampleGenerator(Protocol):
-    """Generates the samples of groups: the dispatcher, or with an environment its episodes."""
+    """Generates the samples of groups: the dispatcher or, with an environment,
+    `EpisodeGenerator`."""
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
@@ -319,12 +320,12 @@ class SampleGenerator(Protocol):
 
 
 def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:
-    """Return the error that decides how a prompt ends; raise the group if it holds a defect."""
+    """Return the error that decides how a prompt ends; raise the group if it contains a defect."""
     found = leaves(group)
     errors = [error for error in found if isinstance(error, SluiceError)]
     if len(errors) < len(found):
         raise group
-    # First an error that all prompts would meet, then a refusal of this prompt, then the rest.
+    # In this order: an error that every prompt would meet, a refusal of this prompt, the rest.
     return max(
         errors,
         key=lambda error: (
@@ -335,11 +336,11 @@ def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:
 
 
 def for_prompt(sampling: SamplingParams, prompt: Prompt, *, label: str) -> SamplingParams:
-    """Return the same parameters with a seed of the prompt.
+    """Return the same parameters with the prompt's seed.
 
-    The seed depends on the base seed, `label` and, for a data-set row, on its position in the
-    stream (so a resumed run generates what the uninterrupted one would have), for a client's prompt
-    on its number in the order of issue.
+    The seed depends on the base seed and `label`; for a data-set row also on its position in the
+    stream, so that a resumed run generates the same as an uninterrupted one; for a client's prompt
+    also on its number in the order of issue.
     """
     number = prompt.sequence if prompt.position is None else prompt.position
     if prompt.source:  # rows of several sources have the same positions

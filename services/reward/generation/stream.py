@@ -1,5 +1,5 @@
-"""Collect the samples of one request; end its stream at a stall or at a bound; log the streams that
-ended early."""
+"""Collect the samples of one request; end its stream if it stalls or reaches a limit; log streams
+that ended early."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
 logger = logging.getLogger(__name__)
 
 GATHER_S = 1.0
-"""Streams of a replica that end within these seconds have one line in the log."""
+"""Streams of a replica that end within these seconds share one line in the log."""
 LATE_S = 10.0
-"""What is read so late has a line in the log."""
+"""Data that is read this many seconds late is logged."""
 AGAIN_S = 1.0
-"""A wait for what has come that could not begin is tried again after this long."""
+"""Seconds until a wait for unread data that could not begin is tried again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +42,11 @@ class CollectedSamples:
 
     Attributes:
         on_sample: called with each sample that has finished.
-        was_moved: it was taken away from a slow replica.
-        prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
-        continued_text: of a turn that continues another, what its prompt adds.
-        replica: the last one that got the request.
-        queued_s: seconds without a replica.
+        was_moved: the request was moved away from a slow replica.
+        prompt_token_ids: what the replica read, [tokens]; ``None`` before a replica accepts it.
+        continued_text: what the prompt adds to the turn that it continues.
+        replica: the last replica that got the request.
+        queued_s: seconds spent without a replica.
         rollouts: the samples that have ended, by their index.
     """
 
@@ -60,27 +60,27 @@ class CollectedSamples:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
-    _is_accepted: bool = False  # by the replica of the present stream
-    _part: object = field(default_factory=object)  # what `GroupProgress` knows it by
+    _is_accepted: bool = False  # accepted by the replica of the present stream
+    _part: object = field(default_factory=object)  # its key in `GroupProgress`
 
     def note_version(self, *, or_version: int | None = None) -> None:
-        """Write the oldest version among its tokens and `or_version` into the group's progress."""
+        """Report the oldest version among its tokens and `or_version` to the group's progress."""
         version = self.oldest_version(or_version=or_version)
         self.request.progress.note_version(self._part, version)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Samples that have not ended."""
+        """The indexes of samples that have not ended."""
         return tuple(i for i in self.request.sample_indexes if i not in self.rollouts)
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens that it holds, of unfinished samples too."""
+        """Response tokens held, unfinished samples included."""
         ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
         return ended + sum(sample.num_tokens for sample in self._growing.values())
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
-        """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
+        """Return the oldest version among its tokens and `or_version`; ``None`` without either."""
         samples: list[Rollout | GrowingSample] = [*self.rollouts.values(), *self._growing.values()]
         versions = [span.version for sample in samples for span in sample.version_spans]
         if or_version is not None:
@@ -89,7 +89,7 @@ class CollectedSamples:
 
     @property
     def is_first_turn(self) -> bool:
-        """Whether the samples begin with it."""
+        """Whether the request is for the first turn of its samples."""
         return self.request.turn is None or self.request.turn.number == 0
 
     def requested(self, replica: str) -> None:
@@ -111,10 +111,10 @@ class CollectedSamples:
             now: seconds of the event loop's clock.
 
         Returns:
-            tokens that were not known before, by sample index.
+            the new tokens, by sample index.
 
         Raises:
-            PeerError: it does not fit the request.
+            PeerError: the event does not fit the request.
         """
         if event.started is not None:
             self._accepted(*event.started, now)
@@ -132,8 +132,8 @@ class CollectedSamples:
         return new_tokens
 
     def _accepted(self, prompt_token_ids: TokenIds, version: int, now: float) -> None:
-        """Note that the replica accepted the request; raise `PeerError` if its prompt is another
-        one than the turn continues, or than an earlier replica read."""
+        """Note that the replica accepted the request; raise `PeerError` if its prompt does not
+        continue the earlier turns or differs from the prompt that another replica read."""
         turn, read = self.request.turn, self.prompt_token_ids
         size = prompt_token_ids.size
         if turn is not None:
@@ -161,11 +161,11 @@ class CollectedSamples:
         for delta in event.deltas:
             size = int(delta.token_ids.size)
             new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
-        for rollout in event.rollouts:  # a whole sample repeats its earlier tokens
+        for rollout in event.rollouts:  # a complete sample repeats its earlier tokens
             index = rollout.sample_index
             known = self.rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
-            # One event may bring a delta and then the whole sample, which counts the delta again.
+            # One event may hold a delta and the complete sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
         self.request.progress.num_received += sum(new_tokens.values())
         return new_tokens
@@ -177,7 +177,7 @@ class CollectedSamples:
         growing = self._growing.pop(index, None)
         num_known = growing.num_tokens if growing else 0
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
-            # One of the two is wrong, and nothing shows which: the sample starts again.
+            # One of the two is wrong, but not known which: the sample restarts.
             progress.num_tokens -= num_known
             progress.num_thrown_away += max(num_known, rollout.num_tokens)
             raise self._defect(
@@ -205,8 +205,7 @@ class CollectedSamples:
     def partials(self) -> Sequence[Rollout]:
         """Return the unfinished samples that have tokens, to be continued.
 
-        Samples with tokens of versions that the request excludes start again: their tokens are
-        thrown away here.
+        Samples with tokens of versions that the request excludes restart: drop their tokens here.
         """
         wanted = self.request.requirement(0)
         for index, sample in list(self._growing.items()):
@@ -217,12 +216,12 @@ class CollectedSamples:
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
-        """End each missing sample with the tokens that came of it."""
+        """End each missing sample with the tokens received so far."""
         for index in self.missing:
             self.rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
     def state(self) -> str:
-        """Describe how far it is, for the log."""
+        """Describe the progress, for the log."""
         num_finished = sum(
             rollout.finish_reason is not FinishReason.ABORTED for rollout in self.rollouts.values()
         )
@@ -236,7 +235,7 @@ class CollectedSamples:
     def group(self) -> RolloutGroup:
         """Return the samples in order of their index.
 
-        Call it only after a replica accepted a request and every sample has ended.
+        Call it only after a replica has accepted the request and every sample has ended.
         """
         prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
@@ -255,13 +254,14 @@ class StreamEnd(StrEnum):
 
 
 class Backlog:
-    """What has come from replicas and is not read yet; for use inside an event loop.
+    """Data that replicas have sent and this process has not read; for use inside an event loop.
 
     Attributes:
-        read_until: what had come by then has been read, in seconds of the event loop's clock.
+        read_until: all data that arrived before this time is read; seconds of the event loop's
+            clock.
 
     Args:
-        after: calls back once what has come has been read.
+        after: calls back once all data received by now is read.
     """
 
     def __init__(self, after: Callable[[Callable[[], None]], None]) -> None:
@@ -271,7 +271,7 @@ class Backlog:
         self._is_awaited = False
 
     def when_read(self, then: Callable[[], None]) -> None:
-        """Call `then` once what has come by now has been read."""
+        """Call `then` once all data received by now is read."""
         self._asking.append(then)
         if not self._is_awaited:
             self._await()
@@ -282,7 +282,7 @@ class Backlog:
         try:
             self._after(lambda: self._read(began, asked))
         except Exception as error:  # noqa: BLE001 - without an answer no stream would stall again
-            logger.warning("what replicas sent cannot be waited for: %r; tried again", error)
+            logger.warning("cannot wait for unread data of replicas: %r; will retry", error)
             self._asking[:0] = asked
             asyncio.get_running_loop().call_later(AGAIN_S, self._await)
 
@@ -290,7 +290,7 @@ class Backlog:
         self.read_until, self._is_awaited = began, False
         if (late_s := asyncio.get_running_loop().time() - began) >= LATE_S:
             logger.warning(
-                "what replicas send is read %.0f s late: this process needs more CPU time", late_s
+                "data from replicas is read %.0f s late: this process needs more CPU time", late_s
             )
         for then in asked:
             then()
@@ -299,7 +299,7 @@ class Backlog:
 
 
 class StreamWatch:
-    """Ends a stream that stalls or must leave its replica, or whose group is over.
+    """Ends a stream that stalls, must leave its replica, or belongs to a group that is over.
 
     It has no task: each `reschedule` moves the deadline of the scope that reads the stream, and a
     timer calls it when the stream may have stalled.
@@ -307,9 +307,9 @@ class StreamWatch:
     Args:
         scope: the scope that reads the stream.
         member: its replica.
-        rules: when a stream is given up.
-        backlog: what of its messages may lie unread.
-        request: its group's.
+        rules: when to give a stream up.
+        backlog: knows which messages may be unread.
+        request: the request of its group.
         sample_indexes: the samples requested.
         now: seconds of the event loop's clock.
     """
@@ -332,35 +332,36 @@ class StreamWatch:
         self.reschedule()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the watch."""
         self._is_closed = True
         if self._next_look is not None:
             self._next_look.cancel()
 
     @property
     def must_move(self) -> StreamEnd | None:
-        """Why the samples have to continue elsewhere; ``None``: they may stay."""
+        """Why the samples must continue on another replica; ``None`` if they may stay."""
         if self.member.removed:
             return StreamEnd.REPLICA_REMOVED
-        # Samples for training stay through a swap; those of a validation are of one version.
+        # Training samples may span a weight swap; a validation's samples need one version.
         is_bounded = self._wanted.highest_version is not None
         if is_bounded and not self._wanted.takes(self.member.announced.offer):
             return StreamEnd.REPLICA_SWAPS
         return None
 
     def reschedule(self) -> None:
-        """Set the end of the scope from the present pace, progress and replica."""
+        """Set the deadline of the scope from the current pace, progress and replica."""
         if self._scope.expired():
             return
         is_stalled = self._rules.is_stalled(self.pace, self._backlog.read_until)
         if is_stalled or self.must_move is not None:
-            self._scope.reschedule(self._begun)  # has passed: the stream ends at once
+            self._scope.reschedule(self._begun)  # a past deadline ends the stream at once
             return
         self._scope.reschedule(self._progress.over_at)
         at, loop = self._rules.stalled_at(self.pace), asyncio.get_running_loop()
         if at is None or self._will_look:
             return
-        # It looks again when the stream may be stalled; then, once what has come has been read.
+        # Look again when the stream may have stalled; if it may now, after reading what has
+        # arrived.
         self._will_look = True
         if at > loop.time():
             self._next_look = loop.call_at(at, self._look)
@@ -381,7 +382,7 @@ class StreamWatch:
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
 
     def state(self, now: float) -> str:
-        """Describe how far it is, for the log."""
+        """Describe the progress, for the log."""
         pace = self.pace
         without = f", {sorted(pace.waiting)}" if pace.waiting else ""
         quietest = pace.quietest(now)
@@ -394,17 +395,17 @@ class StreamWatch:
 
 
 class EndedStreams:
-    """Streams that lately ended before their samples, by replica; for use inside an event loop.
+    """Streams that recently ended before their samples, by replica; for use inside an event loop.
 
-    A replica that dies, hangs or swaps its weights ends the streams of all its groups at once: the
-    log has one line for all of them, a warning if they broke.
+    A replica that dies, hangs or swaps its weights ends the streams of all its groups at once. The
+    log gets one line for all, a warning if they broke.
     """
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, bool], list[int]] = {}
 
     def note(self, replica: str, num_samples: int, why: str, *, broke: bool = True) -> None:
-        """Count a stream that ended without `num_samples`; the line has the first `why`.
+        """Count a stream that ended without `num_samples` samples; the line shows the first `why`.
 
         A stream that broke after its last sample does not count.
         """

@@ -1,10 +1,11 @@
-"""The processes that a scorer has started, found by a mark that they all carry; and scorers that
-use CPU while they have nothing to score.
+"""Find and kill the processes that a scorer has started, by a mark that they all carry; end scorers
+that use CPU while idle.
 
 Killing a scorer's session misses processes that have left it (`setsid`), and a process that ended
-leaves no trace of its children. Every fork inherits the environment, and so does every program that
-is started, unless it is cleared on purpose. A process that clears it is not found here; it has the
-scorer's limits, and the limit of CPU time ends it unless it sleeps or ignores SIGXCPU.
+leaves no trace of its children. So the mark is an environment variable: every fork and every
+started program inherits it, unless the environment is cleared on purpose. A process that clears it
+is not found here; it has the scorer's limits, and the CPU limit ends it unless it sleeps or ignores
+SIGXCPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from uuid import uuid4
 from sluice.concurrency.process import stat_fields
 
 ProcessKey = tuple[int, int]
-"""A process's id and its start in ticks, which distinguishes it from a later one with this id."""
+"""A process id and its start in ticks, which distinguishes it from a later process with that id."""
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
 """All processes count as gone after so many looks in a row, over so many seconds, find none: one
@@ -65,7 +66,7 @@ LOOK_SHARE = 0.02
 def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
     """Return the CPU seconds of each running process with one of `marks`, over all its threads.
 
-    One look at all processes, however many marks. Marks without a process are left out. Without
+    Scan all processes once, for any number of marks. Leave out marks without a process. Without
     /proc the result is empty.
     """
     found: dict[str, dict[ProcessKey, float]] = {}
@@ -87,9 +88,9 @@ async def end_marked(prefix: str) -> None:
 
 
 async def end_left_behind(family: str) -> None:
-    """Kill what earlier services of the same run started and could not end, until none is left.
+    """Kill processes that earlier services of the run left behind, until none is left.
 
-    The caller sets the deadline. A service that still runs keeps its own.
+    The caller sets the deadline. The processes of a service that still runs are spared.
     """
     await _end(partial(is_left_behind, family=family))
 
@@ -97,7 +98,7 @@ async def end_left_behind(family: str) -> None:
 async def _end(is_sought: Callable[[str], bool]) -> None:
     num_empty, empty_since = 0, 0.0
     while num_empty < NUM_EMPTY_LOOKS or time.monotonic() - empty_since < EMPTY_FOR_S:
-        # In a thread: thousands of processes take a while to look at.
+        # In a thread: scanning thousands of processes takes a while.
         if await asyncio.to_thread(_kill, is_sought):
             num_empty = 0
             await asyncio.sleep(_PAUSE_S)
@@ -109,9 +110,10 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 
 
 def _kill(is_sought: Callable[[str], bool]) -> int:
-    """Kill what one look finds; return how many. They may have forked meanwhile."""
+    """Kill the processes that one scan finds; return their number. They may have forked
+    meanwhile."""
     found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
-    # The youngest first, as a rule: they are the first to be gone again.
+    # The youngest first, since they may be gone soonest.
     found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in found:
         _send(pid, signal.SIGKILL)
@@ -119,7 +121,8 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
-    """Stop the sought processes of `pids`, each at once, so that none forks before its turn."""
+    """Stop each marked process of `pids` as soon as it is found, so that none forks before it is
+    killed."""
     found = []
     for pid in pids:
         if (mark := _mark_of(pid)) and is_sought(mark):
@@ -140,9 +143,9 @@ def _pids() -> list[str]:
 
 
 def _newest_pids() -> list[str]:
-    """Return the last ids of this namespace, whether or not a process has them; the newest first.
+    """Return the latest process ids of this namespace, used or not, the newest first.
 
-    Empty where the system does not report them; the caller then has only the list of all processes.
+    Empty if the system does not report them; the caller then has only the list of all processes.
     """
     for file in _LAST_PID:
         try:
@@ -154,7 +157,7 @@ def _newest_pids() -> list[str]:
 
 
 def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
-    """Return key and CPU seconds of a process; ``None`` if it has ended."""
+    """Return the key and the CPU seconds of a process; ``None`` if it has ended."""
     fields = stat_fields(int(pid))
     if not fields:
         return None
@@ -163,7 +166,7 @@ def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
 
 
 def _mark_of(pid: str) -> str:
-    """Return a process's mark; empty without one, and if the process cannot be read."""
+    """Return a process's mark; empty if it has none or cannot be read."""
     try:
         return mark_in((_PROC / pid / "environ").read_bytes()) or ""
     except OSError:
@@ -171,10 +174,10 @@ def _mark_of(pid: str) -> str:
 
 
 def family_of(run_dir: Path | None = None) -> str:
-    """Return the family of the scorers that this process starts for a run; ``None``: for no run.
+    """Return the family of the scorers that this process starts for a run (``None``: for no run).
 
-    Without a run every call makes another family. Services in other containers belong to other
-    runs, even in the same folder: their process ids mean nothing here.
+    Without a run, every call makes a new family. Services in other containers belong to other runs,
+    even in the same folder: their process ids mean nothing here.
     """
     if run_dir is None:
         run = uuid4().hex[:_RUN_DIGITS]
@@ -196,7 +199,7 @@ def mark_in(environment: bytes) -> str | None:
 
 
 def is_left_behind(mark: str, family: str) -> bool:
-    """Return whether a mark is of the same run and of another service, which has ended."""
+    """Return whether a mark belongs to the same run and to another service that has ended."""
     run, service, _ = mark.split(":")
     own_run, own_service = family.split(":")
     if run != own_run or service == own_service:
@@ -206,7 +209,7 @@ def is_left_behind(mark: str, family: str) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return a process's start in ticks since the machine's; ``None`` if the process has ended."""
+    """Return a process's start, in ticks since boot; ``None`` if the process has ended."""
     fields = stat_fields(pid)
     if not fields or fields[_STATE_FIELD] in _ENDED:
         return None
@@ -225,9 +228,9 @@ class CpuReading:
     """An idle scorer process at one moment.
 
     Attributes:
-        num_uses: requests that it has had; while they stay the same it is idle.
+        num_uses: requests that it got so far; it is idle while the number does not change.
         at_s: on a monotonic clock.
-        cpu_s: CPU seconds since its start of each of its processes.
+        cpu_s: CPU seconds of each of its processes since their start.
     """
 
     num_uses: int
@@ -244,9 +247,9 @@ class IdleCpu:
 
 
 def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
-    """Return the CPU used between two readings; ``None``: it had a request between them.
+    """Return the CPU used between two readings; ``None`` if there was a request between them.
 
-    A process that is new in the second reading was started in between, and used all its time then.
+    A process that only the second reading has started in between, so all its CPU time counts.
     """
     if reference.num_uses != reading.num_uses:
         return None
@@ -255,13 +258,13 @@ def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
 
 
 class IdleWatch:
-    """The readings that later ones are compared with, by the mark of the scorer process."""
+    """The reference readings for later ones, by the mark of the scorer process."""
 
     def __init__(self) -> None:
         self._references: dict[str, CpuReading] = {}
 
     def burning(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
-        """Return the idle processes that use too much; forget those without a reading."""
+        """Return the idle processes that use too much CPU; forget processes without a reading."""
         references, self._references = self._references, {}
         found: dict[str, IdleCpu] = {}
         for mark, reading in readings.items():
@@ -279,13 +282,13 @@ async def watch_idle(
 ) -> None:
     """End idle processes that use CPU, until cancelled.
 
-    A scorer may answer, or fail, and leave threads or processes that spin: no sample's time limit
-    ends them any more. So about once a second the CPU time of idle processes, and of all that they
-    started, is compared with the time before. A process that cannot be read has used nothing.
+    A scorer may answer or fail and leave threads or processes that spin, which no sample's time
+    limit ends. So about once a second, compare the CPU time of idle processes, and of all that they
+    started, with the previous reading. A process that cannot be read counts as using nothing.
 
     Args:
-        idle: number of requests so far of each scorer process that has none now, by mark.
-        end: ends one; it must check that the process is still idle at that number.
+        idle: the request counts of the scorer processes that are idle now, by mark.
+        end: ends a process; it must check that the process is still idle at that count.
     """
     watch = IdleWatch()
     look_s = 0.0
@@ -295,7 +298,7 @@ async def watch_idle(
         if not before:
             continue
         seen, look_s = await asyncio.to_thread(_timed_look, set(before))
-        # A process that got a request meanwhile had a reason to use its CPU.
+        # A process that got a request meanwhile had reason to use CPU.
         steady = {mark: n for mark, n in idle().items() if mark in seen and before.get(mark) == n}
         at_s = time.monotonic()
         readings = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}

@@ -35,14 +35,14 @@ MAX_CLIENT_CALLS = 16
 DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
 ITEMS_PER_REQUEST = 32
 SLOW_S = 0.05
-"""Seconds for a response from which on scorers are slow. Far above the cost of a request."""
+"""Seconds for a response above which scorers count as slow. Far above the cost of a request."""
 
 _NOTHING: Mapping[int, Outcome] = MappingProxyType({})
 _NO_RULES = OutcomePolicy()
 
 
 class SampleScorer(Protocol):
-    """Grades response texts; `ScorerPool` does."""
+    """Grades response texts, as `ScorerPool` does."""
 
     busy_seconds: float
     """Seconds that scorers have worked since the start."""
@@ -58,7 +58,7 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
     """Return the configured shaping; ``None`` for the naive manager or when it is off.
 
     Raises:
-        ConfigError: the buffer does not fit into the response length.
+        ConfigError: the buffer is longer than the response may be.
     """
     buffer = reward.reward_kwargs.overlong_buffer_cfg
     if reward.reward_manager.name != "dapo" or not buffer.enable:
@@ -88,7 +88,7 @@ class Grader:
 
     @property
     def is_slow(self) -> bool:
-        """Whether scorers take more than `SLOW_S` for a response, in the mean so far."""
+        """Whether scorers take more than `SLOW_S` for a response, on average so far."""
         return self._scorer.busy_seconds > SLOW_S * self._scorer.num_asked
 
     async def grade(
@@ -97,7 +97,7 @@ class Grader:
         greedy: RolloutGroup | None = None,
         known: Mapping[int, Outcome] = _NOTHING,
     ) -> GradedGroup:
-        """Return one outcome per sample, by the same scorer and shaping for the greedy response.
+        """Return one outcome per sample; the greedy response has the same scorer and shaping.
 
         Args:
             known: outcomes of samples that need no grading, by their index.
@@ -112,8 +112,8 @@ class Grader:
         return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
 
     async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
-        """Return one outcome per response to a prompt: its environment's, if that decided one;
-        aborted ones are never graded."""
+        """Return one outcome per response to a prompt: the environment's if it gave one. Aborted
+        responses are never graded."""
         question = prompt.messages[-1].content if prompt.messages else ""
         decided: list[Outcome | None] = []
         items: list[ScorerInput] = []
@@ -140,7 +140,7 @@ class Grader:
         )
 
     async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
-        """Return one outcome per item, after all the attempts that the policy gives it."""
+        """Return one outcome per item, after all attempts that the outcome policy allows."""
         with TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: len(items)}):
             outcomes: list[Outcome] = list(await self._scorer.score(items))
             attempts = 1
@@ -163,10 +163,10 @@ class Grader:
 
 
 class ScoreRequests:
-    """Calls that grade without training.
+    """Handles Score calls, which grade without training.
 
     Args:
-        max_client_items: responses that one client may have under way.
+        max_client_items: most responses in progress per client.
         reads_question: whether the scorer is a reward model whose template holds the question.
     """
 
@@ -194,13 +194,14 @@ class ScoreRequests:
     async def score(
         self, items: Sequence[ScorerInput], client: str | None = None
     ) -> list[Scored | Failed]:
-        """Return one outcome per item, in small requests between the requests of training.
+        """Return one outcome per item, graded in small requests between those of training.
 
         Args:
-            client: the caller, for quotas; ``None``: unknown.
+            client: the caller, for quotas; ``None`` if unknown.
 
         Raises:
-            ExhaustedError: too many calls are running, or this client has too many items under way.
+            ExhaustedError: too many calls are running, or the client has too many items in
+                progress.
             InvalidRequestError: the scorer reads a question, and an item has none.
         """
         for index, item in enumerate(items):

@@ -1,5 +1,5 @@
-"""Bounds of a process that runs the user's code, set from within: its address space, open files,
-CPU time, further processes and output, and the life of its parent. The wall clock is watched from
+"""Limits that a process that runs the user's code sets for itself: address space, open files, CPU
+time, child processes, output, and the life of its parent. Wall-clock limits are enforced from
 outside.
 """
 
@@ -26,7 +26,7 @@ MAX_MORE_PROCESSES_EVER = 65_536
 """The same, beyond those at its start: the most to which it can raise its own limit."""
 COUNTED_EVERY_S = 5.0
 MAX_OUTPUT_BYTES = 64 * 2**10
-"""Printed for a request, or in `COUNTED_EVERY_S` seconds."""
+"""Most bytes printed per request, or in `COUNTED_EVERY_S` seconds."""
 _CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
 
@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1
 class OutputLimit:
     """Passes what scorers print to the log, at most `max_bytes` per request, and drops the rest.
 
-    A scorer that prints without end would fill the disk that holds the log. `limited_output` makes
-    one: it replaces standard output and error by a pipe.
+    A scorer that prints without end would fill the disk that holds the log. `limited_output`
+    creates the limit: it replaces standard output and error by a pipe.
     """
 
     def __init__(self, source: int, sink: int, max_bytes: int) -> None:
@@ -44,7 +44,7 @@ class OutputLimit:
         self._passing = threading.Lock()
 
     def begin_request(self) -> None:
-        """Allow as much again."""
+        """Allow `max_bytes` for the next request."""
         self._num_left = self._max_bytes
 
     def pass_on(self) -> None:
@@ -61,7 +61,7 @@ class OutputLimit:
                 _write(self._sink, allowed)
 
     def flush(self) -> None:
-        """Wait until all prints are passed on; at most `_FLUSH_S`, since they may never end."""
+        """Wait until all output is passed on, at most `_FLUSH_S`, since it may never end."""
         limit_s = time.monotonic() + _FLUSH_S
         while time.monotonic() < limit_s:
             with self._passing:
@@ -74,7 +74,7 @@ class OutputLimit:
 def limited_output(max_bytes: int) -> Iterator[OutputLimit]:
     """Limit standard output and error of this process while the block runs.
 
-    The interpreter's report of a fatal signal goes to the log directly.
+    The interpreter's report of a fatal signal goes directly to the log.
     """
     sink = os.dup(_STDERR)
     faulthandler.enable(sink)
@@ -98,7 +98,7 @@ def _write(sink: int, data: bytes) -> None:
 
 
 def threads_of_user() -> int:
-    """Return the threads of all processes of this user; 0 where there is no /proc."""
+    """Return the number of threads of all this user's processes; 0 without /proc."""
     found = 0
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         try:
@@ -110,14 +110,14 @@ def threads_of_user() -> int:
 
 
 class ProcessLimit:
-    """Lets this process start `MAX_MORE_PROCESSES` more than its user has.
+    """Lets this process start `MAX_MORE_PROCESSES` more processes than its user has.
 
     The system counts the threads of the whole user, which a machine's other jobs add to, so the
     limit follows them. It does not count root's processes.
 
     Args:
-        count: threads of the user; 0 where they cannot be counted, which limits nothing.
-        clock: seconds that only grow.
+        count: counts the user's threads; 0 if it cannot, which sets no limit.
+        clock: a monotonic clock, seconds.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def _at_most(limit: int, value: int) -> int:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the reward service dies, however it dies."""
+    """Have the kernel kill this process when the reward service dies, however it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the line above
@@ -161,7 +161,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def limit_resources(memory_bytes: int, open_files: int) -> None:
-    """Bound this process's address space and open files, for all that it will do."""
+    """Limit this process's address space and open files, permanently."""
     _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_NOFILE, open_files)
     _lower(resource.RLIMIT_CORE, 0)
@@ -173,7 +173,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow `seconds` of CPU time from now on, and some slack; then SIGXCPU ends the process."""
+    """Allow `seconds` more of CPU time, plus some slack; then SIGXCPU ends the process."""
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     allowed = _at_most(hard_limit, int(time.process_time() + seconds) + _CPU_SLACK_S)
     resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard_limit))

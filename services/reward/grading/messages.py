@@ -2,10 +2,10 @@
 
 Frames are a 4-byte little-endian length and a msgpack body. The service sends one `ScorerSetup`,
 then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request, with the
-request's number: an answer that belongs to no request is a fault, never a score.
+request's number: a reply that belongs to no request is a fault, never a score.
 
-Both also map one small page. There the process notes which item of the request it works on, and
-since when: after a hang or a crash the service knows which item caused it.
+Both also map a small shared page. There the process writes which item of the request it works on,
+and since when, so that after a hang or crash the service knows which item caused it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):
-    """`error` is why the process cannot score; ``None``: it is ready."""
+    """`error` says why the process cannot score; ``None`` if it is ready."""
 
     error: str | None
 
@@ -69,7 +69,8 @@ class ScorerNumber(msgspec.Struct, frozen=True, tag="number"):
 
 
 class ScorerRefusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why the scorer gave no number; `frames` are the last ones of an exception, the last first."""
+    """Why the scorer gave no number; `frames` are an exception's innermost frames, innermost
+    first."""
 
     detail: str
     frames: tuple[str, ...] = ()
@@ -79,27 +80,27 @@ ScorerAnswer = ScorerNumber | ScorerRefusal
 
 
 class ScoreReply(msgspec.Struct, frozen=True, array_like=True):
-    """One answer per item, in order, to the request of that number."""
+    """One answer per item of the request with this number, in order."""
 
     number: int
     answers: tuple[ScorerAnswer, ...]
 
 
 class Progress(NamedTuple):
-    """`item` is being scored since `started_at` (``time.monotonic``); -1: none."""
+    """`item` is being scored since `started_at` (``time.monotonic``); -1 for no item."""
 
     item: int
     started_at: float
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message in the form that the pipe carries."""
+    """Return a message as a frame for the pipe."""
     body = msgspec.msgpack.encode(message)
     return FRAME_HEADER.pack(len(body)) + body
 
 
 def encoding_error(message: msgspec.Struct) -> str | None:
-    """Return why a message cannot be sent, such as an integer above 64 bits; ``None``: it can."""
+    """Return why a message cannot be sent, such as an integer above 64 bits; ``None`` if it can."""
     try:
         msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -122,16 +123,16 @@ def read_progress(
 ) -> Progress | None:
     """Return which item is being scored; ``None`` between requests.
 
-    A scorer may have written anything: a number outside the request's items counts as no item,
-    and a time outside the request as the nearest one in it.
+    A scorer may have written anything: an index outside the request's items counts as no item, and
+    a time outside the request is clamped to it.
 
     Args:
-        sent_at: when the request was sent, as by ``time.monotonic``.
-        now: the present, on the same clock.
+        sent_at: when the request was sent, by ``time.monotonic``.
+        now: the current time on the same clock.
     """
     item, started_at = _PROGRESS.unpack_from(page, 0)
     if not 0 <= item < num_items:
         return None
-    if not started_at >= sent_at:  # not a number, too
+    if not started_at >= sent_at:  # true for NaN, too
         started_at = sent_at
     return Progress(item, min(started_at, time.monotonic() if now is None else now))

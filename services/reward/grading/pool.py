@@ -1,9 +1,9 @@
-"""Run scorer processes: requests in, one outcome per sample out, whatever the scorers do.
+"""Run scorer processes: requests in, one outcome per sample out, even if scorers fail.
 
 Consumes: lists of responses. Waits for: an idle process. Unblocked by: a process that answers, is
 killed for taking too long, or dies. Produces: one outcome per response, a number or a typed
-failure. On failure of a process: the item it worked on is failed, it is replaced, and the other
-items are scored again; one that uses CPU while it is idle is replaced as well. On shutdown: all
+failure. On failure of a process: its current item fails, the process is replaced, and the other
+items are scored again. A process that uses CPU while idle is replaced as well. On shutdown: all
 processes are killed and reaped.
 """
 
@@ -54,19 +54,19 @@ from sluice.types import Failed, FailureKind, Scored
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAULTS = 3
-LOADS_PER_CORE = 4  # a load may wait for a disk or a network
+LOADS_PER_CORE = 4  # loading may wait for a disk or a network
 MAX_KNOWN_SOURCES = 256
 MAX_SOURCE_CHARS = 100
 
 
 @dataclass(slots=True, eq=False)
 class _WorkerSlot:
-    """A worker slot: one process, or none before the first use and after a fault.
+    """A worker slot: holds one process, or none before the first use and after a fault.
 
     Attributes:
-        is_idle: whether the next request may have it.
-        num_uses: requests that got it so far.
-        last_source: data source of the last item of the last request.
+        is_idle: whether it is free for the next request.
+        num_uses: requests that have used it.
+        last_source: data source of the last item that it graded.
     """
 
     worker: ScorerWorker | None = None
@@ -76,13 +76,13 @@ class _WorkerSlot:
 
 
 class ScorerPool:
-    """`reward.scorer_pool.num_workers` scorer processes. Made by `running_scorer_pool`.
+    """`reward.scorer_pool.num_workers` scorer processes. Create it with `running_scorer_pool`.
 
     Args:
         reward: the scorer and its limits.
-        sandbox: where programs run, unless `reward.sandbox_fusion` says it.
-        run_dir: the run's folder; what earlier services of the same run left behind is ended.
-            ``None``: the pool belongs to no run.
+        sandbox: where programs run, unless `reward.sandbox_fusion` is configured.
+        run_dir: the run's folder; processes that earlier services of the run left behind are
+            killed. ``None`` if the pool belongs to no run.
     """
 
     def __init__(
@@ -108,21 +108,21 @@ class ScorerPool:
         self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
         self.busy_seconds = 0.0
-        """Seconds that processes have worked since the start, in sum."""
+        """Total seconds that processes have worked since the start."""
         self.num_asked = 0
         self.num_replaced = 0
-        """Processes ended for what they did, since the start."""
+        """Processes killed because of a fault, since the start."""
         self.num_ended_idle = 0
-        """Processes that used CPU while they had nothing to score."""
+        """Processes killed because they used CPU while idle."""
 
     async def start(self) -> None:
-        """Start every process, so that a scorer that cannot be loaded is known at once.
+        """Start every process, so that a scorer that cannot be loaded fails at once.
 
-        What a service that was killed could not end is ended first.
+        Kill first what an earlier service left behind.
 
         Raises:
             ConfigError: the custom function cannot be loaded, a route names no scorer, or a setting
-                of the reward model is impossible; `DeadlineError`: loading takes too long.
+                of the reward model is invalid. DeadlineError: loading takes too long.
         """
         with _log_if_stuck():
             async with deadline(
@@ -130,11 +130,11 @@ class ScorerPool:
             ):
                 await end_left_behind(self._family)
         first, *others = self._slots
-        await self._fill(first)  # alone: one process reports what all would meet
+        await self._fill(first)  # one alone: it reports the error that all would meet
         at_once = asyncio.Semaphore(LOADS_PER_CORE * (os.cpu_count() or 1))
 
         async def fill(slot: _WorkerSlot) -> None:
-            async with at_once:  # more would take longer than one may
+            async with at_once:  # more at once would exceed the time limit of one
                 await self._fill(slot)
 
         try:
@@ -145,14 +145,14 @@ class ScorerPool:
             raise errors.exceptions[0] from errors
 
     async def watch(self) -> None:
-        """End idle processes that use CPU, until cancelled; the next request starts another."""
+        """Kill idle processes that use CPU, until cancelled; the next request starts new ones."""
         await watch_idle(self._idle_uses, self._end_idle)
 
     async def stop(self) -> None:
-        """Kill and reap every process, and all that any of them has started.
+        """Kill and reap every process and all processes that they started.
 
         Raises:
-            DeadlineError: one is left (it hangs in the kernel).
+            DeadlineError: a process is left (it hangs in the kernel).
         """
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
@@ -163,9 +163,9 @@ class ScorerPool:
                 await worker.wait_reaped()
 
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
-        """Grade responses; the reward of a scored one is its score.
+        """Grade responses; the reward of a scored response is its score.
 
-        Requests wait for a process in turn; the callers bound their number. An item that cannot be
+        Requests wait for a process in order; the callers limit their number. An item that cannot be
         sent is unscorable.
         """
         sent = [self._shortened(item) for item in items]
@@ -218,14 +218,15 @@ class ScorerPool:
         try:
             yield slot.worker or await self._replaced(slot)
         except BaseException:
-            # Fault or cancellation: the process may be in the middle of an item.
+            # After a fault or cancellation the process may be in the middle of an item.
             await self._discard(slot)
             raise
         finally:
             self._put_back(slot)
 
     async def _replaced(self, slot: _WorkerSlot) -> ScorerWorker:
-        """Start a process in an empty slot. Others have started: a failure may be temporary."""
+        """Start a process in an empty slot. Since others have started, a failure may be
+        temporary."""
         try:
             slot.worker = worker = await self._new_worker()
         except (ConfigError, DeadlineError) as error:
@@ -244,7 +245,7 @@ class ScorerPool:
         self._idle.put_nowait(slot)
 
     def _take_out(self, slot: _WorkerSlot) -> None:
-        """Reserve this idle slot until it is put back; the others keep their order."""
+        """Reserve this idle slot until it is put back; keep the order of the others."""
         idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
         for each in reversed(idle):
             if each is not slot:
@@ -252,7 +253,7 @@ class ScorerPool:
         slot.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
-        """Return the requests so far of each process that has none now, by its mark."""
+        """Return the request count of each idle process, by its mark."""
         return {
             slot.worker.mark: slot.num_uses
             for slot in self._slots
@@ -275,7 +276,7 @@ class ScorerPool:
             slot.worker.kill()
             with _log_if_stuck():
                 await slot.worker.wait_ended()
-            # Not before: a wait that a shutdown cuts short leaves the process to `stop`.
+            # Only now: if a shutdown cuts the wait short, `stop` still finds the process.
             slot.worker = None
         finally:
             self._put_back(slot)
@@ -284,11 +285,11 @@ class ScorerPool:
         worker, slot.worker = slot.worker, None
         if worker is not None:
             worker.kill()
-            with _log_if_stuck():  # the fault, or the cancellation, is what its caller gets
+            with _log_if_stuck():  # the caller gets the fault or the cancellation instead
                 await worker.wait_ended()
 
     def _shortened(self, item: ScorerInput) -> ScorerInput:
-        """Leave out what the scorer does not look at: long responses cost more to send."""
+        """Cut what the scorer does not read: long responses cost more to send."""
         limit = min(self._max_chars, self._tail_chars(item.data_source) or self._max_chars)
         if len(item.response) <= limit:
             return item
@@ -299,7 +300,7 @@ class ScorerPool:
 async def running_scorer_pool(
     reward: RewardConfig, sandbox: SandboxConfig, run_dir: Path | None = None
 ) -> AsyncIterator[ScorerPool]:
-    """Run a pool (arguments of `ScorerPool`); no process outlives the block."""
+    """Run a pool (arguments as for `ScorerPool`); no process outlives the block."""
     scorers = ScorerPool(reward, sandbox, run_dir)
     try:
         await scorers.start()
@@ -319,9 +320,9 @@ def _log_if_stuck() -> Iterator[None]:
 
 def _restlessness(used: IdleCpu, last_source: str) -> str:
     return (
-        f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s without anything to score; the "
-        f"last item it graded was of data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the "
-        "reward function end the threads and processes it starts before it returns or raises"
+        f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s while idle; the last item it "
+        f"graded has data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the reward function end "
+        "the threads and processes it starts before it returns or raises"
     )
 
 
@@ -334,7 +335,8 @@ def _whole(_data_source: str) -> int | None:
 
 
 def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
-    """Return the failures of items that cannot be encoded, by index; data may hold such rows."""
+    """Return the failures of items that cannot be encoded, by index; the data may hold such
+    items."""
     errors = {i: encoding_error(item) for i, item in enumerate(items)}
     return {
         i: Failed(

@@ -1,11 +1,11 @@
 """The process that runs scorers, so that a hang, a crash or a leak ends with it.
 
 `scorer_worker` starts it as ``python -m services.reward.grading.scorer_main PARENT_PID PAGE_FD``.
-It reads requests from standard input and answers on standard output; the scorer's own prints go to
+It reads requests from standard input and answers on standard output; what the scorer prints goes to
 standard error. It ends when its input ends or its parent dies. It imports no gRPC.
 
-It bounds itself (`limits`). The wall clock is watched from outside, because a scorer that hangs in
-C code cannot be interrupted from within.
+It sets its own resource limits (`limits`). Wall-clock limits are enforced from outside, because a
+scorer that hangs in C code cannot be interrupted from within.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 def answer_of(returned: object) -> ScorerAnswer:
-    """Interpret a scorer's return value as verl's reward managers do
+    """Interpret a scorer's return value like verl's reward managers
     (`verl/workers/reward_manager/naive.py`, `dapo.py`).
 
-    A mapping gives its ``score``; its other numbers become metrics, and ``pred``, cut to 1000
-    characters, the prediction. A number is both score and accuracy. A list or tuple counts by its
-    first element. Missing or non-numeric scores, NaN, and those that float32 cannot hold are
-    refused, and so are NaN or infinite metrics and mappings of more than 64 keys.
+    Of a mapping, ``score`` is the score, ``pred``, cut to 1000 characters, the prediction, and the
+    other numbers are metrics. A number is both score and accuracy. Of a list or tuple, the first
+    element counts. Refuse a score that is missing, not a number, NaN or beyond float32, a metric
+    that is NaN or infinite, and a mapping of more than 64 keys.
     """
     if isinstance(returned, Mapping):
         return _of_mapping(returned)
@@ -100,7 +100,7 @@ def answer_of(returned: object) -> ScorerAnswer:
 
 
 def refusal(detail: str) -> ScorerRefusal:
-    """Return why there is no number, in at most 500 characters."""
+    """Return a refusal with the reason, cut to 500 characters."""
     return ScorerRefusal(encodable(detail[:MAX_DETAIL_CHARS]))
 
 
@@ -143,12 +143,12 @@ def _prediction(value: object) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return a short form, without spelling out a million elements first."""
+    """Return a short representation, without formatting a million elements first."""
     return _SHORT.repr(value)
 
 
 def _number(value: object) -> float | None:
-    """Return `value` as a float; ``None`` if it is no number. Text is never a number."""
+    """Return `value` as a float; ``None`` if it is not a number. Text is never a number."""
     if getattr(value, "shape", None) == (1,):  # an array of one number, which NumPy's float refuses
         with suppress(LookupError, TypeError):  # whose elements have other keys: its float decides
             value = value[0]  # type: ignore[index]
@@ -192,7 +192,7 @@ def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
         custom = load_custom_scorer(setup.custom_path, setup.custom_name, setup.custom_kwargs)
         return lambda item: _graded(custom, item, as_value=True)
     if setup.reward_model is not None:
-        # Loads http and ssl, which the other scorers do without.
+        # Imported here, since it loads http and ssl, which other scorers do not need.
         from services.reward.grading.scorers.reward_model import RewardModelScorer
 
         model = RewardModelScorer(setup.reward_model, setup.timeout_s)
@@ -209,7 +209,7 @@ def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
 
 
 def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
-    """Return what grades programs, in a sandbox that has run one; ``None``: none is configured."""
+    """Return the grader of programs, after the sandbox has run one; ``None`` without a sandbox."""
     if backend_of(setup.sandbox, setup.sandbox_fusion) is None:
         return None
     sandbox = proven_sandbox(setup.sandbox, setup.sandbox_fusion)
@@ -217,8 +217,8 @@ def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
 
 
 def _graded(scorer: Scorer, item: ScorerInput, *, as_value: bool = False) -> object:
-    """Call the scorer, with the ground truth as text or as the row's value. To a row's extra_info
-    it adds what verl does (`verl/experimental/reward_loop/reward_manager/naive.py`).
+    """Call the scorer, with the ground truth as text or as the row's value. Add to extra_info what
+    verl adds (`verl/experimental/reward_loop/reward_manager/naive.py`).
     """
     truth, is_value = item.ground_truth, as_value and item.truth_is_json
     return scorer(
@@ -241,13 +241,13 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
     except Exception as error:  # noqa: BLE001  a scorer may raise anything; only this item fails
         answer = _refusal_of(error)
     if os.getpid() != process:
-        # The scorer forked and let the copy come back: it must not answer as well.
+        # The scorer forked and its child returned: the child must not answer as well.
         os._exit(0)
     return answer
 
 
 def _refusal_of(error: Exception) -> ScorerRefusal:
-    """Return the exception with its place, which a long message does not push out."""
+    """Return the exception and its place, cutting the message rather than the place."""
     place = place_of(error)
     text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
     frames = tuple(map(encodable, frame_texts(error)))
@@ -255,9 +255,9 @@ def _refusal_of(error: Exception) -> ScorerRefusal:
 
 
 def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
-    """Return the scorer's frames, the last first, without the calls that lead to the scorer.
+    """Return the scorer's frames, innermost first, without the frames that call it.
 
-    Frames of libraries count only where there are no others.
+    Include frames of libraries only if there are no others.
     """
     own = Path(__file__).parent
     found = [
@@ -288,21 +288,22 @@ def frame_texts(error: BaseException) -> tuple[str, ...]:
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the frames' pipes: a scorer that prints or reads must not touch them."""
+    """Move the message pipes to other descriptors, so that a scorer that prints or reads cannot
+    touch them."""
     requests = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    # A copy that a scorer forks, and perhaps forgets, must neither ask nor answer.
+    # A child that the scorer forks, and perhaps forgets, must neither read nor answer.
     pipes = [requests.fileno(), replies.fileno()]
     os.register_at_fork(after_in_child=partial(_close_all, pipes))
     return requests, replies
 
 
 def _close_all(descriptors: list[int]) -> None:
-    while descriptors:  # emptied: a copy's copy may use the same numbers for other files
+    while descriptors:  # emptied: a grandchild may use the same numbers for other files
         os.close(descriptors.pop())
 
 

@@ -1,4 +1,4 @@
-"""One scorer process, seen from the reward service: start it, send requests, kill it."""
+"""The reward service's side of a scorer process: start it, send requests, kill it."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ logger = logging.getLogger(__name__)
 PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 LAST_READ_S = 0.5
-"""An item that was graded in time may be answered so much later: the scorer's output is written
+"""Extra seconds for the answer to an item graded in time, since the scorer's output is written
 before its answer."""
-END_TIMEOUT_S = 10.0  # reading all of /proc takes seconds on a busy machine
+END_TIMEOUT_S = 10.0  # scanning /proc takes seconds on a busy machine
 _MOST_KILLED = 2
 _SHORTAGES = SHORTAGES | {errno.ENOSPC, errno.EDQUOT}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
-# The folder that holds the package `services`; the service may have been started elsewhere.
+# The folder that holds the package `services`; the working directory may be another.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
 
 class LoadingEndedError(ConfigError):
-    """A process ended while it loaded the user's code; a code below 0 is a signal's."""
+    """A process ended while it loaded the user's code; a negative code is a signal."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -67,15 +67,15 @@ class LoadingEndedError(ConfigError):
 
 
 async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
-    """Start a process that loads the user's code; again if a signal ends it, twice at most, and
+    """Start a process that loads the user's code. Retry at most twice if a signal ends it, and
     until the system has memory, a process and a file for it.
 
-    The system kills one when memory is short. Neither a kill nor a shortage must end the run. The
-    waits for a grade have their own deadlines.
+    The system may kill it when memory is short. Neither a kill nor a shortage must end the run.
+    Waits for a grade have separate deadlines.
 
     Raises:
-        LoadingEndedError: it ended each time, or by its own will.
-        OSError: another error than a shortage; waiting does not mend it.
+        LoadingEndedError: a signal ended it each time, or it exited.
+        OSError: an error other than a shortage; waiting does not help.
     """
     num_killed, pause_s = 0, _FIRST_PAUSE_S
     while True:
@@ -85,23 +85,23 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
             num_killed += 1
             if error.code >= 0 or num_killed > _MOST_KILLED:
                 raise
-            logger.warning("%s; another one is started", error)
+            logger.warning("%s; starting another one", error)
         except OSError as error:
             if error.errno not in _SHORTAGES:
                 raise
-            logger.warning("a process for the user's code does not start: %s; tried again", error)
+            logger.warning("a process for the user's code does not start: %s; will retry", error)
             with waiting_for("this machine", "starting a process for the user's code"):
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class ScorerFault(Exception):
-    """The process hung, died or answered garbage. The caller kills it.
+    """The process hung, died or sent an invalid answer. The caller kills it.
 
     Args:
         kind: ``SCORER_TIMEOUT`` or ``SCORER_CRASH``.
         item: index of the item it worked on; ``None`` if it worked on none.
-        detail: words for the log.
+        detail: text for the log.
     """
 
     def __init__(self, kind: FailureKind, item: int | None, detail: str) -> None:
@@ -114,10 +114,10 @@ class ScorerNotStartedFault(ScorerFault):
 
 
 class ScorerWorker:
-    """A running scorer process. One request at a time. Made by `start_worker`.
+    """A running scorer process. It takes one request at a time. Create it with `start_worker`.
 
     Attributes:
-        mark: what it and all it started carry; no other worker has it.
+        mark: identifies the worker and all processes that it started.
     """
 
     def __init__(
@@ -159,8 +159,7 @@ class ScorerWorker:
         """Grade `items` in order.
 
         Raises:
-            ScorerFault: one item ran over its time, the process ended, or it sent something that
-                is not an answer.
+            ScorerFault: an item exceeded its time, the process ended, or it sent an invalid answer.
         """
         note_idle(self._page)
         self._sent_at, self._num_items = time.monotonic(), len(items)
@@ -180,11 +179,12 @@ class ScorerWorker:
         return reply.answers
 
     def kill(self) -> None:
-        """End the process and its session, at once; `wait_ended` ends what has left the session."""
+        """Kill the process and its session at once; `wait_ended` kills processes that left the
+        session."""
         kill_session(self._process)
 
     async def wait_ended(self) -> None:
-        """End what a killed process started, and wait until all of it is gone.
+        """Kill all that a killed process started, and wait until everything is gone.
 
         Raises:
             DeadlineError: a process is left (it hangs in the kernel).
@@ -198,7 +198,7 @@ class ScorerWorker:
         await self._process.wait()
 
     async def _reply_before_timeout(self) -> bytes:
-        """Wait while the current item has time left, for one item after the other."""
+        """Wait for the reply as long as the current item has time left."""
         while True:
             left_s = self._time_left()
             try:
@@ -216,7 +216,7 @@ class ScorerWorker:
     def _time_left(self) -> float:
         """Return the seconds until the current item times out.
 
-        Never later than the limit of the whole request, counted with one item more.
+        The limit of the whole request, with one item more, is an upper bound.
         """
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
@@ -229,7 +229,7 @@ class ScorerWorker:
         return read_progress(self._page, self._num_items, self._sent_at)
 
     async def _read_body(self) -> bytes:
-        # The header is kept: a wait that is cut short must not lose it.
+        # Keep the header: a wait that is cut short must not lose it.
         if self._header is None:
             self._header = await self._stdout.readexactly(FRAME_HEADER.size)
         (size,) = FRAME_HEADER.unpack(self._header)
@@ -284,20 +284,20 @@ async def start_worker(setup: ScorerSetup, family: str) -> ScorerWorker:
 
 
 def kill_session(process: asyncio.subprocess.Process) -> None:
-    """Kill a process that leads a session, at once."""
+    """Kill the session that a process leads, at once."""
     with suppress(ProcessLookupError):
-        # This reaches whatever it started as well, also after it has ended itself, and no fork can
-        # get ahead of it.
+        # This reaches all its children, even after it has ended, and no fork can escape it.
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def clean_environment(mark: str) -> dict[str, str]:
-    """Return the variables of a process that runs a user's code: with a mark, without secrets."""
+    """Return the environment variables of a process that runs the user's code: with a mark, without
+    secrets."""
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
-    # A reward function must not get a key to the run's services.
+    # A reward function must not get the keys of the run's services.
     return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
 
 

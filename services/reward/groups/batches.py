@@ -1,16 +1,16 @@
 """Lease train batches to the trainer: form one when the staleness rules allow it, void its lease,
 recover the lease after a crash, acknowledge it.
 
-A kept group leaves in one of two ways: in an acknowledged batch, or dropped because it is too old.
-Only the sampling strategy `rounds` drops what a batch did not take. When another trainer takes
-over, the group loop starts kept prompts again.
+A kept group ends in an acknowledged batch or is dropped as too old. Only the sampling strategy
+`rounds` also drops the groups that a batch did not take. When another trainer takes over, the group
+loop starts kept prompts again.
 
 This module also cancels running groups that no batch has a slot for in time. A group can lose its
 slot only when another group starts or is kept, so these two events trigger the check. The prompt of
 a cancelled group starts again under a newer policy; with ``on_stale: drop`` it ends as stale if it
-is beyond the bound already. With ``on_stale: wait`` admission makes this rare, so each case is
-logged and counted as ``stale``. Where an on-policy batch is filled on average, every batch preempts
-some groups: they are counted as ``preempted``, and a prompt that is preempted often reserves a slot
+exceeds the bound already. With ``on_stale: wait`` admission makes this rare, so each case is logged
+and counted as ``stale``. If an on-policy batch is filled on average, every batch preempts some
+groups: these count as ``preempted``, and a prompt that is preempted often reserves a slot
 (`algorithm.groups.staleness`).
 
 When the reward service dies, the samples of the leased batch die too, but the trainer may hold the
@@ -47,13 +47,13 @@ PEER = "reward service"
 class TrainBatches:
     """The trainer's side of the loop.
 
-    The ledger alone knows which batch is leased; this class holds its content, if this process
-    formed it, until it is acknowledged or voided.
+    The ledger knows which batch is leased; this class holds the batch, if this process formed it,
+    until it is acknowledged or voided.
 
     Attributes:
-        changes: notified at every change that may complete a batch.
-        num_asking: calls of the trainer that wait for a batch.
-        error: why there are no more batches.
+        changes: notified of every change that may complete a batch.
+        num_asking: trainer calls that wait for a batch.
+        error: why no more batches are formed.
         reason: describes the cause of the wait; set by the loop.
     """
 
@@ -70,12 +70,12 @@ class TrainBatches:
         self._sources = sources
         self._statistics = statistics
         self.changes = changes
-        # All sources have the same strategy; only its numbers differ.
+        # All sources have the same strategy, with different numbers.
         strategy = next(iter(sources.values())).strategy
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
         self.num_asking = 0
-        self._asked = (-1, 0.0)  # a step, and when its batch was first requested
+        self._asked = (-1, 0.0)  # a step, and the time when its batch was first requested
         self._was_voided = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
@@ -83,20 +83,20 @@ class TrainBatches:
 
     @property
     def num_batches_in_training(self) -> int:
-        """Leased batches whose trained version is not announced yet."""
+        """Leased batches whose resulting version is not announced yet."""
         return max(0, self._next_version() - (self._groups.policy_version or 0))
 
     async def take(self, step: int, version: int, seconds: float) -> TrainBatch:
-        """Lease the batch for `version`; the same again until it is acknowledged.
+        """Lease the batch for `version`; return the same batch until it is acknowledged.
 
         Raises:
             DataExhaustedError: the data set has ended before the batch was full.
-            BatchUnfillableError: none can be formed any more.
+            BatchUnfillableError: no batch can be formed any more.
             DeadlineError: not within `seconds`; names the cause of the wait.
             SluiceError: what stopped the loop.
         """
         self.num_asking += 1
-        if self._asked[0] != step:  # else the trainer repeats a call that was lost
+        if self._asked[0] != step:  # otherwise the trainer repeats a lost call
             self._asked = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
@@ -115,17 +115,17 @@ class TrainBatches:
             self.num_asking -= 1
 
     def batch(self, batch_id: str) -> TrainBatch:
-        """Return the batch at the trainer.
+        """Return the leased batch.
 
         Raises:
-            NotFoundError: it is another one, or none.
+            NotFoundError: another batch is leased, or none.
         """
         if self._batch is None or self._batch.batch_id != batch_id:
             raise not_leased(batch_id)
         return self._batch
 
     def acknowledge(self, batch_id: str, step: int) -> tuple[GradedGroup, ...]:
-        """Close a lease: its prompts are trained. Repeating it is harmless.
+        """Close a lease: its prompts are trained. Repeating the call is harmless.
 
         Returns:
             the batch's groups; none if it was closed before, or if another process formed it.
@@ -148,7 +148,8 @@ class TrainBatches:
         return tuple(group.graded for group in groups if group.graded is not None)
 
     def fail(self, error: SluiceError) -> None:
-        """Form no more batches: nothing can be trained any more, and every call raises `error`."""
+        """Form no more batches, since nothing can be trained any more; every call raises
+        `error`."""
         logger.error("no more batches: %s", error)
         self.close(error)
 
@@ -158,20 +159,20 @@ class TrainBatches:
         self.changes.notify()
 
     def begin_again(self) -> None:
-        """Form batches again, if the policy that is given up could fill none."""
+        """Form batches again, if the policy that was rolled back could fill none."""
         for source in self._sources.values():
             source.guard.begin_again()
         if isinstance(self.error, BatchUnfillableError):
             self.error = None
 
     def settle_recovered(self, version: int) -> None:
-        """Acknowledge a recovered lease of an older version than is announced: it was trained."""
+        """Acknowledge a recovered lease for a version before the announced one: it was trained."""
         lease = self._ledger.open_lease
         if self._batch is None and lease is not None and lease.version < version:
             self.acknowledge(lease.batch_id, lease.version + 1)
 
     def void_lease(self) -> list[Group]:
-        """Take the leased groups back; return those that the caller requeues or ends
+        """Take the leased groups back; return those that the caller must requeue or end
         (`GroupTable.void_lease`)."""
         self._batch = None
         return self._groups.void_lease()
@@ -190,7 +191,7 @@ class TrainBatches:
             return
         for prompt_id in without_slot:
             reason = CancelReason.NO_SLOT
-            if self._preempts:  # where batches preempt, a late group is preempted, never dropped
+            if self._preempts:  # if batches preempt, a late group is preempted, never dropped
                 reason = CancelReason.PREEMPTED
             elif ages.drops(prompt_id, next_version):
                 reason = CancelReason.TOO_OLD
@@ -231,7 +232,7 @@ class TrainBatches:
     def _formed(self, version: int) -> TrainBatch | None:
         """Form the batch for `version` if the rules of every source allow it; end what they drop.
 
-        A source that lacks groups keeps the others waiting: without it they would get its share.
+        A source that lacks groups makes the others wait; otherwise they would get its share.
         """
         chosen: list[tuple[str, ...]] = []
         lacking: list[TrainingSource] = []
@@ -254,7 +255,8 @@ class TrainBatches:
         return None
 
     def _decided(self, source: TrainingSource, version: int) -> BatchDecision:
-        """Return which groups of a source the batch takes; end and cancel what has no slot."""
+        """Return the groups of a source that the batch takes; end or cancel those without a
+        slot."""
         groups, ages = self._groups, source.groups.ages
         decision = ages.decide(
             version, partial(kept_upper_bound, estimate=source.strategy.estimate)
@@ -268,7 +270,7 @@ class TrainBatches:
         return decision
 
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
-        """Lease the chosen groups; end the others if the strategy carries none over."""
+        """Lease the chosen groups; end the other ones if the strategy carries none over."""
         if not self._carries_over:
             detail = f"kept, and the batch was full with {self._sources.batch_size} groups"
             taken = set(chosen)

@@ -11,16 +11,16 @@ Waits for                      unblocked by
   grades                         `grading.pool`, within the prompt's own task
   a full batch                   `batches`, in the trainer's call: a kept group, its deadline
 
-Produces: kept groups for `batches`; one end for every prompt; at every new version, what the ended
-groups taught about their prompts, in the memory of prompts.
+Produces: kept groups for `batches`; one end for every prompt; at every new version, an update of
+the prompt memory from the groups that ended.
 
 On failure: an error of one group (replica gone, scorer killed, prompt refused) ends that prompt, in
 its own task, and frees its slot. An error that every group would meet (unreadable data, a metric
 that the scorer does not return, a strategy that gives up) stops admission, and the trainer's calls
-for a batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
+for a batch raise it. If the prompt memory cannot be written, the loop logs a warning and the run
 continues. Anything else is a defect and ends the service.
 
-On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
+On shutdown: cancelling `run` cancels its tasks and their streams, which frees the replicas' slots.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TAKE_OVER_TIMEOUT_S = 10.0
 
 
 class GroupLoop:
-    """The loop; all methods run in one event loop.
+    """The group loop. All methods run in one event loop.
 
     The sampling strategy decides which prompts start, and when. A client's prompt is never skipped:
     the client waits for its outcome, so what earlier attempts showed does not count. A whole epoch
@@ -80,8 +80,8 @@ class GroupLoop:
     next one is treated like an unknown one. A prompt in quarantine ends at once, whether a client
     or the data set brought it.
 
-    Every change notifies `TrainBatches.changes`, and with it `ReplicaQueue.capacity`, for which the
-    loop waits. `memory` is ``None`` for strategies without one.
+    Every change notifies `TrainBatches.changes` and with it `ReplicaQueue.capacity`, for which the
+    loop waits. `memory` is ``None`` for strategies that need none.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GroupLoop:
         self._runs = runs
         self._traces = traces
         self._changes = batches.changes
-        # By the kind of wait, as those who ask see it; the watchdog asks every second.
+        # By the kind of wait, as callers see it; the watchdog asks every second.
         self._awaited_since: dict[str, float] = {}
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
@@ -147,18 +147,18 @@ class GroupLoop:
         resume_from: DataProgress | None,
         rolled_back_to: int | None = None,
     ) -> None:
-        """Adopt a version and its fleet; a new trainer takes over all pending prompts.
+        """Adopt a version and its fleet; let a new trainer take over all pending prompts.
 
         Args:
-            trainer: its instance.
-            version: the present one.
-            replicas: those in use.
-            resume_from: the position in the data set, for a service without one.
-            rolled_back_to: the version has the weights of this earlier one again.
+            trainer: the trainer's instance id.
+            version: the current policy version.
+            replicas: the replicas in use.
+            resume_from: the position in the data set, for a service that has none.
+            rolled_back_to: the earlier version whose weights `version` has again.
         """
         async with self._announce_lock:
             if trainer != self._trainer:
-                # The take-over awaits: without a version nothing is admitted meanwhile.
+                # The takeover awaits; without a version, nothing is admitted meanwhile.
                 self._groups.policy_version = None
                 await self._take_over(trainer, version, resume_from)
             if rolled_back_to is not None and not self._ledger.is_rolled_back(version):
@@ -166,7 +166,7 @@ class GroupLoop:
             self.batches.settle_recovered(version)
             if version != self._learned_version:
                 await self._learn()
-                # Not before: a call that is given up while it learns is repeated.
+                # Only now: a call that is cancelled while it learns is repeated.
                 for source in self._sources.values():
                     source.strategy.forecast.announced(time.monotonic())
             self._learned_version = self._groups.policy_version = version
@@ -175,7 +175,7 @@ class GroupLoop:
         self._changes.notify()
 
     def awaited(self) -> dict[str, Waiting]:
-        """Return what the loop waits for by the kind of wait, the nearest cause first."""
+        """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         outside = self._dispatcher.awaited_outside
         facts = LoopFacts(
@@ -205,8 +205,8 @@ class GroupLoop:
         """Update the memory of prompts from ended groups, before another version starts."""
         attempts = [each for one in self._sources.values() for each in one.strategy.new_version()]
         if self._memory is not None:
-            # A call that repeats a cancelled one finds no attempts, and waits until the first one's
-            # are written.
+            # A call that repeats a cancelled one finds no attempts, and waits for the first call's
+            # writes.
             await asyncio.shield(self._remember(self._memory, attempts))
 
     async def _remember(
@@ -224,7 +224,7 @@ class GroupLoop:
     # --------------------------------------------------------------------------------- admission
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start as many groups as may start, while there are prompts.
+        """Start as many groups as allowed, while there are prompts.
 
         Raises:
             BatchUnfillableError: the strategy gives up.
@@ -240,9 +240,9 @@ class GroupLoop:
                 return
 
     def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
-        """Return the source whose group starts next; ``None``: none may, or none has a prompt.
+        """Return the source whose group starts next; ``None`` if none may start or has a prompt.
 
-        It is the one that fills its part of the batches least; the first of several.
+        Choose the source that has filled its part of the batches least; in a tie the first.
         """
         version = self._groups.policy_version
         if version is None:
@@ -256,15 +256,15 @@ class GroupLoop:
         return chosen
 
     def _load(self, source: TrainingSource, version: int) -> SourceLoad:
-        """Return the groups of a source that may start now, by its strategy and the capacity of the
-        fleet, and how far it has filled its part of the batches."""
+        """Return how many groups of a source may start now, by its strategy and the fleet's
+        capacity, and how far it has filled its part of the batches."""
         strategy = source.strategy
         first_sequences = source.first_sequences(source.settings.first_samples)
-        # Replicas that serve an older version than this could only add groups that are too old.
+        # Replicas with an older version than this could only add groups that are too old.
         lowest = version - strategy.rules.max_staleness
         free = self._queue.num_free_sequences(lowest, first_sequences)
         capacity = groups_with_capacity(
-            free - self._groups.num_unrequested,  # those wait for a replica, or are about to
+            free - self._groups.num_unrequested,  # these wait for a replica, or will soon
             first_sequences=first_sequences,
             is_idle=not self._groups.num_in_flight,
         )
@@ -281,7 +281,8 @@ class GroupLoop:
     async def _admitted(
         self, tasks: asyncio.TaskGroup, source: TrainingSource, prompt: Prompt
     ) -> bool:
-        """Start or end a prompt's group; ``False``: it waits, since no group may start any more."""
+        """Start or end a prompt's group; return ``False`` if it waits, since no group may start
+        now."""
         group = self._groups[prompt.prompt_id]
         if (reason := self._quarantine.reason(prompt)) is not None:
             ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
@@ -295,7 +296,7 @@ class GroupLoop:
             raise
         finally:
             source.prompts.has_one_in_hand = False
-        if attempt is None:  # things changed while the data set or the memory was read
+        if attempt is None:  # the state changed while the data set or the memory was read
             source.prompts.put(prompt)
             return False
         if not attempt.first_samples:
@@ -308,7 +309,7 @@ class GroupLoop:
         return True
 
     async def _decided(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
-        """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
+        """Return the strategy's decision about a prompt; ``None`` if no group may start now."""
         key, history = prompt_key(prompt), None
         is_client = prompt.origin is PromptOrigin.CLIENT
         may_skip = not is_client and source.num_skipped < source.settings.epoch_rows
@@ -328,7 +329,7 @@ class GroupLoop:
         )
         num_sequences = source.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
-        if reserves:  # its slot may have been the last for a running group
+        if reserves:  # it may have taken the last slot for a running group
             self.batches.cancel_without_slot()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
@@ -336,10 +337,10 @@ class GroupLoop:
     # ---------------------------------------------------------------------------------- attempts
 
     async def _run(self, group: Group) -> None:
-        """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
+        """Run an attempt to its end. If cancelled, requeue its prompt or end it as stale.
 
-        Any other error, also an observer's, is a defect: the task group ends the service. Only the
-        group log survives an error of its own.
+        Any other error, including an observer's, is a defect: the task group ends the service. Only
+        the group log survives its own errors.
         """
         group.is_running, progress = True, group.progress
         progress.rules = self._dispatcher.rules
@@ -351,7 +352,8 @@ class GroupLoop:
             self._give_up(group)
             raise
         finally:
-            # Otherwise group and progress hold each other: samples live until a full collection.
+            # Break the reference cycle of group and progress, which would keep the samples in
+            # memory.
             progress.on_oldest_version = lambda _version: None
             group.task = None
             self._changes.notify()
@@ -364,7 +366,7 @@ class GroupLoop:
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task.
 
-        Without a reason the whole service ends: programs continue their samples in the next one.
+        Without a reason the service is ending: programs continue their samples in the next one.
         """
         if group.cancel_reason is not None:
             self._ledger.leases.revoke(group.prompt_id)
@@ -378,9 +380,9 @@ class GroupLoop:
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
     ) -> None:
-        """Begin with a trainer, perhaps from an older policy: pending groups are generated again.
+        """Start with a new trainer, perhaps from an older policy: generate pending groups again.
 
-        The trainer that the ledger knows continues: only this service has restarted.
+        A trainer that the ledger knows continues, since only this service has restarted.
         """
         ledger = self._ledger
         if trainer == ledger.trainer:
@@ -399,31 +401,31 @@ class GroupLoop:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._sources[prompt.source].prompts.put(prompt)
-        # In all other cases the trainer sends no position, and the data set continues where it is.
+        # In all other cases the trainer sends no position, and the data set continues from here.
         if self._trainer is None or resume_from is not None or version == 0:
             self._start_data(resume_from or DataProgress(0))
         ledger.begin_trainer(trainer, version)
         self._trainer = trainer
 
     def _start_data(self, ended: DataProgress) -> None:
-        """Let every source continue behind the rows that ended, or are pending."""
+        """Continue every source after the rows that ended or are pending."""
         progress = self._ledger.restart_data(ended)
         for source in self._sources.values():
             source.prompts.start_data(progress.of(source.name))
 
     async def _roll_back(self, version: int, restored: int) -> None:
-        """Drop everything that policies after `restored` have sampled; its prompts start again.
+        """Drop everything sampled by policies after `restored`; the prompts start again.
 
-        The data set continues: batches that were trained stay trained.
+        The data set continues, since trained batches stay trained.
         """
         logger.warning("version %d has the weights of version %d again", version, restored)
-        # The cancelling awaits: without a version nothing is admitted meanwhile.
+        # Cancelling awaits; without a version, nothing is admitted meanwhile.
         self._groups.policy_version = None
         await self._end_what_runs(CancelReason.ROLLED_BACK)
         self._ledger.leases.revoke_all()  # a restarted service would continue from their turns
         lost = []
         lease = self._ledger.open_lease
-        if lease is not None and lease.version < version:  # formed, and never trained
+        if lease is not None and lease.version < version:  # formed but never trained
             lost = self.batches.void_lease()
         for group in [*lost, *self._groups.in_state(GroupState.KEPT)]:
             self._requeue(group, CancelReason.ROLLED_BACK)
@@ -442,13 +444,13 @@ class GroupLoop:
         async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
             if tasks:
                 await asyncio.wait(tasks)
-        for group in self._groups:  # counted for the batches of the trainer before
+        for group in self._groups:  # counted for the previous trainer's batches
             group.num_preemptions = 0
-        for source in self._sources.values():  # the waves of the present batch no longer count
+        for source in self._sources.values():  # the waves of the current batch no longer count
             source.strategy.batch_formed()
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
-        """Requeue kept and leased prompts, except those the resumed policy was trained on."""
+        """Requeue kept and leased prompts, except those that the resumed policy was trained on."""
         lost = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*lost, *kept], key=lambda group: group.prompt.sequence):
@@ -473,7 +475,7 @@ def _covers(resumed: DataProgress, prompt: Prompt) -> bool:
 
 
 def why_skipped(attempt: Attempt) -> str:
-    """Return the detail of a skipped prompt's outcome, with what earlier attempts showed."""
+    """Return the detail of a skipped prompt's outcome, with the results of earlier attempts."""
     thinned = attempt.side is Side.PLAIN
     why = "left out to keep the share of hard prompts" if thinned else "not worth its tokens"
     history = attempt.history
@@ -488,10 +490,10 @@ class LoopFacts:
     """The state of the loop that decides what it waits for.
 
     Args:
-        num_kept: groups for the next batch; of each source at most its part.
-        lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
-        outside: the peer of `GroupDispatcher.awaited_outside`; empty: none.
-        is_untaken: whether no agent has taken any of these samples.
+        num_kept: groups for the next batch, at most its part for each source.
+        lacking: text about the named sources that lack groups (`TrainingSources.lacking`).
+        outside: the peer of `GroupDispatcher.awaited_outside`; may be empty.
+        is_untaken: whether no agent has taken any of their samples.
     """
 
     is_announced: bool
@@ -511,8 +513,8 @@ class LoopFacts:
 
 
 def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
-    """Return everything that the loop waits for, the nearest cause first: by the kind of wait, the
-    process that has to act, and what for."""
+    """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
+    the process that must act and what it must do."""
     if not facts.is_announced:
         return {"announce": ("trainer", "announcing a policy")}
     found: dict[str, tuple[str, str]] = {}

@@ -1,12 +1,12 @@
-"""One attempt: the samples of a group are generated, graded and filtered.
+"""Run one attempt: generate, grade and filter the samples of a group.
 
-Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: a kept group, or an
-end of its prompt. With probes a few samples are generated first, and the rest by a second request:
-as soon as two of the first differ, or when all have come and the strategy continues. Both requests
-have the prompt's rank, so a group that continues is served before one that starts. The samples are
-the same as one request for all of them would return. The last request also brings the greedy
-response, where one is needed. All requests share one `GroupProgress`; a group that has used its
-time or its tokens ends with the samples it has.
+Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: a kept group, or the
+end of its prompt. With probes, a few samples are generated first. A second request generates the
+rest as soon as two probes differ, or when all have arrived and the strategy continues. Both
+requests have the prompt's rank, so a group that continues is served before one that starts. The
+samples are those that a single request would return. The last request also generates the greedy
+response, if needed. All requests share one `GroupProgress`; a group that has used its time or
+tokens ends with the samples it has.
 
 A sample without a score is scored again by the grader, generated again here, or left out, as the
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRun:
-    """Runs groups, each in the task of its caller."""
+    """Runs attempts of groups, each in the caller's task."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GroupRun:
         self._grader = grader
         self._quarantine = quarantine
         self._batches = batches
-        # The filter is the same in all sources.
+        # All sources have the same filter.
         self._metric = next(iter(sources.values())).settings.filter_metric
         self._is_warned = False
 
@@ -118,7 +118,7 @@ class GroupRun:
             self._groups.end(group, GroupEnding(decision.end, detail), graded)
 
     def _not_generated(self, group: Group, error: SluiceError) -> None:
-        """End a group without its samples."""
+        """End a group that was not generated."""
         detail, failed = str(error), None
         if isinstance(error, GroupFailedError) and error.kind is not None:
             failed = Failed(error.kind, detail)
@@ -129,8 +129,8 @@ class GroupRun:
             self._batches.fail(error)
 
     def _quarantined(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
-        """Count a strike against the prompt of a failed group, or clear its strikes. Return the
-        reason if the strike puts the prompt into quarantine."""
+        """Count a strike against a failed group's prompt, or clear its strikes. Return the reason
+        if the strike puts the prompt into quarantine."""
         failed = striking(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
             return self._quarantine.struck(group.prompt, failed)
@@ -138,7 +138,7 @@ class GroupRun:
         return None
 
     async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
-        """Return the graded samples and the filter's decision, perhaps after the probes alone."""
+        """Return the graded samples and the filter's decision, perhaps after only the probes."""
         settings = self._sources[group.prompt.source].settings
         num_samples, first = settings.samples_per_group, group.attempt.first_samples
         new = range(num_samples)
@@ -151,7 +151,8 @@ class GroupRun:
                 decision = self._after_probes(group, graded)
                 if decision is not None:
                     return graded, decision
-                # If the group is over, no replica gets this request: its samples return aborted.
+                # If the group is over, this request reaches no replica, and its samples return as
+                # aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
                 new = range(first, num_samples)
                 rest = await self._sampled_and_graded(group, new, settings.greedy)
@@ -163,7 +164,8 @@ class GroupRun:
         return graded, decision
 
     async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
-        """Return the first samples and, if two of them differed before all had come, the rest."""
+        """Return the first samples and, if two of them differed before all had arrived, the
+        rest."""
         early = EarlyGrades(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
         settings = self._sources[group.prompt.source].settings
@@ -188,7 +190,7 @@ class GroupRun:
     async def _graded_early(
         self, group: Group, indexes: Sequence[int], early: EarlyGrades, regeneration: int = 0
     ) -> GradedGroup:
-        """Return samples of a group, each graded as it comes."""
+        """Return samples of a group, each graded on arrival."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(early.run(), name=f"prompt {group.prompt.prompt_id}, grades")
@@ -202,7 +204,7 @@ class GroupRun:
         return await self._graded(group, samples, known=early.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
-        """Return how a group ends after its first samples; ``None``: the others are generated.
+        """Return how a group ends after its first samples; ``None`` to generate the others.
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
@@ -235,9 +237,9 @@ class GroupRun:
         greedy: SamplingParams | None = None,
         regeneration: int = 0,
     ) -> GradedGroup:
-        """Return samples of a group and its greedy response, if there is one, graded.
+        """Return graded samples of a group and its greedy response, if there is one.
 
-        Slow scorers work while other samples are still generated, as verl's do.
+        With slow scorers, grade while other samples are still generated, as verl does.
         """
         if greedy is None and self._grader.is_slow:
             early = EarlyGrades(self._grader, group.prompt, self._metric)
@@ -246,7 +248,8 @@ class GroupRun:
         return await self._graded(group, samples, response)
 
     async def _regenerated(self, group: Group, graded: GradedGroup, new: range) -> GradedGroup:
-        """Return the group with new samples for those that the policy generates again.
+        """Return the group with new samples in place of those that the outcome policy generates
+        again.
 
         Each regeneration has its own seed: with the same seed the same samples would come again.
 
@@ -332,7 +335,7 @@ class GroupRun:
         )
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
-        """Warn once: with partial credit a pass rate means nothing."""
+        """Warn once that a pass rate is meaningless with partial credit."""
         name = self._sources[prompt.source].strategy.rules.strategy
         if self._is_warned or not (name.uses_probes or name.uses_memory):
             return
@@ -357,7 +360,7 @@ async def with_greedy(
     Args:
         generator: generates them.
         request: the samples; the greedy response keeps to the same versions.
-        greedy: parameters of the greedy response.
+        greedy: sampling parameters of the greedy response.
 
     Raises:
         GroupFailedError: samples or response cannot be generated; the detail of the response's
@@ -414,11 +417,11 @@ def _num_right(scores: Sequence[Scored]) -> int:
 
 
 class EarlyGrades:
-    """Samples of one group, graded as they come.
+    """The samples of a group, graded on arrival.
 
-    Two probes that differ decide before the others end: the group is then certain to be mixed, so
-    its rest need not wait for the longest probe. Grading ends when all samples are graded.
-    Only the end of its group cancels it; a scorer that works then is killed.
+    As soon as two probes differ, the group is certain to be mixed, and its rest need not wait for
+    the longest probe. Grading ends when all samples are graded. Only the end of the group cancels
+    it, which kills a working scorer.
 
     Attributes:
         arrived: samples that have finished, then ``None``.
@@ -428,7 +431,7 @@ class EarlyGrades:
 
     def __init__(self, grader: Grader, prompt: Prompt, metric: str | None) -> None:
         self._grader, self._prompt, self._metric = grader, prompt, metric
-        # Bounded by the request: a sample finishes once.
+        # Bounded by the request, since a sample finishes once.
         self.arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
         self.outcomes: dict[int, Outcome] = {}
         self.differs = asyncio.Event()

@@ -32,9 +32,9 @@ from sluice.types import FailureKind, SamplingParams
 class GroupSettings:
     """Settings of the groups of a source.
 
-    The strategy decides about the rest of a group after its `first_samples`. With `greedy` one more
-    response to each prompt is generated, as a baseline. `needs` defines which groups can be
-    trained. `epoch_rows` is the size of the data set, 0 without one.
+    After the `first_samples` of a group, the strategy decides about the rest. `greedy` adds one
+    response per prompt as a baseline. `needs` defines which groups can be trained. `epoch_rows` is
+    the size of the data set, 0 without one.
     """
 
     samples_per_group: int
@@ -47,10 +47,10 @@ class GroupSettings:
 
 
 def group_settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
-    """Return the settings of the groups of a source, whose configuration this is."""
+    """Return the group settings of a source with this configuration."""
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     sampling = training_sampling(rollout, config.data.max_response_length)
-    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)  # the likeliest token always
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)  # always the most likely token
     rules = sampling_rules(config)
     return GroupSettings(
         samples_per_group=rollout.n,
@@ -121,12 +121,12 @@ def round_size(rules: SamplingRules) -> int:
 
 
 def straggler_rules(config: RunConfig) -> StragglerRules:
-    """Return when streams and groups are given up.
+    """Return the rules for giving up streams and groups.
 
-    Without partial tokens a long sample looks like a stuck one, so that only
-    `sluice.reward.generate_timeout_s` ends a stream. Where a run must repeat itself bit by bit, no
-    stream is moved for being slow: which one is slow depends on timing, and a continued sample's
-    logprobs differ from an unbroken one's by rounding.
+    Without partial tokens a long sample looks like a stuck one, so only
+    `sluice.reward.generate_timeout_s` ends a stream. If a run must be reproducible bit for bit, no
+    stream is moved for being slow: that depends on timing, and the logprobs of a continued sample
+    differ from those of an uninterrupted one by rounding.
     """
     reward = config.sluice.reward
     sees_tokens = reward.partial_interval_ms > 0

@@ -1,9 +1,8 @@
-"""The sources of a run: what each has of its own, in a loop that they share.
+"""The sources of a run: the state of each, in one shared loop.
 
-A run without `sluice.sources` has one source without a name. Each source has its rows, its
-settings, its sampling strategy and its part of every batch; replicas, scorers and the ledger are
-shared. Where the fleet has no capacity for all, the source that is furthest behind its groups
-starts first.
+A run without `sluice.sources` has one source with an empty name. Each source has its rows,
+settings, sampling strategy and part of every batch; replicas, scorers and the ledger are shared. If
+the fleet lacks capacity for all, the source that lacks most of its groups starts first.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from sluice.algorithm.sources import groups_by_share, shares_by_yield, source_me
 
 @dataclass(slots=True, eq=False)
 class TrainingSource:
-    """One source.
+    """A source of training prompts.
 
     Attributes:
-        name: empty in a run without several.
-        share: of every batch, as configured.
-        follows_yield: whether the share moves with the yield.
-        settings: of its groups.
+        name: empty if the run has only one source.
+        share: its share of every batch, as configured.
+        follows_yield: whether the share follows the yield.
+        settings: the settings of its groups.
         prompts: its rows.
-        strategy: decides how many of its groups start, and which; learns from their ends.
+        strategy: decides how many groups start, and which; learns from their ends.
         groups: its groups, counted.
-        guard: knows whether its yield is hopeless.
+        guard: stops the run if its yield is too low.
         num_skipped: prompts skipped in a row.
     """
 
@@ -47,28 +46,28 @@ class TrainingSource:
 
     @property
     def num_groups(self) -> int:
-        """Its groups in the next batch."""
+        """The number of its groups in the next batch."""
         return self.groups.ages.batch_size
 
     def first_sequences(self, first_samples: int) -> int:
-        """Return the sequences of a group's first request, which is for so many samples.
+        """Return the number of sequences in a group's first request for `first_samples`.
 
-        The greedy response is of no use to a group that ends after its probes, so it is generated
-        with the rest.
+        A group that ends after its probes needs no greedy response, so that one comes with the
+        rest.
         """
         is_whole = first_samples >= self.settings.samples_per_group
         return first_samples + (is_whole and self.settings.greedy is not None)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether its rows have ended or, where they begin again, all end without being sampled."""
-        # Each epoch has another order, so two in a row hold a whole one wherever the count began.
+        """Whether its rows have ended or, if epochs repeat, all end without being sampled."""
+        # Every epoch has another order, so only two epochs' rows surely contain a whole epoch.
         has_none = self.guard.num_unsampled >= 2 * self.settings.epoch_rows
         return (bool(self.name) and has_none) or self.prompts.is_exhausted
 
     @property
     def is_drained(self) -> bool:
-        """Whether none of its groups runs and no more can start."""
+        """Whether no group of it runs and none can start."""
         return self.is_exhausted and not self.groups.num_in_flight
 
     def statistics(self) -> dict[str, float]:
@@ -84,8 +83,8 @@ class TrainingSources(dict[str, TrainingSource]):
         sources: at least one.
 
     Attributes:
-        has_dataset: whether rows are read at all.
-        batch_size: groups in a train batch, of all sources.
+        has_dataset: whether there is a data set.
+        batch_size: groups in a train batch, over all sources.
     """
 
     def __init__(self, sources: Sequence[TrainingSource]) -> None:
@@ -101,11 +100,11 @@ class TrainingSources(dict[str, TrainingSource]):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no more groups of a source can start: no batch comes without it."""
+        """Whether some source can start no more groups, so that no batch can be filled."""
         return any(one.is_exhausted for one in self.values())
 
     def lacking(self) -> str:
-        """Return the named sources that keep the next batch waiting, as in ``: slow 0 of 2``."""
+        """Return the named sources that the next batch waits for, such as ``: slow 0 of 2``."""
         found = [
             f"{one.name} {one.groups.num_kept} of {one.num_groups}"
             for one in self.values()
@@ -114,7 +113,7 @@ class TrainingSources(dict[str, TrainingSource]):
         return f": {', '.join(found)}" if found else ""
 
     def share_out(self) -> None:
-        """Give each source its part of the batches from here on, where shares follow yields."""
+        """Set each source's part of the later batches, if shares follow yields."""
         if not self._that_follow_yields:
             return
         yields = {one.name: one.strategy.estimate.mean for one in self._that_follow_yields}
@@ -127,10 +126,10 @@ class TrainingSources(dict[str, TrainingSource]):
 
 @dataclass(frozen=True, slots=True)
 class SourceLoad:
-    """One source as admission sees it.
+    """The state of a source that admission uses.
 
     Args:
-        mean_yield: share of its groups that will be kept, in (0, 1].
+        mean_yield: expected share of kept groups, in (0, 1].
         num_to_start: groups that may start now.
     """
 
@@ -141,17 +140,18 @@ class SourceLoad:
 
     @property
     def fill(self) -> float:
-        """Batches that its groups fill: leased, kept, and those in flight by its yield."""
+        """How many batches its groups fill: leased and kept ones, and those in flight by its
+        yield."""
         load = self.load
         expected = self.mean_yield * (load.num_in_flight - load.num_sure)
         return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
 
 
 def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Return the groups of all sources in one order that keeps each source's own.
+    """Merge the groups of all sources, keeping the order within each source.
 
-    Every part of it has the sources in the shares of the whole, as far as whole groups can: so has
-    every mini-batch that is cut from it.
+    Every part of the result, and so every mini-batch cut from it, holds the sources in the same
+    shares, up to whole groups.
     """
     places = [
         ((index + 0.5) / len(own), number, group)

@@ -1,13 +1,13 @@
 """Validation: the held-out set, sampled and graded with one policy version (verl's `_validate`).
 
-A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
-it is counted and left out of the means; too many of them end the validation (`check_failures`).
+A sample that could not be generated or graded, after all retries, has a failure as its outcome: it
+is counted and left out of the means. Too many failures end the validation (`check_failures`).
 
-One validation runs at a time; another waits for its end, within its own deadline. If the trainer
-publishes a newer version meanwhile, it holds some replicas at the validated one, and the rest of
-the prompts, and samples under way elsewhere, go to these.
+One validation runs at a time; the next one waits, within its deadline. If the trainer publishes a
+newer version meanwhile, it holds some replicas at the validated version, and these get the
+remaining prompts and the unfinished samples of other replicas.
 
-A stand-alone evaluation is a validation that stores each finished prompt, and skips stored ones.
+A stand-alone evaluation is a validation that stores each finished prompt and skips stored ones.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ from sluice.types import (
 MAX_GROUPS_AT_ONCE = 256
 ROWS_PER_READ = 64
 MAX_FAILED_SHARE = 0.1
-"""Largest share of failed samples: beyond it the means would describe another set of prompts."""
+"""Largest accepted share of failed samples: beyond it the means would describe another prompt
+set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationOrder:
-    """A request for a validation; `num_examples` responses are returned at most."""
+    """A request for a validation that returns at most `num_examples` responses."""
 
     policy_version: int
     samples_per_prompt: int
@@ -72,13 +73,14 @@ class ValidationOrder:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedPrompt:
-    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
+    """A validated prompt, kept for the means: without tokens, and with texts only if they will be
+    written.
 
     Attributes:
-        data_source: of the prompt.
+        data_source: the prompt's data source.
         outcomes: one per requested sample.
-        num_response_tokens: generated; 0 if the group could not be generated.
-        samples: to be written to a file.
+        num_response_tokens: tokens generated; 0 if the group could not be generated.
+        samples: the samples to write to a file.
     """
 
     data_source: str
@@ -88,7 +90,7 @@ class ValidatedPrompt:
 
     @property
     def scored(self) -> tuple[Scored, ...]:
-        """The outcomes that carry a number."""
+        """The outcomes with a score."""
         return tuple(o for o in self.outcomes if isinstance(o, Scored))
 
 
@@ -104,7 +106,7 @@ class ValidationExample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedValidation:
-    """Metrics by verl's names, with standard errors, and response tokens generated for them."""
+    """Metrics by verl's names, with standard errors, and the number of tokens generated."""
 
     metrics: dict[str, float]
     examples: list[ValidationExample]
@@ -113,7 +115,7 @@ class FinishedValidation:
 
 
 class ValidationRun:
-    """The validated prompts of one run, by position, and examples, spread over the whole set.
+    """The validated prompts of one run, by position, and examples from the whole set.
 
     Args:
         num_examples: largest number of responses to keep for display.
@@ -126,13 +128,13 @@ class ValidationRun:
 
     @property
     def prompts(self) -> list[ValidatedPrompt]:
-        """All of them, in the order of their positions."""
+        """All prompts in the order of their positions."""
         return [self._prompts[position] for position in sorted(self._prompts)]
 
     def add(
         self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
     ) -> None:
-        """Note a prompt; keep examples of the same positions in every validation."""
+        """Add a prompt; keep examples from the same positions in every validation."""
         self._prompts[position] = prompt
         if example is not None:
             self._examples[position] = example
@@ -140,7 +142,7 @@ class ValidationRun:
                 del self._examples[max(self._examples, key=_shuffled)]
 
     def result(self) -> FinishedValidation:
-        """Return verl's metrics over what could be scored, and the examples."""
+        """Return verl's metrics over the scored samples, and the examples."""
         prompts = self.prompts
         scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
         num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
@@ -158,12 +160,12 @@ class ValidationRun:
 
 
 def _shuffled(position: int) -> bytes:
-    """Return a position's place in a fixed random order: files hold a data source at a time."""
+    """Return a position's place in a fixed random order, since files are sorted by data source."""
     return hashlib.blake2b(position.to_bytes(8), digest_size=8).digest()
 
 
 class ValidationRows(Protocol):
-    """The rows of the validation set, once, and their number."""
+    """A stream of one pass over the validation rows, and their number."""
 
     @property
     def rows_per_epoch(self) -> int:
@@ -176,17 +178,18 @@ class ValidationRows(Protocol):
 
 
 class Validator:
-    """Validation runs.
+    """Runs validations.
 
     Args:
-        open_stream: opens the validation set; ``None``: there is none.
-        generator: generates groups, before any training group.
+        open_stream: opens the validation set; ``None`` without one.
+        generator: generates groups, with priority over training groups.
         grader: grades them as in training.
         on_tokens: called with the tokens generated for each group, whatever its outcome.
         failures: logs samples without a score.
-        dumps: write the responses to files.
+        dumps: writes the responses to files.
         announced_version: returns the version announced last.
-        store: of a stand-alone evaluation; ``None``: a validation begins with its first prompt.
+        store: the store of a stand-alone evaluation; ``None`` starts each validation from its first
+            prompt.
     """
 
     def __init__(
@@ -223,8 +226,8 @@ class Validator:
             NotReadyError: another version is announced, and no replica is held at this one.
             ValidationFailedError: a replica sampled with another version meanwhile, none that
                 serves this one is left, or more than `MAX_FAILED_SHARE` of the samples failed.
-            DeadlineError: not within `seconds`, the wait for another validation included.
-            ExceptionGroup: of `DataError`, if the set holds a row that cannot be used.
+            DeadlineError: not finished within `seconds`, including the wait for another validation.
+            ExceptionGroup: a group of `DataError`, if the set holds an unusable row.
         """
         if self._open_stream is None:
             raise InvalidRequestError("there is no validation set; set data.val_files")
@@ -359,7 +362,7 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
 
 
 def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> ValidationExample | None:
-    """Return the first response that was scored; ``None``: none was."""
+    """Return the first scored response; ``None`` if there is none."""
     prompt = group.prompt
     for rollout, outcome in zip(group.rollouts, outcomes, strict=True):
         if isinstance(outcome, Scored):

@@ -1,5 +1,5 @@
-"""Leased samples in the ledger's file: a lease with its committed turns and its end, until its
-prompt ends or its attempt is given up.
+"""Store leased samples in the ledger's file: each lease with its committed turns and its end, until
+the prompt ends or the attempt is given up.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class PostedEnd:
     """How a program ended its sample.
 
     Args:
-        reward: finite; ``None``: scorers grade the last answer.
-        failure: why the program failed; empty: it did not.
+        reward: a finite number; ``None`` to let scorers grade the last answer.
+        failure: why the program failed; empty if it did not.
     """
 
     reward: float | None = None
@@ -65,7 +65,8 @@ class CommittedTurn:
     """A turn that a program may have seen.
 
     Args:
-        messages: that its request adds to the turn that it continues; of a root, all of them.
+        messages: the messages that its request adds to the turn that it continues; for a root, all
+            messages.
         num_read: tokens that the policy read.
         prompt_token_ids: the prompt of its group, [prompt tokens].
     """
@@ -84,11 +85,11 @@ class LeaseRecord:
     Args:
         lease_id: secret.
         expires_s: when the lease expires, seconds since 1970.
-        turns: by the digests of their requests, in the order of their calls.
-        end: ``None``: none was posted.
-        limit: that the sample has reached; ``None``: it takes further requests.
-        holder: who has leased it; empty: nobody in particular.
-        keep_alive_s: seconds without a call of the holder after which it fails; 0: it does not.
+        turns: the turns by the digest of their request, in the order of the calls.
+        end: the posted end, if any.
+        limit: the limit that the sample has reached; ``None`` if it takes further requests.
+        holder: id of its holder; empty for an unnamed one.
+        keep_alive_s: seconds without a call of the holder after which it fails; 0 for no limit.
     """
 
     lease_id: str
@@ -123,13 +124,13 @@ class KeptLeases:
     """The leases of pending prompts.
 
     Args:
-        write: hands one change to the file.
-        is_pending: returns whether a prompt is; leases of others are not kept.
-        found: what the file holds.
+        write: writes one change to the file.
+        is_pending: returns whether a prompt is pending; leases of other prompts are not kept.
+        found: the leases in the file.
 
     Attributes:
-        found: what an earlier service left.
-        on_revoked: called with the id of a prompt whose leases are dropped.
+        found: the leases of an earlier service.
+        on_revoked: called with the id of each prompt whose leases are dropped.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class KeptLeases:
         self._prompts = {record.prompt_id for record in found}
 
     def taken(self, record: LeaseRecord) -> bool:
-        """Keep a new lease, in place of the sample's earlier one; return whether it is kept."""
+        """Keep a new lease, replacing the sample's earlier one; return whether it is kept."""
         if not self._is_pending(record.prompt_id):
             return False
         self._prompts.add(record.prompt_id)
@@ -157,11 +158,11 @@ class KeptLeases:
         return True
 
     def given_back(self, lease_id: str) -> None:
-        """Drop a lease that no program got."""
+        """Drop a lease that no program received."""
         self._write(*_forget("lease_id = ?", (lease_id,)))
 
     def committed(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
-        """Keep the turn with this number of a kept lease; with the first one its prompt."""
+        """Keep a turn of a kept lease by its number; with the first turn also the prompt."""
         statements: list[Statement] = [(_COMMIT, (lease_id, number, digest, encode_turn(turn)))]
         if number == 0:
             prompt = turn.prompt_token_ids.astype("<u4").tobytes()
@@ -169,11 +170,11 @@ class KeptLeases:
         self._write(*statements)
 
     def reached(self, lease_id: str, limit: EpisodeEnd) -> None:
-        """Keep that a kept lease takes no further request."""
+        """Record that a kept lease takes no further request."""
         self._write((_LIMIT, (limit.value, lease_id)))
 
     def ended(self, lease_id: str, end: PostedEnd) -> None:
-        """Keep the end of a kept lease."""
+        """Record the end of a kept lease."""
         self._write((_END, (msgspec.msgpack.encode(end), lease_id)))
 
     def revoke(self, prompt_id: str) -> None:
@@ -196,8 +197,8 @@ def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
     """Return the file's leases.
 
-    Drop those whose prompts are not pending. If one cannot be read, drop all leases of its prompt,
-    with a warning: its samples are generated again.
+    Drop leases whose prompts are not pending. If a lease cannot be read, warn and drop all leases
+    of its prompt: its samples are generated again.
 
     Raises:
         sqlite3.Error: the file is damaged.
@@ -251,7 +252,7 @@ def _record(
 
 
 def encode_turn(committed: CommittedTurn) -> bytes:
-    """Encode a turn; its group's prompt, experts, its reward and its seconds are left out."""
+    """Encode a turn without its group's prompt, experts, reward and seconds."""
     turn = committed.turn
     return msgspec.msgpack.encode(
         _LeaseBody(
@@ -272,10 +273,10 @@ def encode_turn(committed: CommittedTurn) -> bytes:
 
 
 def decode_turn(body: bytes, prompt_token_ids: TokenIds) -> CommittedTurn:
-    """Return the turn of a body, of a group with this prompt, [prompt tokens].
+    """Decode a turn of a group with this prompt, [prompt tokens].
 
     Raises:
-        msgspec.MsgspecError, ValueError: the bytes are none.
+        msgspec.MsgspecError, ValueError: the bytes encode no turn.
     """
     found = msgspec.msgpack.decode(body, type=_LeaseBody)
     turn = Turn(

@@ -2,17 +2,17 @@
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
 ended + pending at every instant. The state of a pending prompt is not written: its samples die with
-their process (`services.reward.group_table`), except those that programs have leased (`leases`). A
-prompt read back from a file waits again or is leased.
+the process (`services.reward.group_table`), except samples leased to programs (`leases`). A prompt
+read back from a file waits again or is leased.
 
-The ledger answers from memory. With a file it also hands every change to a writer thread, which
-commits the changes in their order. A caller that must not be wrong about what survives waits for
-`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. If the
-process dies, the newest other changes may be lost: all those after some moment. Then their prompts
-are pending, and their samples are generated again.
+The ledger answers from memory. With a file it also passes every change to a writer thread, which
+commits the changes in order. Callers whose changes must survive wait for `durable`: for a client's
+receipt or outcome, a leased batch, an acknowledgement. If the process dies, all changes after some
+moment may be lost. Their prompts are then pending, and their samples are generated again.
 
-A data-set prompt that ended leaves its position. An ended client's prompt stays whole until so many
-others have ended after it, but keeps its images only if it was trained: it may be issued again.
+Of an ended data-set prompt the ledger keeps the position. An ended client's prompt stays whole
+until `ended_ids` others have ended, but keeps its images only if it was trained, since it may be
+issued again.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 logger = logging.getLogger(__name__)
 
 ENDED_IDS_REMEMBERED = 65_536
-"""Clients' prompts that ended last, whose ids cannot be used again; with 500 bytes each 32 MiB."""
+"""The last ended clients' prompts to remember: their ids cannot be reused. At 500 bytes each, 32
+MiB."""
 ACKNOWLEDGED_REMEMBERED = 64
-"""Batches acknowledged last, whose acknowledgement may be repeated after a restart."""
+"""The last acknowledged batches to remember: these may be acknowledged again after a restart."""
 STRIKES_REMEMBERED = 65_536
-"""Prompts with strikes, those struck last."""
+"""The last prompts with strikes to remember."""
 MAX_DETAIL_CHARS = 1000
 
 _ACCEPT = "INSERT INTO pending VALUES (?, ?, ?, ?)"
@@ -94,27 +95,27 @@ class PromptLedger:
     """The ledger of one run.
 
     Args:
-        path: its file, which is made with its folder if missing; ``None``: the ledger is in memory
-            and dies with the process.
+        path: the file, created with its folder if missing; ``None`` keeps the ledger in memory
+            only.
         ended_ids: how many ended clients' prompts are remembered.
 
     Attributes, which only this class writes:
-        prompts: those that are pending, by id.
-        ended: the clients' prompts that ended last, by id, the oldest first.
+        prompts: the pending prompts, by id.
+        ended: the last ended clients' prompts, by id, the oldest first.
         num_submitted: prompts accepted so far.
-        num_clients_pending: clients' prompts that are pending.
+        num_clients_pending: pending clients' prompts.
         client_image_bytes: images of these prompts, bytes.
-        open_lease: the batch at the trainer, also when it was leased before a restart.
-        newest_leased_version: version of the newest batch that was leased and not voided, since
-            the trainer began, also by an earlier service; ``None``: there was none.
+        open_lease: the leased batch, even if leased before a restart.
+        newest_leased_version: version of the newest batch leased and not voided since the trainer
+            began, including by an earlier service; ``None`` without one.
         num_acknowledged: groups of all acknowledged batches.
-        trainer: the instance that announced itself last.
-        leases: samples of pending prompts that programs work on.
-        all_strikes: strikes in a row of the prompts that have any, by `prompt_key`.
+        trainer: the instance of the trainer that announced itself last.
+        leases: samples of pending prompts that are leased to programs.
+        all_strikes: the strikes in a row of each prompt that has any, by `prompt_key`.
 
     Raises:
-        DataError: the file is damaged, in use, of another program or of another format; raised by
-            a change: the file cannot be written any more.
+        DataError: the file is damaged, in use, or has another program's or format's content; from a
+            change: the file can no longer be written.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class PromptLedger:
             self._writer.close()
 
     async def failure(self) -> DataError:
-        """Wait until the file cannot be written; the service must end then. Return why."""
+        """Wait until the file can no longer be written; return why. The service must then end."""
         assert self._writer is not None
         return await self._writer.failure()
 
@@ -180,7 +181,7 @@ class PromptLedger:
         return self._writer.noted if self._writer is not None else 0
 
     async def durable(self, change_number: int | None = None) -> None:
-        """Wait until the changes up to this number (``None``: all) are on the disk.
+        """Wait until the changes up to this number (``None``: all) are on disk.
 
         Raises:
             DataError: the file cannot be written.
@@ -193,12 +194,12 @@ class PromptLedger:
 
     @property
     def num_pending(self) -> int:
-        """Prompts accepted and not ended."""
+        """The number of prompts accepted and not ended."""
         return len(self.prompts)
 
     @property
     def by_end(self) -> Mapping[PromptEnd, int]:
-        """Prompts that ended so far, by how."""
+        """The number of ended prompts, by how they ended."""
         return {end: self._by_end[end] for end in PromptEnd}
 
     def next_sequence(self) -> int:
@@ -211,7 +212,7 @@ class PromptLedger:
         return tuple(sorted(self.prompts.values(), key=lambda prompt: prompt.sequence))
 
     def check_unused(self, prompt_id: str) -> None:
-        """Raise `InvalidRequestError` if a prompt that is pending or remembered has this id."""
+        """Raise `InvalidRequestError` if a pending or remembered prompt has this id."""
         if prompt_id in self.prompts or prompt_id in self.ended:
             raise InvalidRequestError(
                 f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
@@ -221,8 +222,8 @@ class PromptLedger:
         """Accept a prompt.
 
         Raises:
-            InvalidRequestError: a pending prompt or a recently ended prompt of a client has this
-                id, or a client's prompt cannot be encoded.
+            InvalidRequestError: a pending or recently ended client's prompt has this id, or a
+                client's prompt cannot be encoded.
         """
         body, is_client = None, prompt.origin is PromptOrigin.CLIENT
         if self._writer is not None or is_client:
@@ -231,7 +232,7 @@ class PromptLedger:
             except InvalidRequestError as error:
                 if is_client:
                     raise
-                # Scorers cannot get such a row either. A restarted service issues it again.
+                # Such a row cannot be sent to scorers either. A restarted service issues it again.
                 logger.warning("%s: %s", prompt.place, error)
         self.check_unused(prompt.prompt_id)
         self._add(prompt)
@@ -252,7 +253,7 @@ class PromptLedger:
         Args:
             step: the train step that used it.
             rewards: of its samples.
-            detail: further words; the first `MAX_DETAIL_CHARS` are kept.
+            detail: more text, cut to `MAX_DETAIL_CHARS`.
 
         Raises:
             NotFoundError: the prompt is not pending.
@@ -287,8 +288,8 @@ class PromptLedger:
         """Write a prompt's end.
 
         Args:
-            forgotten: an earlier ended prompt, which the ledger forgets because of this one.
-            of_position: what writes the end of its row.
+            forgotten: an earlier ended prompt that the ledger forgets in exchange.
+            of_position: the statements that record the end of its row.
         """
         prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
         statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (ended.end.value,))]
@@ -304,7 +305,7 @@ class PromptLedger:
         self._write(*statements)
 
     async def trained_after(self, step: int) -> tuple[Prompt, ...]:
-        """Return clients' prompts that later steps trained, as far as they are remembered whole.
+        """Return the clients' prompts that later steps trained, if still remembered whole.
 
         A ledger in memory keeps none of them.
         """
@@ -323,21 +324,21 @@ class PromptLedger:
     # ----------------------------------------------------------------------------------- data set
 
     def progress(self, also_ended: Iterable[Prompt] = ()) -> DataProgress:
-        """Return which data-set positions ended, those of the prompts `also_ended` included."""
+        """Return the data-set positions that ended, including those of the prompts `also_ended`."""
         return self._positions.progress(also_ended)
 
     def restart_data(self, progress: DataProgress) -> DataProgress:
-        """Take `progress` for what ended so far, as after a trainer's resume.
+        """Replace the ended positions by `progress`, as after a trainer's resume.
 
         Returns:
-            where the data set continues: past ended positions and positions pending here.
+            where the data set continues: after ended positions and positions pending here.
         """
         self._positions = SourcePositions(progress)
         self._write(*self._positions.rewritten())
         return self.progress(self.prompts.values())
 
     def forget_data(self) -> None:
-        """Forget the data-set prompts that are pending: their rows are issued again."""
+        """Forget pending data-set prompts, whose rows will be issued again."""
         for prompt in self.pending():
             if prompt.position is not None:
                 self._remove(prompt.prompt_id)
@@ -348,10 +349,10 @@ class PromptLedger:
     # -------------------------------------------------------------------------------------- lease
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
-        """Give pending prompts to the trainer, in the one lease that is open.
+        """Lease pending prompts to the trainer. Only one lease is open at a time.
 
         Raises:
-            NotFoundError: one of them is not pending.
+            NotFoundError: a prompt is not pending.
         """
         missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self.prompts]
         if missing:
@@ -362,10 +363,10 @@ class PromptLedger:
         self._write((_LEASE, (batch_id, version, packed)))
 
     def is_leased(self, batch_id: str) -> bool:
-        """Return whether a batch is the open lease; ``False``: it was acknowledged before.
+        """Return whether a batch is the open lease; ``False`` if it was acknowledged before.
 
         Raises:
-            NotFoundError: no such batch is open or among the last that were acknowledged.
+            NotFoundError: the batch is neither open nor among the last acknowledged ones.
         """
         if batch_id in self._acknowledged:
             return False
@@ -379,7 +380,7 @@ class PromptLedger:
         return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self.prompts)
 
     def void_lease(self) -> None:
-        """Void the open lease, if there is one: its prompts are pending again."""
+        """Void the open lease, if any: its prompts are pending again."""
         statements: list[Statement] = [(_FORGET_LEASE, ())]
         if self.open_lease is not None:
             self.newest_leased_version = self.open_lease.version - 1
@@ -388,7 +389,7 @@ class PromptLedger:
         self._write(*statements)
 
     def acknowledge(self) -> None:
-        """Close the open lease; all its prompts have ended as trained.
+        """Close the open lease after all its prompts have ended as trained.
 
         Their ends reach the file first: a process that dies in between finds the lease open.
         """
@@ -410,9 +411,9 @@ class PromptLedger:
         self._write(*statements)
 
     def begin_trainer(self, instance_id: str, version: int) -> None:
-        """Note the trainer's instance, which has leased nothing yet, and begins with `version`.
+        """Note a new trainer instance, which has leased nothing yet and begins with `version`.
 
-        Its policy may be older than the turns of samples that programs work on: they are dropped.
+        Drop the leased samples: their turns may come from a newer policy than the trainer's.
         """
         self.leases.revoke_all()
         self.trainer = instance_id
@@ -426,7 +427,7 @@ class PromptLedger:
 
     @property
     def num_rollbacks(self) -> int:
-        """Return the number of versions that have the weights of an earlier one."""
+        """Return how many versions have the weights of an earlier one."""
         return len(self._rollbacks)
 
     def is_rolled_back(self, version: int) -> bool:
@@ -441,7 +442,7 @@ class PromptLedger:
     # ------------------------------------------------------------------------------------ strikes
 
     def note_strikes(self, key: str, strikes: int) -> None:
-        """Set a prompt's strikes; of prompts with strikes the last are remembered."""
+        """Set a prompt's strikes; remember only the last prompts with strikes."""
         self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
         self.all_strikes.pop(key, None)
         if strikes:
@@ -462,13 +463,13 @@ class PromptLedger:
         return prompt
 
     def _write(self, *statements: Statement) -> None:
-        """Hand one change to the writer: all of its statements reach the file, or none."""
+        """Pass a change to the writer: all its statements reach the file, or none."""
         if self._writer is not None:
             self._writer.write(statements)
 
 
 def not_leased(batch_id: str) -> NotFoundError:
-    """Return the error of a call that names a batch which is not leased."""
+    """Return the error for a call that names a batch that is not leased."""
     return NotFoundError(
         f"batch '{batch_id}' is not leased (it was voided, or never existed); take the next batch"
     )
@@ -482,7 +483,7 @@ def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
 
 
 def _client_image_bytes(prompt: Prompt) -> int:
-    """Count the bytes of a client's images; running groups bound the data set's images."""
+    """Count the bytes of a client's images; running groups limit the data set's images."""
     if prompt.origin is not PromptOrigin.CLIENT:
         return 0
     return sum(map(len, prompt.images))

@@ -1,8 +1,8 @@
-"""The content of a ledger, and its file `<run_dir>/reward/ledger.sqlite`: tables, format, opening;
-which rows ended.
+"""The content of a ledger and its file `<run_dir>/reward/ledger.sqlite`: tables, format, reading,
+ended rows.
 
-WAL mode, and every commit is synchronous: it survives a crash of the machine. One reward
-service at a time holds the file, by an exclusive lock that ends with its process.
+The file is in WAL mode, and every commit is synchronous, so it survives a crash of the machine.
+Only one reward service at a time holds the file, by an exclusive lock that ends with its process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ CREATE TABLE lease_turns (
 );
 """
 
-# What writes which rows ended.
+# Statements that record which rows ended.
 _END = "INSERT OR IGNORE INTO ended_positions VALUES (?, ?)"
 _FORGET = "DELETE FROM ended_positions"
 _FORGET_PROGRESS = "DELETE FROM source_progress"
@@ -121,9 +121,9 @@ def ledger_file(path: Path) -> SqliteFile:
 class _Body(msgspec.Struct, frozen=True, array_like=True):
     """The content of a prompt; `images` holds the digests of the images, which are stored apart.
 
-    MessagePack, as `extra_info` also travels to the scorers: a prompt read back gets the same
-    grade. A ground truth that is JSON is an array of its text, so that the bytes of the others,
-    whose digests ledgers hold, are those of earlier versions.
+    In MessagePack, like the `extra_info` sent to scorers, so that a prompt read back gets the same
+    grade. A JSON ground truth is an array that holds its text, so that other prompts keep the
+    bytes, and digests, of earlier versions of sluice.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -149,7 +149,7 @@ class EndedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class OpenLease:
-    """A batch for `version` that the trainer has leased and not acknowledged yet."""
+    """A batch for `version` that the trainer has leased but not acknowledged."""
 
     batch_id: str
     version: int
@@ -216,7 +216,7 @@ def decode_prompt(
 
     Raises:
         msgspec.MsgspecError: the bytes are no body.
-        ValueError: the images are others.
+        ValueError: the images are not those of the body.
     """
     found = msgspec.msgpack.decode(body, type=_Body)
     if found.images != tuple(map(body_digest, images)):
@@ -239,7 +239,7 @@ def decode_prompt(
 
 
 def body_digest(body: bytes) -> bytes:
-    """Return BLAKE2b of a body or an image, 16 bytes, to recognise content that is sent again."""
+    """Return the BLAKE2b digest of a body or an image, 16 bytes, to recognise repeated content."""
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -300,7 +300,7 @@ def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt,
 
 
 def pack_rewards(rewards: Sequence[float]) -> bytes:
-    """Return rewards as a column holds them: float64."""
+    """Pack rewards for their column: float64."""
     return array(_REWARD, rewards).tobytes()
 
 
@@ -383,7 +383,7 @@ class SourcePositions:
         self._by_source |= {name: _Positions(one) for name, one in progress.sources.items()}
 
     def end(self, source: str, position: int) -> list[Statement]:
-        """Note that a row ended; return what writes it."""
+        """Note that a row ended; return the statements that record it."""
         found = self._of(source)
         before = found.low_water
         found.end(position)
@@ -394,7 +394,7 @@ class SourcePositions:
         return []
 
     def progress(self, also_ended: Iterable[Prompt] = ()) -> DataProgress:
-        """Return what ended, the positions of the prompts `also_ended` included."""
+        """Return the ended positions, including those of the prompts `also_ended`."""
         also: dict[str, list[int]] = {}
         for prompt in also_ended:
             if prompt.position is not None:
@@ -405,7 +405,7 @@ class SourcePositions:
         return DataProgress(own.low_water, own.ended_above, found)
 
     def rewritten(self) -> Iterator[Statement]:
-        """Yield what replaces all that was written before."""
+        """Yield the statements that replace all ended positions in the file."""
         yield from ((_FORGET, ()), (_FORGET_PROGRESS, ()))
         for source, found in self._by_source.items():
             yield self._low_water(source, found.low_water)[0]
@@ -417,5 +417,5 @@ class SourcePositions:
 
     @staticmethod
     def _low_water(source: str, low_water: int) -> list[Statement]:
-        """Return what writes it, and then what forgets the positions below."""
+        """Return the statements that write the low-water mark and delete the positions below it."""
         return [(_LOW_WATER, (source, low_water)), (_BELOW, (source, low_water))]

@@ -1,16 +1,15 @@
-"""Write changes of a ledger to its file in order, many in one commit.
+"""Write a ledger's changes to its file in order, many per commit.
 
-Consumes: changes, each of several statements. Waits for: a change; then, while no caller waits for
-a commit, a moment for more of them. Produces: commits, each with all changes that were there; wakes
-the callers that wait for one.
-On failure: the first error ends the thread, and with it every wait and every further change.
-On shutdown: `close` writes what is left.
+Consumes: changes of several statements each. Waits for: a change; then, unless a caller waits for a
+commit, a moment for more changes. Produces: commits of all queued changes; wakes the callers that
+wait for one. On failure: the first error ends the thread, and with it every wait and every further
+change. On shutdown: `close` writes what is left.
 
 The file holds a prefix of the changes at every moment, since one thread writes them in order.
 
-`concurrency.threads.BoundedWriter` does not fit: it drops items that do not fit or cannot be
-written, and no caller can wait for an item. Here a change blocks its caller rather than getting
-lost, callers wait for the commit of their change, and a failed write is final.
+`concurrency.threads.BoundedWriter` does not suit: it drops items when it is full or cannot write,
+and callers cannot wait for an item. Here a change blocks its caller rather than getting lost,
+callers can wait for the commit, and a failed write is final.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ ResultT = TypeVar("ResultT")
 
 
 class LedgerWriter:
-    """One thread that owns a database.
+    """A thread that owns a database.
 
     Args:
-        database: in autocommit mode; closed at the end.
+        database: a connection in autocommit mode; closed at the end.
         unusable: converts an error of the database to the error that calls raise.
 
     Attributes:
@@ -64,10 +63,10 @@ class LedgerWriter:
         self._thread.start()
 
     def write(self, statements: Sequence[Statement]) -> None:
-        """Write one change: all of its statements, or none, reach the file.
+        """Queue a change: all its statements reach the file, or none.
 
         Raises:
-            DataError: the file cannot be written, or not for `COMMIT_TIMEOUT_S`.
+            DataError: the file cannot be written, or the queue was full for `COMMIT_TIMEOUT_S`.
         """
         with self._changed:
             has_capacity = self._changed.wait_for(self._has_capacity, COMMIT_TIMEOUT_S)
@@ -81,7 +80,7 @@ class LedgerWriter:
                 self._changed.notify_all()
 
     async def committed(self, change_number: int) -> None:
-        """Wait until the first `change_number` changes are on the disk.
+        """Wait until the first `change_number` changes are on disk.
 
         Raises:
             DataError: the file cannot be written.
@@ -103,7 +102,7 @@ class LedgerWriter:
         return await asyncio.wrap_future(self._failure)
 
     async def read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """Run a query over all changes so far, in a thread between two commits.
+        """Run a query that sees all changes so far, in a thread between two commits.
 
         Raises:
             DataError, DeadlineError: as for `committed`; or the file cannot be read.
@@ -112,7 +111,7 @@ class LedgerWriter:
         return await asyncio.to_thread(self._query, query)
 
     def close(self) -> None:
-        """Write what is left and close the file. Errors of these last writes are not raised."""
+        """Write the remaining changes and close the file. Do not raise errors of these writes."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -143,7 +142,7 @@ class LedgerWriter:
         self._fail(self._unusable("it was closed"))
 
     def _next_changes(self) -> list[Sequence[Statement]] | None:
-        """Return all changes that wait; ``None`` at the end."""
+        """Return all queued changes; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if not self._is_urgent():

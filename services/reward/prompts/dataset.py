@@ -1,10 +1,10 @@
-"""Stream the rows of the data set, shuffled, epoch after epoch, resumable at any row.
+"""Stream the rows of the data set, shuffled in each epoch and resumable at any row.
 
 A *position* counts rows over all epochs: position p is row ``p % N`` of epoch ``p // N`` in that
 epoch's order. The order depends on (seed, epoch) alone: blocks (row groups of Parquet, a thousand
 lines of JSON) come in random order, are cut into windows of `shuffle_buffer_rows` rows, and each
 window is permuted. Memory holds one window. A stream can start at any position without reading the
-rows before it, because the sizes of the blocks show which of them to skip.
+rows before it, because the block sizes show which blocks to skip.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class IssuedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """The settings that decide which row a position holds.
+    """The settings that map positions to rows.
 
     Every epoch uses the same `max_samples` rows: a random choice if `choose_at_random`, else the
     first ones. ``None`` uses all rows.
@@ -81,7 +81,7 @@ class PromptStream:
 
     Args:
         files: checked files.
-        order: shuffling.
+        order: settings of the shuffling.
         total_epochs: number of epochs.
         progress: positions that ended earlier; the stream skips them.
         images: limits of the rows' images; ``None`` reads none.

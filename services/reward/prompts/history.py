@@ -1,4 +1,4 @@
-"""Keep what earlier attempts showed (`<run_dir>/reward/prompt_memory.sqlite`).
+"""Store the results of earlier attempts (`<run_dir>/reward/prompt_memory.sqlite`).
 
 One SQLite file in WAL mode: saved histories survive the process, however it ends. A history is
 read when its prompt is issued, so memory does not grow with the data set. Histories are written in

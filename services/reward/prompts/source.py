@@ -1,4 +1,4 @@
-"""Choose the next prompt: waiting prompts in order of issue, then the data set at its pace.
+"""Choose the next prompt: waiting prompts in order of issue, then the data set.
 
 Waiting prompts come from clients, or start again. Data-set prompts are accepted in the data set's
 order, a few ahead, and start in the order that `AdmissionOrder` gives them.
@@ -24,11 +24,11 @@ ROWS_PER_READ = 64
 _KEY_BYTES = 16
 _FRAME = Struct("<Q").pack
 DATASET_ID_PREFIX, VALIDATION_ID_PREFIX = "data-", "validation-"
-"""What the ids of the run's own prompts begin with."""
+"""The prefix of the ids of data-set prompts."""
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
+    """Return the BLAKE2b digest of messages, ground truth and images: 16 bytes in hexadecimal."""
     digest = blake2b(digest_size=_KEY_BYTES)
     texts = [text for turn in prompt.messages for text in (turn.role, turn.content)]
     for text in (*texts, prompt.ground_truth):
@@ -40,18 +40,18 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 class PromptSource:
-    """Prompts to issue.
+    """Issues the prompts of a source.
 
     Args:
         groups: accepts the prompts read from the data set.
         open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
         forecast: how long groups take.
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
-        name: of the source; empty in a run without several.
-        environment: what plays rows that do not name one; ``None``: what the run says.
+        name: the source's name; empty if it is the only one.
+        environment: the environment of rows that name none; ``None`` for the run's.
 
     Attributes:
-        has_dataset: whether there is a data set at all.
+        has_dataset: whether there is a data set.
         has_one_in_hand: an issued prompt counts as waiting until its admission is decided.
     """
 
@@ -87,7 +87,7 @@ class PromptSource:
         return self._at_end and not self._issued and not self.num_waiting
 
     def start_data(self, progress: DataProgress) -> None:
-        """Read from `progress` on; forget rows that were read ahead."""
+        """Read from `progress` on; drop rows that were read ahead."""
         self._issued.clear()
         self._at_end = False
         self._stream = self._open_stream(progress) if self._open_stream else None
@@ -97,21 +97,21 @@ class PromptSource:
         heappush(self._waiting, (prompt.sequence, prompt))
 
     def forget_data(self) -> None:
-        """Issue no data-set prompt that waits: `GroupTable` has forgotten them."""
+        """Drop the waiting data-set prompts, which `GroupTable` has forgotten."""
         self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
         heapify(self._waiting)
         self._in_line.clear()
         self._order.clear()
 
     async def next_prompt(self, version: int, now_s: float) -> Prompt | None:
-        """Return the next prompt, which is accepted; ``None`` if there is none now.
+        """Return the next accepted prompt; ``None`` if there is none now.
 
         Args:
             version: the announced policy version.
             now_s: now, on the forecast's clock.
 
         Raises:
-            DataError: the data set holds a row that cannot be used.
+            DataError: the data set holds an unusable row.
         """
         while not self._waiting and len(self._in_line) < self._num_in_line:
             stream = self._stream

@@ -75,7 +75,7 @@ class SubmissionSession:
         self._events.put_nowait(None)
 
     def lose(self) -> None:
-        """Give up one prompt: another call waits for it from now on."""
+        """Stop waiting for a prompt: from now on another call waits for it."""
         self.num_open -= 1
         self._events.put_nowait(None)
 
@@ -131,11 +131,12 @@ class Submissions:
         self._open_sessions: set[SubmissionSession] = set()
 
     def submit(self, sent: Prompt, session: SubmissionSession) -> None:
-        """Accept or refuse a prompt, or find it again, and put the receipt into the session.
+        """Accept or refuse a prompt, or recognise a repeated one, and put the receipt into the
+        session.
 
         Args:
-            sent: as its client sent it; an accepted one gets its sequence here.
-            session: of the call.
+            sent: the prompt as the client sent it; gets its sequence here if accepted.
+            session: the session of the call.
         """
         if (ended := self._known_end(sent)) is not None:
             session.put(Receipt(sent.prompt_id, ended.sequence))
@@ -194,8 +195,8 @@ class Submissions:
         """Accept a new prompt.
 
         Raises:
-            InvalidRequestError, DataError: it will never be accepted; checked first.
-            ExhaustedError: the client waits and sends the prompt again.
+            InvalidRequestError, DataError: it can never be accepted; checked first.
+            ExhaustedError: the client should wait and send the prompt again.
         """
         _check_fields(sent)
         if self._check_data_source is not None:
@@ -240,7 +241,7 @@ class Submissions:
             )
 
     def _known_pending(self, sent: Prompt, session: SubmissionSession) -> Prompt | None:
-        """Return the pending prompt that another call sends again, if it is one."""
+        """Return the pending prompt that `sent` repeats from another call, if any."""
         prompt = self._ledger.prompts.get(sent.prompt_id)
         # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
@@ -248,7 +249,7 @@ class Submissions:
         return prompt if replace(sent, sequence=prompt.sequence) == prompt else None
 
     def _known_end(self, sent: Prompt) -> EndedPrompt | None:
-        """Return the end of an ended prompt that is sent again."""
+        """Return the end of an ended prompt that `sent` repeats."""
         ended = self._ledger.ended.get(sent.prompt_id)
         if ended is None:
             return None

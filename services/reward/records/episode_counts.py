@@ -1,6 +1,4 @@
-"""Count what graded episodes did: turns, roots, calls of tools, ends, and where their time went; in
-all, and by environment.
-"""
+"""Count turns, roots, tool calls, ends and time of graded episodes, by environment too."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from sluice.types import (
 )
 
 MAX_ENVIRONMENTS = 32
-"""Each has metrics of its own; the episodes of further ones count as `OTHER`'s."""
+"""The most environments with separate metrics; episodes of others count as `OTHER`'s."""
 OTHER = "other"
 _MOST_NAME_CHARS = 64
 _PARTS = ("queue", "model", "environment")
@@ -32,12 +30,12 @@ _OF_EPISODES = (FailureKind.ENVIRONMENT, FailureKind.AGENT)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentNames:
-    """How files and metrics name the environment of a row.
+    """Names the environment of a row in files and metrics.
 
     Args:
-        only: the run's, for rows that name none.
-        rows_choose: whether a row may name another one; else its name is for the run's.
-        by_default: whether rows that name none are played with an environment.
+        only: the run's environment, for rows that name none.
+        rows_choose: whether a row may name another environment; otherwise its name means the run's.
+        by_default: whether rows that name none have an environment.
     """
 
     only: str = OTHER
@@ -45,8 +43,8 @@ class EnvironmentNames:
     by_default: bool = False
 
     def of(self, prompt: Prompt) -> str | None:
-        """Return the name, at most 64 characters, all printable, without a slash, which separates
-        the parts of metrics' names; ``None``: the samples of the row are one answer."""
+        """Return the name: at most 64 printable characters without a slash, which separates the
+        parts of metric names; ``None`` if the row has no environment."""
         chosen = environment_of(prompt.extra_info, by_default=self.by_default)
         if chosen is None:
             return None
@@ -55,7 +53,7 @@ class EnvironmentNames:
 
 
 def calls_of(turn: Turn) -> tuple[ToolCall, ...]:
-    """Return the calls of tools in a turn's answer."""
+    """Return the tool calls in a turn's answer."""
     return turn.answer.tool_calls if turn.answer else ()
 
 
@@ -69,19 +67,19 @@ def seconds_of(rollout: Rollout) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Means:
-    """Means over episodes, by the name of their metric."""
+    """Means over episodes, by metric name."""
 
     num: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add an episode's."""
+        """Add the values of an episode."""
         self.num += 1
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def taken(self) -> dict[str, float]:
-        """Return them."""
+        """Return the means."""
         return {name: total / self.num for name, total in self.sums.items()}
 
 
@@ -89,7 +87,7 @@ class EpisodeStatistics:
     """An observer that counts the episodes since the last batch.
 
     Args:
-        tool_names: of the tools that were offered; a policy may write any other name.
+        tool_names: names of the offered tools; a policy may write other names.
     """
 
     def __init__(
@@ -98,8 +96,8 @@ class EpisodeStatistics:
         environments: EnvironmentNames = EnvironmentNames(),
     ) -> None:
         self._tool_names, self._names = tool_names, environments
-        self._known: set[str] = set()  # the first names, each counted apart
-        self._means: dict[str, _Means] = {}  # by the beginning of their names
+        self._known: set[str] = set()  # the first names, each counted separately
+        self._means: dict[str, _Means] = {}  # by the prefix of their names
         self._counts = Counter[str]()
 
     def observe(self, event: GroupEvent) -> None:
@@ -112,7 +110,7 @@ class EpisodeStatistics:
             self.not_generated(group.prompt, ending.failed.kind, group.num_ungraded)
 
     def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
-        """Count graded samples of a prompt; those without an environment are left out."""
+        """Count graded samples of a prompt, except samples without an environment."""
         for rollout, outcome in samples:
             has_played = rollout.end is not None or len(rollout.turns) > 1
             own = self._own(prompt, is_real=has_played)
@@ -135,10 +133,11 @@ class EpisodeStatistics:
             self._counts["train/episode_ends/failed"] += num_samples
 
     def _own(self, prompt: Prompt, *, is_real: bool) -> str | None:
-        """Return the beginning of an environment's metrics; ``None``: the row has none.
+        """Return the prefix of an environment's metric names; ``None`` if the row has no
+        environment.
 
-        A client may send any name: only one that is real, or that a data-set row has, is counted
-        apart.
+        A client may send any name, so only real ones and those of data-set rows are counted
+        separately.
         """
         name = self._names.of(prompt)
         if name is None:
@@ -177,7 +176,7 @@ class EpisodeStatistics:
                     self._counts["train/unknown_tool_calls"] += 1
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the interval and begin again; none without episodes."""
+        """Return the metrics of the interval and begin a new one; empty without episodes."""
         means, counts = self._means, self._counts
         self._means, self._counts = {}, Counter()
         if not counts.total():

@@ -1,6 +1,6 @@
-"""Observe what fails. `FailureLog` logs failures by their reason: the first of a kind with all that
-helps, the others as a count. `YieldGuard` stops a run that cannot train, with an explanation: its
-first groups all fail for one reason, or its data hardly yield any group that is kept.
+"""Observe failures. `FailureLog` logs them by reason: the first of a kind in detail, later ones as
+a count. `YieldGuard` stops, with an explanation, a run that cannot train: its first groups all fail
+for one reason, or almost no group is kept.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _VARIES = re.compile(
 
 
 def reason_of(detail: str) -> str:
-    """Return what the failures of one kind share.
+    """Return the text that failures of one kind share.
 
-    It is the type and the place of an exception in the author's code, else the detail without
-    what differs from sample to sample.
+    It is the type and place of an exception in the user's code, else the detail without the parts
+    that vary between samples.
     """
     if place := _PLACE.search(detail):
         kind = _TYPE.search(detail)
@@ -53,8 +53,8 @@ class _Counted:
 class FailureLog:
     """An observer that warns of failures.
 
-    The first failure of a reason gets a line with the prompt and the last frames of the scorer;
-    then one line every `COUNT_EVERY_S` says how many there are so far. Reasons beyond the first
+    The first failure of a reason gets a line with the prompt and the scorer's innermost frames;
+    after that, one line every `COUNT_EVERY_S` gives the count so far. Reasons beyond the first
     `MOST_REASONS` share one such line.
     """
 
@@ -63,7 +63,7 @@ class FailureLog:
         self._reasons: dict[str, _Counted] = {}
 
     def observe(self, event: GroupEvent) -> None:
-        """Note the failures of graded samples, and of groups that failed without such samples."""
+        """Note the failures of graded samples, and of groups that failed without graded samples."""
         if event.kind is EventKind.GRADED and event.graded is not None:
             greedy = event.graded.greedy.outcomes if event.graded.greedy else ()
             for outcome in (*event.graded.outcomes, *greedy):
@@ -79,17 +79,17 @@ class FailureLog:
             self.note(ending.detail, "prompts left out", where)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
-            if not any(isinstance(one, Failed) for one in outcomes):  # else noted when graded
+            if not any(isinstance(one, Failed) for one in outcomes):  # otherwise noted when graded
                 replicas = group.progress.replica_names
                 where = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
                 self.note(ending.detail, "groups dropped", where)
 
     def failed(self, failed: Failed, where: str) -> None:
-        """Note a sample without a score."""
+        """Log a sample without a score."""
         self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
 
     def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
-        """Count one failure, and log it if it is the first of its reason or a count is due."""
+        """Count a failure; log it if it is the first of its reason or a count is due."""
         reason, now = reason_of(detail), self._clock()
         if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"
@@ -117,16 +117,16 @@ _KEPT = "kept"
 
 
 ALIKE_GROUPS = 64
-"""So many groups that all fail for one reason, before any other, end the run."""
+"""The run ends if this many first groups all fail for one reason."""
 
 
 class YieldGuard:
-    """An observer that stops a run whose groups fail or are filtered away, and explains it.
+    """An observer that stops a run whose groups fail or are filtered out, and explains why.
 
     Args:
-        min_yield: least share of kept groups; 0: no bound.
-        num_groups: how many of the last groups the share is taken over.
-        source: whose groups it watches; empty in a run without several.
+        min_yield: least share of kept groups; 0 sets no bound.
+        num_groups: the number of last groups that the share covers.
+        source: the source whose groups it watches; empty if there is only one.
 
     Attributes:
         num_unsampled: prompts in a row that ended as too long or in quarantine.
@@ -140,13 +140,13 @@ class YieldGuard:
         self._num_left_out, self._last_left_out = 0, ""
         self._num_quarantined = 0
         self.num_unsampled = 0
-        self._num_alike: int | None = 0  # ``None``: one group has ended in another way
+        self._num_alike: int | None = 0  # ``None``: a group has ended in another way
         self._first_reason = ""
         self._frames: tuple[str, ...] = ()
 
     def observe(self, event: GroupEvent) -> None:
         """Count a group that was kept, filtered or failed. A prompt that is too long or in
-        quarantine shows nothing about the yield of the others."""
+        quarantine says nothing about the yield of others."""
         if event.group.prompt.source != self._source:
             return
         ending = event.group.ending
@@ -174,8 +174,8 @@ class YieldGuard:
                 # A replica that was lost says nothing about the groups to come.
                 may_pass = failed is None and not group.progress.engine_answered
                 is_lost = ending.detail.startswith(FailureKind.ENGINE_ERROR) and may_pass
-                # A client's prompts must not end the run of everybody, and neither must an outage
-                # after the first step, or of a service that has restarted.
+                # Neither a client's prompts, nor an outage after the first step or a restart, may
+                # end the run for everyone.
                 is_first = group.prompt.origin is PromptOrigin.DATASET
                 counts = is_first and not group.version and not is_lost
                 self.ended(ending.end, ending.detail, counts_alike=counts)
@@ -184,9 +184,9 @@ class YieldGuard:
         """Note how a group ended.
 
         Args:
-            end: ``None``: it was kept.
+            end: how it ended; ``None`` if it was kept.
             detail: why.
-            counts_alike: whether it counts among the first groups that may all fail alike.
+            counts_alike: whether it counts among the first groups that all fail for one reason.
         """
         self._ends.append(_KEPT if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
@@ -200,12 +200,12 @@ class YieldGuard:
                 self._num_alike = None
 
     def left_out(self, detail: str) -> None:
-        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
+        """Note a prompt that was left out because it exceeds data.max_prompt_length."""
         self._num_left_out += 1
         self._last_left_out = detail
 
     def begin_again(self) -> None:
-        """Forget the last groups: another policy samples the next ones."""
+        """Forget the last groups, since another policy samples the next ones."""
         self._ends.clear()
         self.num_unsampled = 0
 
@@ -229,7 +229,7 @@ class YieldGuard:
         """Return the error for a data set that ended before the batch was full."""
         if self._num_left_out and not self._ends:
             remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
-        elif self._source:  # it begins again after its end, so no row of it is left at all
+        elif self._source:  # a source repeats its rows, so all of them must have been left out
             remedy = f"give other rows in sluice.sources.{self._source}.files"
             if self._num_quarantined:
                 remedy += ", or release prompts: delete their lines in reward/quarantine.jsonl"

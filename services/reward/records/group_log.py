@@ -1,10 +1,10 @@
-"""Write a line for every group that ended (`<run_dir>/groups.jsonl`); simulations learn from it.
+"""Write a line for every ended group (`<run_dir>/groups.jsonl`), which simulations use.
 
-The log also feeds the archive of samples, where there is one, and `SampleDumps` writes the rows of
+The log also feeds the sample archive, if there is one, and `SampleDumps` writes the rows of
 `trainer.rollout_data_dir` and `validation_data_dir`. A file that cannot be written never stops a
-run: the service's log has a warning, and only the lines are lost, until it can be written again. A
-process that is killed loses the lines of its last moment, `_LINGER_S` and what the disk takes. The
-next process appends to the same file, with its own times: a line names the process that wrote it.
+run: the service logs a warning, and lines are lost until the file is writable again. A killed
+process loses the lines of its last `_LINGER_S` and of unfinished writes. The next process appends
+to the same file with times of its own clock: a line names the process that wrote it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ LAST_S = 5.0
 _LINGER_S = 0.2
 _MOST_LINES, _LINES_AT_ONCE, _SAMPLES_AT_ONCE = 100_000, 1000, 100
 MOST_WAITING_BYTES = 128 << 20
-"""Of texts that wait for the archive, unless those of a batch need more."""
+"""Most bytes of text that wait for the archive, unless a batch needs more."""
 _REMEDY = "free the disk or the folder"
-_ID_LENGTH = 8  # of a few starts in a file; each line holds it
+_ID_LENGTH = 8  # distinguishes the few processes that write a file; each line holds it
 
 
 class EpisodeLine(msgspec.Struct, frozen=True):
-    """One sample with an environment, in a line of the log."""
+    """A sample with an environment, within a line of the log."""
 
     turns: int
     roots: int
@@ -66,7 +66,7 @@ class EpisodeLine(msgspec.Struct, frozen=True):
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One group, as a line of the log; docs/sampling.md has the meaning of each field."""
+    """A group as a line of the log; docs/sampling.md explains the fields."""
 
     prompt_id: str
     key: str
@@ -92,16 +92,16 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
 class GroupLog:
     """An observer that writes a line for each group that ended.
 
-    A batch ends all its groups at once, before any of them can be written, so the bound on waiting
-    samples counts bytes of text; `waiting_bytes` makes it hold a batch.
+    A batch ends all its groups at once, before any can be written, so the queue of samples is
+    bounded by bytes of text; `waiting_bytes` makes it large enough for a batch.
 
     Args:
-        path: the file lines are appended to; ``None``: no lines are written.
+        path: the file to append to; ``None`` writes no lines.
         samples_per_group: n.
-        samples: the archive of groups with their texts; ``None``: there is none.
-        most_chars: of each prompt and response in the archive.
-        most_bytes: of texts that wait for the archive.
-        samples_of_source: n of each of several sources.
+        samples: the archive of groups with their texts, if any.
+        most_chars: most characters of each prompt and response in the archive.
+        most_bytes: most bytes of text that wait for the archive.
+        samples_of_source: n of each source, if there are several.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class GroupLog:
             )
 
     def observe(self, event: GroupEvent) -> None:
-        """Log a group that ended; a prompt whose group never started, or that is too long, leaves
-        no line. A group that cannot be logged costs its line, not the run."""
+        """Log an ended group, except prompts that never started or are too long. A group that
+        cannot be logged loses its line and does not stop the run."""
         group, ending = event.group, event.group.ending
         if event.kind is not EventKind.ENDED or group.version is None or ending is None:
             return
@@ -160,7 +160,7 @@ class GroupLog:
 
     @contextmanager
     def _forgiving(self, part: str, group: Group) -> Iterator[None]:
-        """Warn of an error of the block; only the first one of a kind with its traceback."""
+        """Turn an error of the block into a warning; only the first of a kind has a traceback."""
         try:
             yield
         except Exception:
@@ -168,7 +168,7 @@ class GroupLog:
             logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=shown)
 
     def _sampled(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
-        """Return its texts without tokens, logprobs and images, which take much memory."""
+        """Return the group's texts without tokens, logprobs and images, which need much memory."""
         sampled = sampled_group(
             group.prompt,
             ending.end,
@@ -182,7 +182,7 @@ class GroupLog:
         return msgspec.structs.replace(sampled, environment=self._names.of(group.prompt) or "")
 
     def close(self) -> None:
-        """Write what waits. What a hanging disk does not take within `LAST_S` is lost."""
+        """Write the waiting lines; a hanging disk loses those not written within `LAST_S`."""
         for writer in (self._lines, self._samples):
             if writer is not None:
                 writer.close(LAST_S / 2)
@@ -221,8 +221,8 @@ class GroupLog:
 
 
 def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
-    """Return how many bytes of text may wait for the archive: those of a batch, whose groups all
-    end at once, at two bytes a character."""
+    """Return how many bytes of text may wait for the archive: a batch, whose groups end at once, at
+    two bytes per character."""
     return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
 
 
@@ -256,7 +256,7 @@ def _archive(archive: SampleArchive, groups: Sequence[SampledGroup]) -> None:
 
 
 def _encoded(groups: Iterable[GroupLine | SampledGroup], part: str) -> Iterator[bytes]:
-    """Encode each group alone, so that one with a value that JSON cannot hold costs only itself."""
+    """Encode each group separately, so that a value that JSON cannot hold loses only its group."""
     for group in groups:
         try:
             yield msgspec.json.encode(group)
@@ -273,14 +273,13 @@ def _text_bytes(group: SampledGroup) -> int:
 
 
 class SampleDumps:
-    """Writes responses to files for reading: ``<folder>/<step>.jsonl``, a row a graded response.
+    """Writes readable responses to ``<folder>/<step>.jsonl``, a row per graded response.
 
-    A folder that cannot be written never stops a run: the log has one warning, and only the files
-    are lost.
+    A folder that cannot be written never stops a run: it logs one warning and loses the files.
 
     Args:
-        training: folder of trained batches; ``None``: they are not written.
-        validation: folder of validations; ``None``: they are not written.
+        training: folder of trained batches; ``None`` writes none.
+        validation: folder of validations; ``None`` writes none.
     """
 
     def __init__(self, training: Path | None, validation: Path | None) -> None:
@@ -288,7 +287,7 @@ class SampleDumps:
         self._broken: set[Path] = set()
 
     async def trained(self, groups: Sequence[GradedGroup], step: int) -> None:
-        """Write the batch of `step`, also if the caller is cancelled meanwhile."""
+        """Write the batch of `step`, even if the caller is cancelled meanwhile."""
         if self._training is not None and groups:
             samples = [
                 sample
@@ -300,13 +299,13 @@ class SampleDumps:
     def of_validation(
         self, group: RolloutGroup, outcomes: Sequence[Outcome]
     ) -> tuple[DumpedSample, ...]:
-        """Return the rows of a group for `validated`; none if validations are not written."""
+        """Return the rows of a group for `validated`; empty if validations are not written."""
         if self._validation is None:
             return ()
         return tuple(_samples(group.prompt, group.rollouts, outcomes))
 
     async def validated(self, samples: list[DumpedSample], step: int) -> None:
-        """Write a validation of the version after `step`; a later one of it replaces it."""
+        """Write a validation of the version after `step`, replacing an earlier one."""
         if self._validation is not None:
             await self._write(self._validation, samples, step)
 

@@ -1,7 +1,7 @@
-"""Count what happens to prompts, samples and tokens, since the start and between two batches.
+"""Count events of prompts, samples and tokens, since the start and per batch.
 
-A token is pending from its arrival until its group ends; then it is assigned, once, to what became
-of it. The dispatcher counts received tokens, group by group and in all, so
+A token is pending from its arrival until its group ends; then it is assigned, once, to a use. The
+dispatcher counts received tokens, per group and in total, so
 
     received = sum over all uses + pending
 
@@ -55,20 +55,17 @@ _COUNTED_BY_SOURCE = _NAME_BY_END.keys() - {PromptEnd.DROPPED_SURPLUS, PromptEnd
 _FILTERED = [end for end in PromptEnd if end.startswith("filtered_")]
 STALE = "stale"
 SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
-"""How samples end. One that was graded and grew stale then counts as both."""
+"""How samples end. A graded sample that became stale later counts as both."""
 
 
 class TokenUse(StrEnum):
-    """What became of a token.
+    """The use of a token.
 
-    ``aborted``: of aborted samples, and tokens that were thrown away when a sample started again on
-    another replica;
-    ``failed``: of groups that failed, and of samples without a grade in any group, also of those
-    that were generated again;
-    ``preempted``: of groups that were preempted when a batch was full
-    (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again;
-    ``rolled_back``: of groups that start again because their policy was given up.
+    ``aborted``: in aborted samples, or thrown away when a sample restarted on another replica;
+    ``failed``: in failed groups, or in samples without a grade, even if generated again;
+    ``preempted``: in groups preempted when a batch was full (`sluice.algorithm.groups.staleness`);
+    ``taken_over``: in groups that restart because another trainer took over; ``rolled_back``: in
+    groups that restart because their policy was rolled back.
     """
 
     TRAINED = "trained"
@@ -115,10 +112,11 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the products of different t
 def batch_content_metrics(
     groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: float
 ) -> dict[str, float]:
-    """Return tokens and staleness of a batch for `version`; staleness is per response, in versions.
+    """Return token and staleness metrics of a batch for `version`; staleness is per response, in
+    versions.
 
     Args:
-        num_generated_tokens: tokens generated in the interval, trained on or not.
+        num_generated_tokens: tokens generated in the interval, trained or not.
     """
     num_trained_tokens = 0
     spans, newest, staleness = list[int](), list[int](), list[int]()
@@ -144,7 +142,7 @@ def batch_content_metrics(
 
 
 def _ages(name: str, ages: Sequence[int]) -> dict[str, float]:
-    """Return a number of versions [rows] under verl's name; nothing for no rows."""
+    """Return staleness [rows] under verl's metric names; empty for no rows."""
     if not ages:
         return {}
     return {
@@ -155,7 +153,7 @@ def _ages(name: str, ages: Sequence[int]) -> dict[str, float]:
 
 
 def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
-    """Return the mean over some responses: all of them would hold up the event loop."""
+    """Return the mean over a few responses: all of them would block the event loop."""
     shares = [
         repetition_share(turn.token_ids)
         for group in groups[:_REPETITION_GROUPS]
@@ -166,10 +164,10 @@ def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def repetition_share(token_ids: TokenIds) -> float:
-    """Return the share of a response's runs of four tokens that occurred in it before.
+    """Return the share of a response's 4-grams that occurred in it before.
 
     Args:
-        token_ids: uint32 [tokens] of one response; 0 if it is shorter than a run.
+        token_ids: uint32 [tokens] of one response; shorter than a 4-gram, it returns 0.
     """
     count = token_ids.size - _GRAM + 1
     if count <= 0:
@@ -183,12 +181,12 @@ def repetition_share(token_ids: TokenIds) -> float:
 def uses_of_group(
     use: TokenUse, progress: GroupProgress, graded: GradedGroup | None
 ) -> Counter[TokenUse]:
-    """Return the tokens of an attempt that is over, by use.
+    """Return the number of tokens of a finished attempt, by use.
 
     Args:
-        use: of its graded samples, and of its greedy response.
-        graded: its samples; ``None``: the group was never complete; all tokens that were not thrown
-            away have one use.
+        use: the use of its graded samples and of its greedy response.
+        graded: its samples; ``None`` if the group was never complete: then `use` applies to all
+            tokens not thrown away.
     """
     if graded is None:
         lost, replaced = progress.num_thrown_away, progress.num_replaced
@@ -204,7 +202,7 @@ def uses_of_group(
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
     found[TokenUse.FAILED] += progress.num_replaced
-    # Tokens in no sample of the group belong to samples that another attempt replaced.
+    # Tokens in no sample of the group belong to samples that were generated again.
     found[TokenUse.ABORTED] += max(0, progress.num_received - found.total())
     return found
 
@@ -224,9 +222,9 @@ _GROWTH = {
         *(f"tokens/{use}" for use in TokenUse),
     )
 }
-"""Metrics of a batch, and the counter whose growth since the batch before each is."""
+"""Metrics of a batch; each is the increase of a counter since the previous batch."""
 _OF_SOURCES = "reward/sources/"
-"""Before the names of counters of one of several sources."""
+"""The prefix of the counters of one of several sources."""
 _COUNTERS = (
     *_GROWTH.values(),
     "reward/batches_acknowledged",
@@ -256,13 +254,13 @@ class GroupStatistics:
     """An observer that counts.
 
     Args:
-        received: response tokens received since the start, by their purpose.
+        received: response tokens received since the start, by purpose.
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
-        episodes: counts them, as an observer of its own; ``None``: a sample is one answer.
+        episodes: counts episodes, as a separate observer; ``None`` if a sample is one answer.
 
     Attributes:
-        on_batch: called with a batch that is formed, its version and the seconds it took to fill.
+        on_batch: called with each new batch, its version and the seconds it took to fill.
     """
 
     def __init__(
@@ -318,8 +316,8 @@ class GroupStatistics:
     def _requeued(self, group: Group, why: CancelReason) -> None:
         """Count an attempt that was given up.
 
-        The log has only what concerns single groups and was not expected: a change of the trainer
-        and the end of the service requeue all groups, and every full batch may preempt some.
+        Log only unexpected requeues of single groups: a change of the trainer and the end of the
+        service requeue all groups, and every full batch may preempt some.
         """
         use, progress = _USE_BY_REASON[why], group.progress
         self._assign(use, group, None)
@@ -422,8 +420,8 @@ class GroupStatistics:
     def _of_sources(
         self, groups: Sequence[TrainGroup], version: int, totals: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return what a batch for `version` has of each of several sources, and what was counted
-        since the last batch."""
+        """Return the metrics of each of several sources: of its part of a batch for `version`, and
+        of the interval since the last batch."""
         found = {
             counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
             for counter, total in totals.items()
@@ -441,15 +439,15 @@ class GroupStatistics:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Prompts that ended, samples graded and tokens received since the start."""
+        """The sum of ended prompts, graded samples and received tokens since the start."""
         received = sum(self._received.values())
         return self._num_ended, self._totals["reward/samples_graded"], received
 
     def totals(self) -> dict[str, float]:
-        """Return the counters since the start; they stand still while nothing happens.
+        """Return the counters since the start; they do not change while nothing happens.
 
         ``reward/tokens/<use>`` and the tokens of pending groups and validations add up to
-        ``reward/tokens/received``; those of all sources to the run's, less those of validations.
+        ``reward/tokens/received``. The sources' tokens add up to the run's without validations.
         """
         return {
             **{name: float(count) for name, count in self._totals.items()},
@@ -459,9 +457,9 @@ class GroupStatistics:
 
 
 def _peak_memory_mb() -> float:
-    """Return the largest resident memory of this program so far, MiB; 0 without `/proc`.
+    """Return the peak resident memory of this program, MiB; 0 without `/proc`.
 
-    Not `getrusage`, whose maximum counts what the starting process held before it became this one.
+    `getrusage` would include the memory of the process that started this program.
     """
     status = Path("/proc/self/status")
     if not status.exists():
@@ -473,11 +471,11 @@ def _peak_memory_mb() -> float:
 
 
 def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
-    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
+    """Count prompts that no event explains or that nothing holds; more than 0 is a defect.
 
-    The ledger's counts alone add up by construction. So its pending prompts are compared with two
-    independent things: the events (accepted, ended), and what must hold a group in its state: the
-    source of prompts, a task, the samples, the lease. The result is a sum of differences.
+    The ledger's counts add up by construction. So compare its pending prompts with two independent
+    counts: the events (accepted, ended), and the owners of groups by state: the prompt source, a
+    task, the samples, the lease. The result is the sum of the differences.
     """
     unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
     untracked = ledger.num_pending - len(groups)

@@ -1,7 +1,8 @@
-"""Finished prompts of a stand-alone evaluation on disk, so that it continues after a kill.
+"""Store the finished prompts of a stand-alone evaluation on disk, so that it can continue after a
+kill.
 
 ``responses/<benchmark>.jsonl`` in the run's folder gets a line for each finished prompt. A prompt
-with a failed sample is sampled again by the next start, since a kill may be the cause.
+with a failed sample is sampled again at the next start, since a kill may be the cause.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class PromptStore:
     def finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
         """Return the finished prompts by position in the validation set; drop all others.
 
-        A line that a kill cut short, one with a failed sample and one with another number of
-        samples are deleted: their prompts are sampled again.
+        Delete lines that a kill cut short, or that have a failed sample or another number of
+        samples: their prompts are sampled again.
 
         Raises:
             DataError: a line is damaged, or a file cannot be read or written.
@@ -75,7 +76,7 @@ class PromptStore:
         """Store a finished prompt.
 
         Args:
-            group: its samples; ``None``: none could be generated.
+            group: its samples; ``None`` if none could be generated.
 
         Raises:
             DataError: the file cannot be written.

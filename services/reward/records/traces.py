@@ -1,12 +1,11 @@
 """Trace every prompt: one span from acceptance to end, with a child span for each wait.
 
-Stages add their own spans (`groups.run`, `grading`), in the task of the prompt's group. What a
-prompt waits for is timed here, by the events of its group. A prompt that starts again stays in its
-trace.
+`groups.run` and `grading` add spans in the task of the prompt's group. This module times what a
+prompt waits for, by the events of its group. A prompt that starts again stays in its trace.
 
-A trace's id follows from the prompt's and from a key of the run's folder, so a restarted service
-continues the traces of its prompts. The context that a client sent is not stored: after a restart
-such a prompt continues in a new trace.
+A trace id is computed from the prompt's id and a key in the run's folder, so a restarted service
+continues its traces. A client's trace context is not stored: after a restart its prompt continues
+in a new trace.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _FAILURES = {PromptEnd.DROPPED_FAILED, PromptEnd.DROPPED_STALE}
 
 
 def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
-    """Return the key of a run's folder.
+    """Return the trace key of a run's folder.
 
-    A run that begins there (`is_first`) makes a new key: its prompts have the same ids as those of
-    an earlier run.
+    A new run (`is_first`) makes a new key, since its prompt ids equal those of an earlier run in
+    the folder.
     """
     path = run_dir / KEY_FILE
     if is_first or not path.is_file():
@@ -64,7 +63,7 @@ class _PromptSpans:
         self.waits[wait] = tracer.child(self.prompt.context, wait)
 
     def wait_for(self, tracer: Tracer, wait: SpanName) -> None:
-        """End what the prompt has waited for, and begin what it waits for."""
+        """End the span of the previous wait and begin one for the next."""
         self.finish(SpanName.ADMIT, SpanName.WAIT)
         self.begin(tracer, wait)
 
@@ -101,7 +100,7 @@ class PromptTraces:
                 spans.finish(SpanName.ADMIT, SpanName.WAIT)
 
     def _accepted(self, prompt: Prompt) -> None:
-        """Begin the trace; a client's prompt continues the trace of the present call."""
+        """Begin the trace; a client's prompt continues the trace of the current call."""
         is_client = prompt.origin is PromptOrigin.CLIENT
         span = self._tracer.trace(
             SpanName.PROMPT,
@@ -126,22 +125,22 @@ class PromptTraces:
         spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
-        """Note that the client has the receipt of its prompt."""
+        """Note that the client has got its receipt."""
         if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
             spans.finish(SpanName.SUBMIT)
 
     def close(self) -> None:
-        """End all spans with the service; a durable ledger continues the prompts."""
+        """End all spans with the service; the prompts of a durable ledger continue later."""
         for prompt_id in list(self._spans_by_prompt):
             self._end(prompt_id, PENDING)
 
     def within(self, prompt_id: str) -> Span:
-        """Let what happens in the block, and the tasks that begin there, belong to the prompt."""
+        """Make the prompt's span current in the block and in the tasks that start there."""
         context = self._context(prompt_id)
         return self._tracer.within(context) if context else self._tracer.unrecorded()
 
     def traceparent(self, prompt_id: str) -> str:
-        """Return the prompt's span, for others; empty if it is not recorded."""
+        """Return the prompt's span as a traceparent header; empty if it is not recorded."""
         context = self._context(prompt_id)
         return context.traceparent if context else ""
 

@@ -34,12 +34,12 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """What a checkpoint of the model holds.
+    """The content of a checkpoint of the model.
 
     Attributes:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
-        tensors: in the model's order; only the first of tied ones.
+        tensors: the tensors in the model's order; only the first of tied ones.
     """
 
     vocab_size: int
@@ -49,10 +49,10 @@ class CheckpointLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CausalLM:
-    """A model in inference mode, and what the engine needs to know about it.
+    """A model in inference mode, with its properties that the engine needs.
 
     Attributes:
-        layout: of its checkpoint.
+        layout: the layout of its checkpoint.
         image_prompts: prepares images for it; ``None`` for a text-only model.
     """
 
@@ -63,7 +63,7 @@ class CausalLM:
     def refuse_row_dependence(self) -> None:
         """Raise ConfigError for a mixture of experts.
 
-        The number of tokens of each expert, and so the shapes of its products, depends on the other
+        The number of tokens per expert, and so the shapes of matrix products, depends on the other
         rows. No choice of batch shapes makes that invariant.
         """
         config = self.model.config.get_text_config(decoder=True).to_dict()
@@ -80,7 +80,7 @@ class _Float32Head(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.weight
-        bias: torch.Tensor | None = self.bias  # nn.Linear says it has one
+        bias: torch.Tensor | None = self.bias  # nn.Linear declares one
         bias = None if bias is None else bias.float()
         if not widens(weight):
             return nn.functional.linear(hidden.float(), weight.float(), bias)
@@ -90,7 +90,7 @@ class _Float32Head(nn.Linear):
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Compute a model's logits in float32, from its head's weight as it is."""
+    """Compute a model's logits in float32, without converting its head's weight."""
     given: Any = model.get_output_embeddings()
     own = _Float32Head(
         given.in_features, given.out_features, bias=given.bias is not None, device="meta"
@@ -110,9 +110,9 @@ def build_causal_lm(
 
     Args:
         path: directory with a Hugging Face configuration; weight files are not needed.
-        device: of its weights; ``meta`` builds the layout alone, without memory for weights.
-        trust_remote_code: run model code that ships with it.
-        dtype: of its weights.
+        device: device of the weights; ``meta`` builds only the layout, without memory for weights.
+        trust_remote_code: run model code from the directory.
+        dtype: dtype of the weights.
 
     Raises:
         ConfigError: the path holds no causal language model that transformers knows.
@@ -148,17 +148,17 @@ def build_causal_lm(
 def read_weights(
     path: str, names: Iterable[str], *, trust_remote_code: bool = False, dtype: _Dtype = "float32"
 ) -> dict[str, torch.Tensor]:
-    """Return the weights that a directory's files hold, on the CPU.
+    """Read the weights in a directory's files, to the CPU.
 
     Args:
         path: directory of a Hugging Face model.
-        names: of the weights, as `CheckpointLayout` has them.
-        trust_remote_code: run model code that ships with it.
-        dtype: of floating-point weights.
+        names: names of the weights, as in `CheckpointLayout`.
+        trust_remote_code: run model code from the directory.
+        dtype: dtype of floating-point weights.
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
-        ConfigError: not all weights are there.
+        ConfigError: weights are missing.
     """
     config = AutoConfig.from_pretrained(
         path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -170,8 +170,8 @@ def read_weights(
         dtype=getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
     ).state_dict()
-    # Not the memory of the files: they may change, and products of tensors that lie there, at odd
-    # addresses, are rounded differently.
+    # Copy them: files may change, and products of unaligned tensors in mapped files are rounded
+    # differently.
     return {name: state[name].clone() for name in names}
 
 
@@ -180,12 +180,12 @@ def _family(model_type: str) -> Any:  # noqa: ANN401 - transformers' classes hav
 
 
 def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the routers of a model's decoder layers, by the layer's number.
+    """Return the routers of a model's decoder layers, by layer number.
 
-    Each returns (logits, scores, chosen experts [tokens, k]), as transformers' do.
+    Each returns (logits, scores, chosen experts [tokens, k]), as in transformers.
 
     Raises:
-        ConfigError: the model's family has none whose choices the trainer can replay.
+        ConfigError: the model's family has no routers whose choices the trainer can replay.
     """
     found = {
         int(name.split(".layers.")[1].split(".")[0]): one
@@ -201,7 +201,7 @@ def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
-    """Read generation_config.json where there is one, as transformers' own generation does."""
+    """Read generation_config.json if there is one, as transformers' generation does."""
     eos = None
     if (Path(path) / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
@@ -219,7 +219,7 @@ def _tensors(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
     state, tied = model.state_dict(), model.all_tied_weights_keys
     seen: set[int] = set()
     kept: set[str] = set()
-    # Sources of ties come first, so that the target's name is left out.
+    # Sources of ties come first, which leaves out the target's name.
     for name in sorted(state, key=lambda name: name in tied):
         if id(own[name]) not in seen:
             kept.add(name)

@@ -1,10 +1,9 @@
-"""What every inference engine offers its rollout service.
+"""The Protocol that every inference engine implements.
 
-Tokens in, tokens out. An engine generates groups (all requested samples of one prompt share the
-prompt's prefill). It reports for each token its logprob under the distribution that sampled it, and
-the policy version that did, and it takes new weights while it generates. All methods are called
-from one event loop; none may block it. `check_request` and `check_capacity` hold the rules of a
-request.
+Tokens in, tokens out. An engine generates groups (all requested samples of a prompt share its
+prefill). For each token it reports the logprob under the distribution that sampled it and the
+policy version. It accepts new weights while it generates. All methods are called from one event
+loop; none may block it. `check_request` and `check_capacity` check requests.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from sluice.weight_share import WeightShare
 
 @dataclass(slots=True, eq=False)
 class CallTokens:
-    """Tokens of one call; used from the event loop only.
+    """Token counts of one call; used from the event loop only.
 
     Attributes:
-        sampled: by the engine; complete when `Engine.generate` has ended.
-        sent: to the caller.
+        sampled: tokens that the engine sampled; complete when `Engine.generate` has ended.
+        sent: tokens sent to the caller.
     """
 
     sampled: int = 0
@@ -47,20 +46,21 @@ class CallTokens:
 class GenerationRequest:
     """Samples to generate for one prompt.
 
-    The random numbers of sample *i*, token *t* depend on (`sampling.seed`, i, t) only.
+    The random numbers of token *t* of sample *i* depend only on (`sampling.seed`, i, t).
 
     Attributes:
         sampling: how to sample; its `max_tokens` counts a partial's tokens too.
-        partials: what came earlier of samples that are continued.
-        tokens: of this call.
+        partials: earlier tokens of samples to continue.
+        tokens: token counts of this call.
         priority: higher ones get free slots first, if the engine supports priorities.
         decode: needed for `sampling.stop` only.
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
-        for_direct_client: the caller is no service of the run; its tokens are counted apart.
-        with_routing: finished samples come with their experts, if the engine notes them.
-        affinity: names the conversation that the prompt continues and that a later one may
-            continue; empty: nothing is kept for it.
-        with_prompt_logprobs: one chunk has the logprobs of the prompt, unless all samples are
+        for_direct_client: the caller is not a service of the run; its tokens are counted
+            separately.
+        with_routing: finished samples include their experts, if the engine records them.
+        affinity: names the conversation of the prompt and of later prompts that continue it; if
+            empty, nothing is kept for it.
+        with_prompt_logprobs: one chunk includes the logprobs of the prompt, unless all samples are
             complete partials.
     """
 
@@ -79,7 +79,7 @@ class GenerationRequest:
     with_prompt_logprobs: bool = False
 
     def watch(self) -> StopStringWatch | None:
-        """Return a watch for one of its samples, if strings can end it."""
+        """Return a watch for a sample, if strings can end it."""
         if not self.sampling.stop or self.decode is None:
             return None
         return StopStringWatch(self.sampling.stop, self.decode)
@@ -90,8 +90,8 @@ class SampleChunk:
     """New tokens of one sample, all from one version.
 
     `finish_reason` is set on a sample's last chunk (which may hold no tokens). That chunk may have
-    the `routing` of the whole sample; see `sluice.types.Turn`. Of a request for `prompt_logprobs`
-    one chunk has them, with or without tokens.
+    the `routing` of the whole sample; see `sluice.types.Turn`. If a request asks for
+    `prompt_logprobs`, one chunk has them, with or without tokens.
     """
 
     sample_index: int
@@ -105,11 +105,11 @@ class SampleChunk:
 
 @dataclass(slots=True, eq=False)
 class SentTokens:
-    """What became of tokens for callers of one kind.
+    """Counts of sent and unsent tokens for callers of one kind.
 
     Attributes:
-        sent: to callers.
-        unsent: of calls that ended earlier.
+        sent: tokens sent to callers.
+        unsent: sampled tokens of calls that ended before these were sent.
     """
 
     sent: int = 0
@@ -120,11 +120,11 @@ class SentTokens:
 class RequestTokens:
     """The sent and the unsent tokens of all requests of an engine.
 
-    Used from the event loop only. `generation.GenerationRunner` alone counts: tokens as it sends
-    them, and a call's unsent sampled tokens when the call ends.
+    Used from the event loop only. Only `generation.GenerationRunner` counts: tokens when it sends
+    them, and a call's unsent tokens when the call ends.
 
     Attributes:
-        services: tokens for services of the run.
+        services: tokens for the run's services.
         direct: tokens for all other callers.
     """
 
@@ -138,14 +138,14 @@ class RequestTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(ReplicaCounters):
-    """The engine's counters and what it serves, at one moment.
+    """A snapshot of the engine's counters and of what it serves.
 
     Attributes:
         slots: sequences that can run at once.
         version: the policy version that serves; ``None`` before the first weights.
         weight_digest: its digest; empty before the first weights.
-        slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
-        kv_tokens: tokens that the KV cache holds; 0: not known, or enough for all slots.
+        slots_may_wait: a sample with a slot may still wait for space in the KV cache.
+        kv_tokens: capacity of the KV cache in tokens; 0 if unknown or enough for all slots.
     """
 
     slots: int
@@ -157,7 +157,7 @@ class EngineLoad(ReplicaCounters):
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is complete in staging memory; `parts` has the digest of each part."""
+    """A complete version in staging memory; `parts` holds the digest of each part."""
 
     version: int
     digest: str
@@ -167,11 +167,11 @@ class StagedVersion:
 
 
 class Engine(Protocol):
-    """One replica's engine."""
+    """The engine of a replica."""
 
     @property
     def accounting(self) -> RequestTokens:
-        """What became of tokens; the code that sends them writes it."""
+        """Counts of sent and unsent tokens, written by the code that sends them."""
         ...
 
     @property
@@ -191,24 +191,24 @@ class Engine(Protocol):
 
     @property
     def weight_shares(self) -> Sequence[WeightShare]:
-        """The weights that each of its workers takes; empty: each takes all of them."""
+        """The weights that each worker takes; empty if each takes all."""
         ...
 
     async def start(self) -> None:
-        """Build the model, without weights or with those of its files.
+        """Build the model, with the weights of its files or without weights.
 
         Raises:
-            CheckpointError: a file of weights that it is to serve is missing or damaged.
+            CheckpointError: a file of the weights to serve is missing or damaged.
             ConfigError: the path holds no model.
         """
         ...
 
     async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
+        """Abort running samples and free everything. Idempotent."""
         ...
 
     async def check_alive(self) -> EngineLoad:
-        """Ask the loop that computes tokens, so that a hung engine does not answer."""
+        """Get an answer from the loop that computes tokens; a hung engine does not answer."""
         ...
 
     def load(self) -> EngineLoad:
@@ -222,40 +222,40 @@ class Engine(Protocol):
         every_token: bool,
         partial_interval_s: float | None = None,
     ) -> AsyncIterator[tuple[SampleChunk, ...]]:
-        """Generate the samples; yield what has come since the last yield.
+        """Generate the samples; yield the chunks since the last yield.
 
-        With `every_token` false a sample's tokens come in few chunks, at the latest when it
-        finishes; with `partial_interval_s` unfinished samples get a chunk about that often too.
+        Without `every_token` a sample's tokens arrive in few chunks, at the latest when it
+        finishes; `partial_interval_s` also yields chunks of unfinished samples about that often.
         Closing the iterator, or cancelling its consumer, aborts the samples and frees their slots
         before the next decode step. The yielded part is complete up to its last token, and can be
-        continued (`GenerationRequest.partials`); the rest is lost. At the end `request.tokens` has
-        the number of all sampled tokens.
+        continued (`GenerationRequest.partials`); the rest is lost. At the end `request.tokens`
+        counts all sampled tokens.
 
         Raises:
-            InvalidRequestError: prompt and response do not fit `max_model_len`, or the samples are
-                more than the engine takes when it is idle.
-            NotReadyError: no weights yet.
+            InvalidRequestError: prompt and response exceed `max_model_len`, or the samples exceed
+                the capacity of an idle engine.
+            NotReadyError: the engine has no weights yet.
             ExhaustedError: too many samples are waiting.
             EngineError: the engine broke.
         """
         ...
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        """Join an epoch's transfer group, leaving any earlier one; return the plan's digest."""
         ...
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
+        """Receive a version into staging memory while generation continues."""
         ...
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two decode steps. Idempotent.
 
         Returns:
-            the seconds without a token; 0 if it served already.
+            the seconds without a token; 0 if the version served already.
 
         Raises:
-            WeightSyncError: nothing staged under that version, or another digest.
+            WeightSyncError: nothing is staged under that version, or with another digest.
         """
         ...
 
@@ -264,7 +264,7 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> bool:
-        """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
+        """Free device memory and stop sampling until the next `join_group` or `stage`.
 
         The weights stay, and samples continue afterwards. Idempotent. Until then `commit` raises
         NotReadyError.
@@ -275,12 +275,12 @@ class Engine(Protocol):
         ...
 
 
-# Every slot holds as many as the longest list of any request, hence a limit.
+# Limited, since every slot holds as many as the longest list of any request.
 MAX_STOP_TOKEN_IDS = 64
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
-    """Refuse a request whose values are in their ranges, but not within the engine's.
+    """Refuse a request whose values are valid but exceed the engine's limits.
 
     Raises:
         InvalidRequestError: names the field.
@@ -324,7 +324,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
 
 
 def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
-    """Refuse a request whose samples do not fit an engine with `under_way` open samples.
+    """Refuse a request whose samples do not fit into an engine with `under_way` open samples.
 
     Args:
         under_way: samples that run or wait.
@@ -332,7 +332,7 @@ def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_q
         max_queued: samples that may wait for a slot.
 
     Raises:
-        ExhaustedError: they do not fit at present.
+        ExhaustedError: they do not fit now.
         InvalidRequestError: they would not even fit an idle engine.
     """
     samples = len(request.sample_indexes)

@@ -1,4 +1,4 @@
-"""Find the engine that the run configuration names.
+"""Create the engine that the run configuration names.
 
 Engines are imported on demand, so that a replica needs only its own engine's packages.
 """
@@ -18,7 +18,7 @@ ENGINES: dict[str, str] = {
     "torch": "services.rollout.engines.embedded.engine",
     "vllm": "services.rollout.engines.vllm.engine",
 }
-"""By name, the module whose `create` makes the engine for a run configuration."""
+"""The module of each engine by name; its `create` makes the engine for a run configuration."""
 
 
 def create_engine(config: RunConfig) -> Engine:

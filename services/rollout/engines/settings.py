@@ -13,7 +13,7 @@ from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.errors import ConfigError
 
 FILES_VERSION, FILES_DIGEST = 0, "files"
-"""The policy version and digest of weights that an engine reads from the model's files."""
+"""The policy version and digest of weights read from the model's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class EngineSettings:
 
     Attributes:
         model_path: directory with a Hugging Face configuration.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
+        trust_remote_code: run model code from the directory.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes the machine's own.
         dtype: of weights, cache and activations; the embedded engine's probabilities are float32.
         float32_head: compute logits in float32 too.
         slots: samples generated at once.
@@ -31,10 +31,10 @@ class EngineSettings:
         max_queued: samples that may wait for a slot.
         torch_threads: intra-op threads on the CPU, of the embedded engine's step loop or of each
             of the vendor's processes; more than 1 slows tiny models down.
-        weights_backend: collectives that bring weights; ``None`` is the device's own.
+        weights_backend: backend of the weight transfer; ``None`` for the device's own.
         recompute_kv: after a weight swap, recompute the cache of running samples.
-        serves_model_files: serve the weights of the directory's files as version 0; else no files
-            of weights are needed, and the trainer sends the first weights.
+        serves_model_files: serve the weights in the directory as version 0; otherwise the trainer
+            sends the first weights and no weight files are needed.
     """
 
     model_path: str
@@ -77,7 +77,7 @@ class VendorSettings(EngineSettings):
     """Settings of one vendor's engine.
 
     Attributes:
-        arguments: of the vendor's engine, by its own names.
+        arguments: arguments of the vendor's engine, by the vendor's names.
     """
 
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def with_engine_kwargs(
     Args:
         arguments: the rollout's keys by the vendor's names.
         rollout: holds `engine_kwargs`.
-        owner: the vendor's name; in small letters it is the section of its `engine_kwargs`.
+        owner: the vendor's name; in lower case the section of `engine_kwargs`.
         ours: names that users must not set, with what to do instead.
 
     Raises:
@@ -122,7 +122,7 @@ def refuse_unknown(
 
 
 def installed(*distributions: str) -> str | None:
-    """Return the version of the first that is installed; import nothing."""
+    """Return the version of the first installed package; import nothing."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)

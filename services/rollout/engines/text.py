@@ -22,14 +22,14 @@ _TOKENS_AT_ONCE = 256
 
 
 class IncrementalDetokenizer:
-    """The part of a growing response's text that no further token changes.
+    """Decodes the part of a growing response that no further token changes.
 
     Each token is decoded together with the few since the last whole character, not with the whole
     response: how a token reads depends on its neighbours only. The settled text depends on the
     response's tokens, not on how they were split into pieces.
 
     Args:
-        decode: of the model's tokenizer.
+        decode: the tokenizer's `decode`.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the stop string that begins first; all of it if it holds none."""
+    """Return the text before the first stop string, or all of it."""
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
@@ -120,7 +120,7 @@ class StopStringWatch:
 
     Args:
         stops: at least one, none of them empty.
-        decode: of the model's tokenizer.
+        decode: the tokenizer's `decode`.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:

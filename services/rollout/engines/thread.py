@@ -1,5 +1,5 @@
-"""The thread that an engine computes in, the way of its chunks to the event loop, and the turn to
-decode images in a thread.
+"""The thread that an engine computes in, the stream of its chunks to the event loop, and the turn
+to decode images.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Callback = Callable[[], object]
 
 
 class LoopThread:
-    """A thread with an event loop of its own, which runs coroutines for the service's event loop.
+    """A thread with its own event loop, which runs coroutines for the service's event loop.
 
-    `sluice.concurrency.threads.OwnerThread` runs one call after the other. The work here overlaps:
-    samples, liveness checks and updates of one engine run at the same time, and the clients of vLLM
-    and SGLang are asynchronous themselves.
+    `sluice.concurrency.threads.OwnerThread` runs calls one by one. Here work overlaps: samples,
+    liveness checks and updates of an engine run concurrently, and the clients of vLLM and SGLang
+    are asynchronous.
 
-    The service's event loop calls all methods but `to_home`.
+    The service's event loop calls all methods except `to_home`.
 
     Args:
         engine: names the engine in messages.
@@ -61,8 +61,8 @@ class LoopThread:
         """Return the coroutine's result; cancelling the call cancels the coroutine.
 
         Args:
-            phase: what the caller waits for, as waits show it.
-            peer: whom it waits for; by default the engine.
+            phase: what the caller waits for, as shown among waits.
+            peer: the peer it waits for; by default the engine.
         """
         with waiting_for(peer or self.engine, phase):
             return await asyncio.wrap_future(self.begin(coroutine))
@@ -70,8 +70,8 @@ class LoopThread:
     def to_home(self, callback: _Callback) -> None:
         """Run `callback` in the service's event loop; called from this thread.
 
-        Callbacks of one turn of this thread's loop travel together: to wake the other loop costs
-        more than a callback.
+        Callbacks of one turn of this thread's loop are sent together, since waking the other loop
+        costs more than a callback.
         """
         self._for_home.append(callback)
         if len(self._for_home) == 1:
@@ -85,7 +85,7 @@ class LoopThread:
             return  # the service's event loop is closed: nothing waits for the callbacks
 
     async def stop(self) -> None:
-        """End the thread; nothing may run in it.
+        """End the thread, in which nothing may be running.
 
         Raises:
             DeadlineError: it did not end.
@@ -128,7 +128,7 @@ class ChunkStream:
         self._to_home(lambda: self._receive(chunks))
 
     def end(self, error: EngineError | None) -> None:
-        """Report that nothing more comes; unfinished samples fail with `error`."""
+        """End the stream; unfinished samples fail with `error`."""
         self._to_home(lambda: self._finish(error))
 
     def fail(self, error: EngineError) -> None:
@@ -147,9 +147,9 @@ class ChunkStream:
             await self._ended.wait()
 
     async def next(self) -> tuple[SampleChunk, ...]:
-        """Wait for chunks, and return all that came since the last call."""
+        """Wait for chunks, and return all since the last call."""
         await self._news.wait()
-        # An error stays: it may have come with the last chunks, which the consumer gets first.
+        # Keep an error: the consumer first gets chunks that arrived with it.
         if self._error is None:
             self._news.clear()
         chunks, self._chunks = tuple(self._chunks), []
@@ -172,7 +172,7 @@ class ImageTurn:
     """The turn to decode a prompt's images; used in one event loop.
 
     Attributes:
-        samples: of the prompts whose images are being decoded, or wait.
+        samples: number of samples whose images are being decoded or wait.
     """
 
     def __init__(self) -> None:
@@ -180,13 +180,13 @@ class ImageTurn:
         self._turn = asyncio.Semaphore(1)
 
     async def read(self, samples: int, decode: Callable[[], _T]) -> _T:
-        """Run `decode` in a thread, as soon as no other one runs; return its result.
+        """Run `decode` in a thread as soon as no other decoder runs; return its result.
 
         A thread cannot be interrupted. So a cancelled caller keeps its turn until its thread has
         ended, and callers that come and leave never have two decoders at work.
 
         Args:
-            samples: of the prompt.
+            samples: number of the prompt's samples.
             decode: called in a thread, so neither the event loop nor the step loop waits.
         """
         self.samples += samples

@@ -1,7 +1,7 @@
-"""An engine that computes in a thread of its own: what the engines share.
+"""Base classes of engines, which compute in a separate thread.
 
-The service's event loop calls `ThreadedEngine`. Its `EngineCore` lives in the event loop of a
-`LoopThread`; each engine has a core of its own.
+The service's event loop calls `ThreadedEngine`. Its `EngineCore` runs in the event loop of a
+`LoopThread`; each engine subclasses the core.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _TRAINER = "trainer"
 
 
 class EngineState(StrEnum):
-    """What an engine is doing."""
+    """The activity of an engine."""
 
     STARTING = "starting"  # until the first weights serve
     GENERATING = "generating"  # prefill and decode
     IDLE = "idle"  # nothing to run
-    SWAPPING = "swapping"  # weights are exchanged; no token is sampled
+    SWAPPING = "swapping"  # weights are swapped; no token is sampled
 
 
 class StateClock:
-    """Where a replica's time goes: every second of the process belongs to one state.
+    """Measures a replica's time: every second of the process belongs to one state.
 
     One thread enters states, any thread reads.
 
     Args:
-        elapsed_s: seconds that have passed already; they are spent on starting.
+        elapsed_s: seconds that have passed already, counted as starting.
         now_s: a monotonic clock, seconds.
     """
 
@@ -92,7 +92,7 @@ class StateClock:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When tokens of unfinished samples go to the consumer; see `Engine.generate`."""
+    """When to send tokens of unfinished samples to the consumer; see `Engine.generate`."""
 
     every_token: bool
     interval_s: float | None
@@ -105,8 +105,8 @@ class EngineRun:
         sampled: tokens so far; the consumer reads it once the stream has ended.
 
     Args:
-        stream: takes the chunks.
-        images: of the request's prompt, as the core takes them.
+        stream: receives the chunks.
+        images: the prompt's images, as the core takes them.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ RunT = TypeVar("RunT", bound=EngineRun)
 
 
 class CoreCounts(Protocol):
-    """What serves and what was counted; other threads may read it.
+    """The serving version and counters; other threads may read them.
 
     Attributes:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
         generated_tokens: response tokens sampled so far.
-        prompt_tokens: of samples that began so far, as far as the engine counts them.
+        prompt_tokens: prompt tokens of samples that began so far, if the engine counts them.
         reused_tokens: those of `prompt_tokens` that came from a prefix cache.
     """
 
@@ -145,13 +145,13 @@ class CoreCounts(Protocol):
 
 
 class EngineCore(ABC, Generic[RunT]):
-    """What computes tokens, with the weights that it serves.
+    """Computes tokens with the weights that it serves.
 
     The event loop of its thread calls the methods; other threads may read the properties.
 
     Args:
-        layout: of the model's checkpoint.
-        image_prompts: of the model; ``None`` if it takes no images.
+        layout: the layout of the model's checkpoint.
+        image_prompts: prepares images for the model; ``None`` if it takes none.
     """
 
     name: ClassVar[str]
@@ -166,7 +166,7 @@ class EngineCore(ABC, Generic[RunT]):
     kv_tokens = 0
     """See `EngineLoad`."""
     abort_timeout_s: ClassVar[float | None]
-    """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
+    """Seconds to abort samples, after which the engine counts as broken; ``None`` for no limit."""
 
     def __init__(
         self, layout: CheckpointLayout, image_prompts: ImagePromptReader | None = None
@@ -189,7 +189,7 @@ class EngineCore(ABC, Generic[RunT]):
             raise self.broken
 
     def read_images(self, request: GenerationRequest, reader: ImagePromptReader) -> object:
-        """Return the images of a request as its run takes them; called in a thread of their own.
+        """Return a request's images in the form that its run takes; called in a separate thread.
 
         Raises:
             InvalidRequestError: one cannot be read, or they do not fit the prompt.
@@ -209,7 +209,7 @@ class EngineCore(ABC, Generic[RunT]):
 
     @abstractmethod
     async def run(self, run: RunT) -> None:
-        """Sample a request; its stream ends in any case, if not before this call."""
+        """Sample a request; in every case its stream ends, at the latest with this call."""
 
     @abstractmethod
     async def cancel(self, run: RunT) -> None:
@@ -232,12 +232,12 @@ class EngineCore(ABC, Generic[RunT]):
         """Swap the staged version in; return the seconds without a token, 0 if it served already.
 
         Raises:
-            WeightSyncError: nothing is staged so; the old weights stay.
+            WeightSyncError: this version is not staged; the old weights stay.
             EngineError: the engine is broken.
         """
 
     async def swapped(self) -> None:
-        """Wait until no swap is under way; a version may have its name before its swap has ended.
+        """Wait until no swap is running; a version may be named before its swap has ended.
 
         Raises:
             EngineError: the engine is broken, for example by a swap that could not resume.
@@ -246,7 +246,7 @@ class EngineCore(ABC, Generic[RunT]):
 
     @abstractmethod
     async def abort(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the epoch, if this one is joined."""
+        """Discard the staged weights and leave the epoch, if it is joined."""
 
     async def sleep(self) -> bool:
         """Do nothing: most engines cannot sleep. See `Engine.sleep`."""
@@ -254,7 +254,7 @@ class EngineCore(ABC, Generic[RunT]):
 
     @abstractmethod
     async def close(self) -> None:
-        """End what runs, deliver it, and end the processes of the engine, if any."""
+        """Abort and deliver running samples, and end the engine's processes, if any."""
 
 
 CoreT = TypeVar("CoreT", bound=EngineCore[Any])
@@ -265,7 +265,7 @@ class ThreadedEngine(Generic[CoreT]):
 
     Args:
         name: of the engine, for messages.
-        build: makes the core, called in its thread.
+        build: makes the core; called in the thread.
     """
 
     def __init__(
@@ -311,13 +311,13 @@ class ThreadedEngine(Generic[CoreT]):
         self._enter_state()  # with weights of its files it has started
 
     async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless.
+        """Abort running samples and free everything. Idempotent.
 
         Raises:
             DeadlineError: the thread hangs.
         """
         thread, core = self._thread, self._core
-        self._thread = self._core = None  # at once: calls that come meanwhile are refused
+        self._thread = self._core = None  # at once, so that calls are refused meanwhile
         if thread is None or core is None:
             return
         try:
@@ -411,7 +411,7 @@ class ThreadedEngine(Generic[CoreT]):
         return sum(stream.open_samples for stream in self._unfinished)
 
     def _admit(self, request: GenerationRequest) -> None:
-        """Refuse what cannot be sampled at present."""
+        """Refuse a request that cannot be sampled now."""
         _, core = self._in_thread()
         limits = self._settings
         if core.counts.version is None:
@@ -437,7 +437,7 @@ class ThreadedEngine(Generic[CoreT]):
         )
 
     async def _end(self, thread: LoopThread, core: CoreT, run: EngineRun) -> None:
-        """Abort the rest of a request, and wait until the core has: then `sampled` is final."""
+        """Abort the rest of a request and wait for the core, after which `sampled` is final."""
         if run.stream.has_ended or self._thread is not thread:
             return
         thread.begin(core.cancel(run))
@@ -476,7 +476,7 @@ class ThreadedEngine(Generic[CoreT]):
 
     async def abort_update(self, epoch: int, reason: str) -> None:
         thread, core = self._in_thread()
-        # A caller whose time is over during a long step has left the group all the same.
+        # Even a caller whose time ran out during a long step has left the group.
         await asyncio.shield(asyncio.wrap_future(thread.begin(core.abort(epoch, reason))))
 
     async def sleep(self) -> bool:
@@ -484,7 +484,7 @@ class ThreadedEngine(Generic[CoreT]):
         return await thread.call(core.sleep(), "falling asleep")
 
     async def _completed(self, swap: Future[float]) -> float:
-        """Return the result of a swap; the time until its end counts as swapping."""
+        """Return the result of a swap; count the time until its end as swapping."""
         waited = asyncio.wrap_future(swap)
         # The first weights belong to the start, which is one state from the process's begin.
         if self._clock.state is not EngineState.STARTING:

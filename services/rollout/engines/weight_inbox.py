@@ -1,4 +1,4 @@
-"""Receive weight updates, and exchange the weights of a model between two decode steps."""
+"""Receive weight updates, and swap the weights of a model between two decode steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LiveWeights:
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightSyncError if a tensor is missing, unknown or of another shape.
 
-        A tied tensor's other name may come along.
+        Other names of tied tensors may be present.
         """
         for spec in self._layout:
             if spec.name not in tensors:
@@ -121,13 +121,13 @@ class _Staged:
 
 
 class WeightInbox:
-    """One receiver's membership in transfer groups, and what it has staged.
+    """A receiver's membership in transfer groups, and its staged weights.
 
-    One thread calls the methods, and none blocks: what waits for the sender runs in a thread of its
-    own. Leaving a group is possible at any moment; a call that waits then fails soon.
+    One thread calls the methods, and none blocks: waits for the sender run in a separate thread.
+    Leaving a group is possible at any time; a waiting call then fails soon.
 
     Args:
-        device: of the wire.
+        device: device of the received tensors.
         model: the one that may borrow received memory, if it is in this process.
         share: the part of the weights that is received, for an engine that copies it out and
             merges adapters itself; ``None``: all of them are, and adapters are merged here.

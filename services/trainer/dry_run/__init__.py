@@ -1,1 +1,1 @@
-"""Run one trainer rank's pass without memory, device or peers, and count its bytes."""
+"""Run a trainer rank's pass without memory, device or peers, and count its bytes."""

@@ -27,7 +27,7 @@ from sluice.config.run import RunConfig
 from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 _BYTES_OF_A_LOGIT = 10
-"""In a block that is not compiled: itself in halves, in float32, and its exponential."""
+"""In an uncompiled block: the logit in bfloat16 and float32, and its exponential."""
 _IN_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
@@ -35,18 +35,18 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     """Return the bytes of each run."""
     torch.set_num_threads(1)
     config = with_adapters(msgspec.convert(asked.config, RunConfig))
-    # The head computes as large blocks as on a device, and multiplies as a GPU does.
+    # Use the head's block size and matrix products of a GPU.
     token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
     if config.actor_rollout_ref.actor.fsdp_config.use_torch_compile:
         compiled_bytes = 2 * token_statistics.COMPILED_BLOCK_BYTES
         token_statistics.CPU_BLOCK_ELEMENTS = compiled_bytes // _BYTES_OF_A_LOGIT
     if (config.trainer.device or "cuda").startswith("cuda"):
         token_statistics.widens = token_statistics.is_half
-        # It takes no memory, and torch before 2.12 cannot pretend to make it.
+        # It needs no memory, and torch before 2.12 cannot fake it.
         token_statistics._add_product = lambda total, left, right: None
     parallel = FakeRanks(asked.ranks)
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
-    gc.freeze()  # what is imported is no garbage
+    gc.freeze()  # imported objects are not garbage
     try:
         with fake_tensors():
             parallel.divide(trainer_layout(config, asked.ranks))
@@ -69,10 +69,10 @@ def with_layers(model: Mapping[str, object], layers: int) -> dict[str, object]:
 
 
 def with_adapters(config: RunConfig) -> RunConfig:
-    """Return the run with adapters that a model of any number of layers can get.
+    """Return the run with adapters that fit a model with any number of layers.
 
-    Those of `lora_adapter_path` become new ones of their rank. A layer that is named with its
-    number stands for that of each decoder layer.
+    Adapters from `lora_adapter_path` are replaced by new ones of the same rank. A layer named with
+    its number stands for that layer in every decoder layer.
 
     Raises:
         CheckpointError: the folder holds no adapter.

@@ -1,6 +1,6 @@
-"""Count the bytes of the storages that are alive, and the bytes that collectives move.
+"""Count the bytes of live storages and the bytes that collectives move.
 
-It counts the same for real tensors and for fake ones, so that a plan can be compared with a rank.
+It counts real and fake tensors alike, so that a plan can be compared with a real rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# What leaves a rank, by the names that reports use.
+# Collectives, by the names that reports use.
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -35,12 +35,12 @@ _FUNCTIONAL_SUM = torch.ops._c10d_functional.all_reduce.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts within its block; storages made before it count from their first use on.
+    """Counts within its block; storages made before it count from their first use.
 
     Attributes:
         live: bytes alive now.
-        peak: most bytes alive at once since `forget`.
-        moved: bytes of collectives' results on this rank since then, by kind.
+        peak: most bytes alive at once since `reset`.
+        moved: bytes of collectives' results on this rank since `reset`, by kind.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _move(self, kind: str, func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-        """Run a collective, a real one to its end, with copies that are not counted.
+        """Run a collective to its end without counting its internal copies.
 
         A thread of gloo frees its tensors only some time after the collective has ended, and a wait
         for a sum that ranks divide would count the copy that gloo makes.

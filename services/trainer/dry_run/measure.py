@@ -1,6 +1,7 @@
-"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch.
+"""Count the bytes of one rank's step: build, shard, a pass for logprobs, an optimizer step, a
+micro-batch.
 
-Its peers need not be there: collectives of `FakeRanks` return at once, and move nothing.
+It needs no peers: collectives of `FakeRanks` return at once and move nothing.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class FakeRanks(TorchDistributed):
     def divide(self, layout: ParallelLayout) -> None:
         with unset_fake_temporarily():  # groups are made of numbers
             super().divide(layout)
-        # Now, because rank 0 has no place in the meshes of another stage.
+        # Do it now, because rank 0 is not in the meshes of another stage.
         self.shard_mesh(layout.shard)
         self.expert_mesh(layout.shard)
 
     def move_to(self, stage: int) -> None:
-        """Take the same place in another stage, if there are any."""
+        """Move this rank to the same place in another stage, if there is one."""
         if self.stages is not None:
             self.stages = replace(self.stages, number=stage)
 
@@ -107,7 +108,7 @@ class FakeRanks(TorchDistributed):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors without memory in the block; but meshes hold the numbers of ranks."""
+    """Make tensors in the block fake, except the rank numbers in meshes."""
     mesh, init = DeviceMesh.mesh, DeviceMesh.__init__
     DeviceMesh.mesh = property(_really(mesh.fget))  # type: ignore[assignment,method-assign,attr-defined]
     DeviceMesh.__init__ = _really(init)  # type: ignore[method-assign]
@@ -132,8 +133,8 @@ def counted(
     """Return the bytes of this rank's passes. Collective.
 
     Args:
-        config: of the run; its model's files are not read.
-        model: the content of its config.json; for `FakeRanks` with the layers of their stage only.
+        config: the run's configuration; the model's files are not read.
+        model: the content of config.json; for `FakeRanks` with only the layers of their stage.
         parallel: all ranks, divided.
     """
     with LiveBytes() as count:
@@ -165,7 +166,7 @@ class _Rank:
         self._stage, self._tensor = stage, parallel.tensor
         if is_plan:
             plan_routing(self._model)
-        # It is there already, and torch cannot move a fake parameter.
+        # It is on the device already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
             LoadedModel(self._model, stage=stage),
@@ -187,7 +188,7 @@ class _Rank:
         self._entropy = EntropyUse.BONUS if actor.entropy_coeff else EntropyUse.METRIC
 
     def run(self) -> PassBytes:
-        """Make the passes and return what they took."""
+        """Run the passes and return the bytes that they used."""
         count, parameters = self._count, self._before
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
@@ -219,7 +220,8 @@ class _Rank:
         return self._count.peak
 
     def _passes(self) -> tuple[int, int, int, dict[str, int]]:
-        """Return the forward peak and what it leaves, the backward's peak, bytes moved."""
+        """Return the peak of the forward pass, the bytes that it keeps, the peak of the backward
+        pass, and the bytes moved."""
         stage, shards = self._stage, self._shards
         # Micro-batches between their forward and their backward pass.
         flight = 1 if stage is None else stage.count - stage.number
@@ -236,7 +238,7 @@ class _Rank:
         leaving, gradient = self._forward()
         moved = Counter(count.moved)
         more = count.live - gradient.nbytes
-        # Any further one leaves what the second did: gathered weights are there once.
+        # Further ones keep as much as the second: gathered weights exist only once.
         others = max(0, flight - 2) * (more - one)
         forward, kept = count.peak + others, more - before + others
         count.reset()
@@ -251,7 +253,7 @@ class _Rank:
         return forward, kept, max(backward, count.peak), dict(moved)
 
     def _forward(self) -> tuple[Tensor | GradientEdge, Tensor]:
-        """Return what a backward pass begins at, and its gradient."""
+        """Return the tensor that a backward pass starts from, and its gradient."""
         outputs, stage = self._outputs(), self._stage
         if stage is None or stage.after is None:
             return outputs, torch.ones_like(outputs)
@@ -259,7 +261,7 @@ class _Rank:
         return get_gradient_edge(outputs), self._between(stage)
 
     def _between(self, stage: Stage) -> Tensor:
-        """Return a tensor as they travel between stages."""
+        """Return a tensor like those sent between stages."""
         tokens = self._micro_batch.input_ids.shape[1]
         tokens //= self._tensor.size if self._tensor else 1
         return torch.empty((1, tokens, stage.width), dtype=stage.dtype)
@@ -281,7 +283,7 @@ class _Rank:
 
 
 def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:
-    """Return the micro-batch of most tokens that the run can make: rows of the longest length."""
+    """Return the largest micro-batch of the run, by tokens: rows of the longest length."""
     cut = update_settings(config, vocab_size=1).cut
     data, longest = config.data, max_row_tokens(config.data)
     if cut.token_budget is None:
@@ -311,9 +313,9 @@ def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingR
 
 
 def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
-    """Return choices for a pass over a line of so many tokens that load all experts alike.
+    """Return choices of experts for `tokens` packed tokens that load all experts evenly.
 
-    Choices and counts are real tensors also among fake ones: the host reads them.
+    Choices and counts are real tensors even among fake ones, because the host reads them.
     """
     blocks, tape = list(expert_blocks(model)), routing_tape(model)
     if tape is None or not blocks:
@@ -326,7 +328,7 @@ def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
 
 
 def plan_routing(model: PreTrainedModel) -> None:
-    """Let a rank without peers receive from each what it sends to itself."""
+    """Let a rank without peers receive from each peer what it sends to itself."""
     tape = routing_tape(model)
     if tape is None:
         return

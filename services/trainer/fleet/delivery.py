@@ -46,10 +46,10 @@ PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
 
 GroupMember = ReplicaInfo | None
-"""One end of a collective; ``None`` is the trainer."""
+"""A member of a collective; ``None`` is the trainer."""
 
 SignsOfLife = Callable[[], Mapping[str, float]]
-"""Returns the time of each replica's last heartbeat, by instance id, on a rising clock."""
+"""Returns the time of each replica's last heartbeat, by instance id, on a monotonic clock."""
 
 _ASKS = 2
 """Probes before a member is left out: on a loaded machine one answer may be late."""
@@ -461,7 +461,7 @@ class TransferSession:
 
 
 def _key(member: ReplicaInfo) -> str:
-    """Return the name of a member in its group."""
+    """Return a member's name within its group."""
     return f"{member.name}/{member.instance_id}"
 
 
@@ -471,7 +471,7 @@ def _compare(
     answers: Answers[GroupMember, None],
     delivery: DeliveryResult,
 ) -> None:
-    """Count members with another digest than the sent one as failed, although they answered."""
+    """Count members whose digest differs from the sent one as failed, although they answered."""
     for member, digest in digests.items():
         if digest != (ours := sent[_key(member)]):
             error = WeightSyncError(member.name, "stage", f"its digest is {digest}, ours {ours}")

@@ -1,8 +1,8 @@
 """Membership: replicas by name and instance, their versions, and whether their engines progress.
 
-A replica is a member as long as its heartbeats arrive. One that is held keeps the version that is
-validated while the others get the next one. One that lives and has work but samples no
-token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
+A replica is a member as long as its heartbeats arrive. A held replica keeps the validated version
+while the others get the next one. A live replica that has work but samples no token is stalled:
+nothing new is sent to it. It returns as a newcomer when its engine progresses.
 
 The state is pure: callers pass the time in, from one event loop; `drop_silent` looks at the clock
 for it. `Fleet.changed` is set at every change of membership or state; its reader clears it.
@@ -37,7 +37,8 @@ MAX_INSTANCES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class EngineSign:
-    """An engine's progress in one heartbeat. `turns` is 0 if the engine does not count them."""
+    """An engine's progress as reported in a heartbeat. `turns` is 0 if the engine does not count
+    turns."""
 
     tokens: int
     turns: int
@@ -49,8 +50,8 @@ class EngineProgress:
     """An engine's last progress.
 
     Args:
-        sign: the heartbeat of the last progress.
-        since_s: its time.
+        sign: the progress reported last.
+        since_s: the time of that heartbeat.
         is_stalled: whether the engine is out of use until it progresses again.
     """
 
@@ -77,7 +78,7 @@ class EngineProgress:
         return self
 
     def suspected(self) -> EngineProgress:
-        """Return the progress of a replica that failed to answer another call: stalled.
+        """Return the progress marked as stalled, for a replica that failed to answer another call.
 
         An engine that counts no turns could not prove the opposite, so it is not suspected.
         """
@@ -85,18 +86,18 @@ class EngineProgress:
 
 
 class MemberState(StrEnum):
-    """What a replica may be used for."""
+    """The state of a replica, which decides what it is used for."""
 
-    PENDING = "pending"  # known, without the current weights
+    PENDING = "pending"  # registered, without the current weights
     SERVING = "serving"
     HELD = "held"  # keeps its version for a validation, and gets no newer one meanwhile
     DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
-    STALLED = "stalled"  # lives, but its engine makes no progress; used like a draining one
+    STALLED = "stalled"  # alive, but its engine makes no progress; used like a draining one
 
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
-    """One replica, as of its last heartbeat."""
+    """A replica, as of its last heartbeat."""
 
     info: ReplicaInfo
     state: MemberState
@@ -111,11 +112,11 @@ class Fleet:
     """All known replicas.
 
     Args:
-        layout_digest: a replica with other names, dtypes or shapes of weights is refused; ``None``:
-            none is, as nobody sends weights.
+        layout_digest: refuse replicas whose weights have other names, dtypes or shapes; ``None``
+            refuses none, since no weights are sent.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
-        stall_s: seconds with work and without a token after which a replica is stalled.
-        weights: the trainer's; replicas may take shares of them.
+        stall_s: seconds with work but without a token after which a replica is stalled.
+        weights: the trainer's weights; replicas may take shares of them.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Fleet:
         """Record a heartbeat, and whether the engine progresses.
 
         Args:
-            turns: calls that its engine's loop has answered; 0: they are not counted.
+            turns: calls that the engine's loop has answered; 0 if they are not counted.
 
         Raises:
             NotFoundError: this instance is unknown and must register again.
@@ -230,12 +231,13 @@ class Fleet:
             self.changed.set()
 
     def note_counters(self, info: ReplicaInfo, load: ReplicaCounters) -> None:
-        """Keep the counters that a replica reported on request; this is no heartbeat."""
+        """Keep the counters that a replica reported on request; this does not count as a
+        heartbeat."""
         if info.instance_id in self._loads:
             self._note(info.instance_id, load)
 
     def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
-        """Drop and return the replicas that were silent for longer than the time to live.
+        """Drop and return the replicas without a heartbeat for `ttl_s`.
 
         Args:
             awake_s: when this process began to read heartbeats; silence before it does not count.
@@ -252,12 +254,12 @@ class Fleet:
         if self._instance(info.name, info.instance_id) is None:
             return
         self._drop(info, reason)
-        # It may live although it failed; when it registers again, its engine must answer first.
+        # It may be alive although it failed; if it registers again, its engine must answer first.
         if (progress := self._progress.get(info.instance_id)) is not None:
             self._progress[info.instance_id] = progress.suspected()
 
     def refuse(self, info: ReplicaInfo, reason: str) -> None:
-        """Drop one instance permanently: its fault will not pass."""
+        """Drop one instance permanently, since its fault is permanent."""
         self._refusals[info.instance_id] = reason
         self.expel(info, reason)
 
@@ -282,7 +284,7 @@ class Fleet:
         """Let some of the replicas that serve `version` keep it; return them.
 
         Args:
-            choose: returns how many of a number of replicas are held; 0: nothing changes.
+            choose: returns how many of a number of replicas to hold; 0 changes nothing.
         """
         serving = [m for m in self.members() if _serves(m, version)]
         held = serving[: choose(len(serving))]
@@ -358,7 +360,7 @@ class Fleet:
         return self._progress[instance_id]
 
     def _note(self, instance_id: str, load: ReplicaCounters) -> None:
-        """Keep the newest counters: answers and heartbeats overtake each other."""
+        """Keep the newest counters, since answers and heartbeats may arrive out of order."""
         self._first_loads.setdefault(instance_id, load)
         known = self._loads.get(instance_id)
         if known is None or load.wall_seconds >= known.wall_seconds:

@@ -34,7 +34,7 @@ from sluice.weights.snapshot import Snapshot, SnapshotBuffers
 
 logger = logging.getLogger(__name__)
 
-_JOINT_ATTEMPTS = 3  # each in a new epoch with the members that are left: no call is repeated
+_JOINT_ATTEMPTS = 3  # each in a new epoch with the remaining members; no call is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,11 @@ class WeightPublisher:
         self._main = self._new_session(
             make_sender(), read=snapshots.read, swaps_at_once=self._in_a_turn
         )
-        # Instance ids of replicas in a running delivery, or that wait for theirs: a replica is in
-        # one group at a time. One that returns while it waits may be here twice.
+        # Instance ids of replicas in a running delivery or waiting for one: a replica is in one
+        # group at a time. A replica that returns while it waits may be here twice.
         self._busy = Counter[str]()
         self._published = -1
-        # The version that newcomers are sent, and the end of that.
+        # The version being sent to newcomers, and the event of its end.
         self._seeding: tuple[int, asyncio.Event] | None = None
 
     async def publish(self, version: int) -> PublishReport:
@@ -148,7 +148,7 @@ class WeightPublisher:
         raise AssertionError("counting has no end")
 
     async def snapshot_is_free(self) -> None:
-        """Wait until no newcomer is sent the version before the newest one.
+        """Wait until no newcomer is receiving the version before the newest.
 
         The next version takes its memory. The deadline of the transfer ends a newcomer that hangs.
         """
@@ -195,7 +195,7 @@ class WeightPublisher:
     async def let_sleep(self) -> None:
         """Let all replicas free the memory of devices that they share, until the next version.
 
-        One that does not is no error: the next delivery finds out whether it still answers.
+        A replica that does not is no error: the next delivery finds out whether it still answers.
         """
         async with asyncio.TaskGroup() as tasks:
             for info in self._free(MemberState.SERVING):
@@ -261,9 +261,9 @@ class WeightPublisher:
         return delivery
 
     async def _deliver_one_by_one(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:
-        """Send to each member alone.
+        """Send to each member separately.
 
-        All of them answer, but one cannot receive weights; this finds it.
+        All members answer, but one cannot receive weights; this finds it.
         """
         logger.warning("%d epochs failed; now sending to each replica alone", _JOINT_ATTEMPTS)
         served: dict[ReplicaInfo, float] = {}
@@ -285,7 +285,7 @@ class WeightPublisher:
         try:
             yield
         finally:
-            self._busy -= instance_ids  # which keeps no zero
+            self._busy -= instance_ids  # a Counter keeps no zeros
 
 
 def _serves(member: FleetMember, version: int) -> bool:

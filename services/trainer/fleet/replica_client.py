@@ -25,7 +25,7 @@ _COUNTERS_PHASE = "asking for its counters"
 
 
 async def replica_counters(channels: ChannelPool, replica: ReplicaInfo) -> ReplicaCounters:
-    """Return a replica's present counters, without waiting for a step of its engine.
+    """Return a replica's current counters, without waiting for a step of its engine.
 
     Raises:
         SluiceError: the replica does not answer, or another process answers there.
@@ -49,13 +49,13 @@ async def replica_counters(channels: ChannelPool, replica: ReplicaInfo) -> Repli
 
 
 class ReplicaClient:
-    """The weight updates of one replica. Every call has a deadline. Close it.
+    """Calls one replica for weight updates. Every call has a deadline. Close it after use.
 
     Args:
         channels: hold the channel to it, which stays open until this client is closed.
         timeout_s: deadline of joining.
         transfer_timeout_s: deadline of receiving one version.
-        commit_timeout_s: deadline of bringing it into the engine.
+        commit_timeout_s: deadline of loading it into the engine.
     """
 
     def __init__(

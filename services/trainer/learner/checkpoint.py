@@ -64,10 +64,10 @@ class CheckpointStore:
 
     Args:
         root: ``trainer.default_local_dir``; the first save creates it.
-        keep: number of newest ones that a save leaves on disk; ``None`` keeps all.
+        keep: number of newest checkpoints that a save leaves on disk; ``None`` keeps all.
 
     Attributes:
-        protects: returns which of the steps on disk no save deletes; any thread calls it.
+        protects: returns the steps on disk that no save may delete; called from any thread.
     """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
@@ -88,7 +88,7 @@ class CheckpointStore:
         return self._partial(step) / ACTOR_FOLDER
 
     def finish(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
-        """Complete what `begin` made, and return the checkpoint's folder; any one thread.
+        """Complete the checkpoint that `begin` began, and return its folder; from any one thread.
 
         Until this returns, the previous checkpoint is the latest.
 
@@ -121,7 +121,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the tracker holds no number, or its checkpoint is missing or
-                incomplete; names the newest complete one.
+                incomplete; the error names the newest complete one.
         """
         tracker = self.root / TRACKER_FILE
         if not tracker.exists():
@@ -214,7 +214,7 @@ class CheckpointStore:
 
 
 def num_kept(trainer: TrainerConfig, *, with_critic: bool) -> int | None:
-    """Return how many checkpoints stay, as long as either count wants them; ``None``: all."""
+    """Return how many checkpoints to keep, the larger of both counts; ``None`` for all."""
     keep = trainer.max_actor_ckpt_to_keep
     if keep is None or not with_critic:
         return keep
@@ -237,7 +237,7 @@ def stored_checkpoints(root: Path) -> list[Path]:
 
 
 def _delete_folder(folder: Path) -> None:
-    """Remove a checkpoint. The rename comes first, so that a crash leaves none that looks whole."""
+    """Remove a checkpoint. Rename it first, so that a crash leaves none that looks complete."""
     expired = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(expired, ignore_errors=True)
     folder.rename(expired)
@@ -345,7 +345,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -144,7 +144,8 @@ class Learner:
         return ReferencePolicy(model, precision, self._device, max_tokens, parallel, cut)
 
     def _check_packing(self) -> None:
-        """Try the model on packed tokens. A stage has own layers, which tests compare."""
+        """Try the model on packed tokens, unless it is a stage: those have sluice's layers, which
+        tests check."""
         if self._policy.stage is not None:
             return
         with uncounted(self._model):
@@ -188,7 +189,8 @@ class Learner:
 
     @property
     def routing_shape(self) -> RoutingShape | None:
-        """Return the policy's sizes that `check_routing` compares; ``None`` without own experts."""
+        """Return the policy's sizes for `check_routing`; ``None`` without experts of the trainer's
+        own."""
         tape = routing_tape(self._model)
         if tape is None:
             return None
@@ -206,10 +208,10 @@ class Learner:
         return self._beside is not None
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
-        """Return the numbers of the batch's samples that this rank trains, rising. Collective.
+        """Return the numbers of the batch's samples that this rank trains, ascending. Collective.
 
         Args:
-            batch: the same on every rank; its tokens may be absent.
+            batch: the same on every rank; tokens may be absent.
         """
         with self._parallel.naming_failures(f"dividing the batch of step {step}"):
             return self._update.own_rows(batch, step)
@@ -225,7 +227,7 @@ class Learner:
         Returns:
             metrics by verl's names.
         """
-        self._device.set_device()  # of the thread that steps, which need not be that of `__init__`
+        self._device.set_device()  # of the thread that steps, maybe not that of `__init__`
         with self._parallel.naming_failures(f"training step {step}"):
             with self._profiler.tracing(step) as times:
                 metrics = self._update.run(batch, step)
@@ -248,12 +250,12 @@ class Learner:
     def parts(
         self, names: Iterable[str] | None = None, *, left_out: frozenset[str] = frozenset()
     ) -> NamedTensors:
-        """Yield this rank's parts of the policy's weights, as they travel.
+        """Yield this rank's parts of the policy's weights, in the form in which they are sent.
 
         An adapter's B is multiplied by its scale (`sluice.weights.adapters`).
 
         Args:
-            names: of weights that this rank holds; ``None``: all.
+            names: names of weights that this rank holds; ``None`` for all.
         """
         parameters = self._policy.parameters
         parts = {name: local_part(one) for name, one in parameters.items() if name not in left_out}
@@ -269,7 +271,7 @@ class Learner:
         Collective; all ranks see one folder.
 
         Args:
-            directory: new or empty.
+            directory: a new or empty folder.
 
         Raises:
             OSError: a rank cannot write.
@@ -278,9 +280,9 @@ class Learner:
         self.begin_save(directory)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Return the work of `save`. If `saves_aside`, it may run beside training.
+        """Return the work of `save` as a function. If `saves_aside`, it may run beside training.
 
-        Then it has copies of this rank's parts on the host, and its own group of all ranks.
+        It then has copies of this rank's parts on the host, and a separate group of all ranks.
         """
         path, parallel = self._config.actor_rollout_ref.model.path, self._beside or self._parallel
         states = [

@@ -1,6 +1,7 @@
-"""Where each rank's part of a tensor lies in the whole tensor, and the directory of all ranks'.
+"""Find where each rank's part of a tensor lies in the whole tensor, and exchange this between
+ranks.
 
-A place is read from the DTensor, whatever mesh dimensions cut it. A scalar counts as one row.
+Places are read from the DTensor, for any mesh. A scalar counts as one row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A part of a tensor, and the ranks that hold it, in rising order."""
+    """A part of a tensor, and the ranks that hold it, ascending."""
 
     offset: Sizes
     shape: Sizes
@@ -34,9 +35,9 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor and the pieces that make it. None is empty unless the tensor is.
+    """A tensor and its pieces. No piece is empty unless the tensor is.
 
-    `shape` has a dimension at least; `is_scalar` says that the tensor has none.
+    `shape` has at least one dimension; with `is_scalar` the tensor has none.
     """
 
     shape: Sizes
@@ -88,7 +89,7 @@ def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
     mesh, part = tensor.device_mesh, list(tensor.shape)
     offset, own_index = [0] * len(part), mesh.get_coordinate()
     assert own_index is not None, "a rank has no part of a tensor on others' mesh"
-    # FSDP cuts the part that tensor ranks leave, though its dimension of the mesh comes before.
+    # FSDP cuts the part of a tensor rank, although FSDP's mesh dimension comes first.
     # Torch's own formula assumes that all parts are equal.
     cuts = zip(tensor.placements, mesh.shape, own_index, strict=True)
     for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
@@ -115,20 +116,20 @@ def exchange_places(
     parallel: DataParallel,
     outline: Mapping[str, Tensor] | None = None,
 ) -> Directory:
-    """Exchange between all ranks which parts each one holds. Collective.
+    """Exchange the parts that each rank holds. Collective.
 
     Args:
-        tensors: those that this rank has a part of.
+        tensors: the tensors that this rank has a part of.
         outline: the tensors of all ranks, without memory, the same names in the same order on every
             rank; by default `tensors`.
 
     Raises:
-        ConfigError: the parts of a tensor do not make it.
+        ConfigError: the parts of a tensor do not add up to it.
     """
     phase = "exchanging the places of weights"
     devices = {local_part(tensor).device for tensor in tensors.values()}
     for device in sorted(devices, key=str):
-        # NCCL connects the ranks of a group in a collective of all of them; sends are not.
+        # NCCL connects a group only in a collective of all its ranks; sends are not collective.
         parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
     whole = tensors if outline is None else outline
     own = [float(n) for name in whole for part in _own_place(name, tensors, whole) for n in part]
@@ -165,7 +166,7 @@ def exchange_places(
 def _own_place(
     name: str, tensors: Mapping[str, Tensor], outline: Mapping[str, Tensor]
 ) -> tuple[Sizes, Sizes]:
-    """Return `place` of a tensor; of one that this rank lacks, a part without elements."""
+    """Return `place` of a tensor, or an empty part if this rank lacks it."""
     if name in tensors:
         return place(tensors[name])
     nothing = (0,) * len(lined(outline[name].shape))
@@ -182,16 +183,16 @@ def is_held(directory: Directory, rank: int) -> bool:
 
 
 def held_by_all(tensor: Tensor, world_size: int) -> Placed:
-    """Return the entry of a tensor that every rank holds whole."""
+    """Return the entry for a tensor that every rank holds whole."""
     shape = lined(tensor.shape)
     whole = TensorPiece((0,) * len(shape), shape, tuple(range(world_size)))
     return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
 
 
 def places_of_moment(placed: Placed, moment: Tensor) -> Placed:
-    """Return the places of what an optimizer keeps of a parameter.
+    """Return the places of an optimizer's state tensor of a parameter.
 
-    That is a tensor of its shape, or a number on each rank that has a part of it.
+    It has the parameter's shape, or is a number on each rank that has a part of it.
     """
     if moment.ndim:
         return replace(placed, dtype=moment.dtype)

@@ -1,7 +1,8 @@
-"""This rank's snapshots of the policy's weights for sending, and the ranks that send theirs.
+"""This rank's snapshots of the policy's weights to send, and rank 0's connections to the other
+sending ranks.
 
-Each piece of a tensor is kept and sent by one rank, the first of those that hold it: of several
-copies of the model the first one is sent. So no rank gathers what others hold.
+The first rank that holds a piece of a tensor keeps and sends it, so only the first of several
+copies of the model is sent, and no rank gathers what others hold.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _ADDRESS_CHARS = 64
 
 
 def holdings_of(places: Directory) -> tuple[Holding, ...]:
-    """Return what each rank sends, rank 0 first; none: rank 0 holds all weights."""
+    """Return the holding of each rank that sends, rank 0 first; empty if rank 0 holds all
+    weights."""
     if is_held(places, 0):
         return ()
     found: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
@@ -47,13 +49,13 @@ class PolicySnapshots:
     """This rank's snapshots of the policy.
 
     Args:
-        wire_dtype: of floating-point weights.
+        wire_dtype: the dtype in which floating-point weights are sent.
         timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
 
     Attributes:
-        tensors: all weights, as they travel.
-        holdings: what each rank sends; none: rank 0 holds all weights.
-        number: of this rank's holding; ``None``: it sends nothing, and has no snapshots.
+        tensors: all weights, in the form in which they are sent.
+        holdings: the holding of each rank that sends; empty if rank 0 holds all weights.
+        number: index of this rank's holding; ``None`` if it sends nothing and has no snapshots.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class PolicySnapshots:
 
     @property
     def buffers(self) -> SnapshotBuffers:
-        """Return the memory of the snapshots, on a rank that sends."""
+        """Return the buffers of the snapshots, on a rank that sends."""
         assert self._buffers is not None
         return self._buffers
 
@@ -98,7 +100,7 @@ class PolicySnapshots:
     def _parts(
         self, others: AbstractContextManager[None]
     ) -> Generator[tuple[str, Tensor], None, None]:
-        # The buffers keep what never changes.
+        # The buffers keep weights that never change.
         has_all = self.buffers.version is not None
         untrained = self._learner.untrained_names if has_all else frozenset()
         names = None
@@ -111,7 +113,7 @@ class PolicySnapshots:
 def policy_snapshots(
     config: RunConfig, learner: Learner, parallel: DataParallel
 ) -> PolicySnapshots:
-    """Return this rank's snapshots, as the run wants them."""
+    """Return this rank's snapshots, as configured."""
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     return PolicySnapshots(learner, parallel.rank, wire_dtype, config.sluice.weights.timeout_s)
 
@@ -120,7 +122,7 @@ def policy_snapshots(
 def connected_ranks(
     config: RunConfig, snapshots: PolicySnapshots, parallel: DataParallel
 ) -> Iterator[list[SendingRankClient]]:
-    """Let the ranks above 0 that hold weights send them in the block. Collective.
+    """Let the ranks above 0 that hold weights send them while the block runs. Collective.
 
     Yields:
         rank 0's calls to the others, in the order of their holdings; none on the other ranks.

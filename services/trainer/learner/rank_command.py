@@ -63,16 +63,16 @@ class _Outcome(IntEnum):
     """How a rank's reading of its samples ended."""
 
     TAKEN = 0
-    LOST = 1  # the service or the lease is gone
+    LOST = 1  # the reward service or the lease is gone
     FAILED = 2
     READING = 3
 
 
 class RankLeader:
-    """Rank 0's learner together with all others. Calls block; one thread at a time.
+    """Runs commands on rank 0's learner and all others. Calls block; one thread at a time.
 
-    A second thread sends signs of life. It is a timer and owns nothing: it must run while the
-    learner's own thread is idle, and `_commanding` keeps it out of a command that runs.
+    A second thread sends signs of life while the learner's thread is idle. It is only a timer, and
+    `_commanding` keeps it from interrupting a command.
 
     Args:
         learner: rank 0's; the other ranks run `follow`.
@@ -107,8 +107,8 @@ class RankLeader:
         """Let every rank read its samples of a leased batch.
 
         Returns:
-            an empty text if all samples came; otherwise the reason, and the batch must be taken
-            again.
+            an empty text if all samples arrived; otherwise the reason why the batch must be taken
+                again.
         """
         with self._together():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
@@ -142,19 +142,19 @@ class RankLeader:
         """
         snapshots = self._snapshots
         assert snapshots is not None
-        if not snapshots.holdings:  # rank 0 has everything: the others are not needed
+        if not snapshots.holdings:  # rank 0 holds all weights: the others are not needed
             snapshots.freeze(version)
             return
         snapshots.freeze(version, self._freezing_others(version))
 
     @contextmanager
     def _freezing_others(self, version: int) -> Iterator[None]:
-        """Let the other ranks freeze meanwhile, and wait for them."""
+        """Make the other ranks freeze during the block, and wait for them."""
         with self._commanding:
             with self._noting_failure():
                 self._send(CommandKind.FREEZE, {"version": version})
             try:
-                yield  # after an error here the ranks still meet, and take commands
+                yield  # after an error here all ranks still meet and take commands
             finally:
                 with self._noting_failure():
                     self._parallel.all_gather([0.0], _FREEZING)
@@ -174,8 +174,9 @@ class RankLeader:
         """Call `Learner.begin_save` on all ranks.
 
         Returns:
-            rank 0's work. If `saves_aside`, the others are at theirs already; later commands may
-            run meanwhile, so it is for another thread. Else all ranks work when it is called.
+            rank 0's work, to be called. If `saves_aside`, the other ranks are working already and
+                later commands may run meanwhile, so call it in another thread. Otherwise all ranks
+                work during the call.
         """
         if not self.saves_aside:
             return partial(self.save, directory)
@@ -198,20 +199,20 @@ class RankLeader:
 
     @contextmanager
     def _together(self, survived: type[Exception] | None = None) -> Iterator[None]:
-        """Hold back other commands while all ranks work; after an error, all later ones.
+        """Hold back other commands while all ranks work; after an error, fail all later ones.
 
         Args:
-            survived: an error after which all ranks take commands: one that cannot write ends the
-                save of all.
+            survived: an error after which all ranks still take commands: if one rank cannot write,
+                the save fails on all.
         """
         with self._commanding, self._noting_failure(survived):
             yield
 
     @contextmanager
     def _noting_failure(self, survived: type[Exception] | None = None) -> Iterator[None]:
-        """After an error let every later command fail at once.
+        """After an error, make every later command fail at once.
 
-        The others may still be in that work, and a command would wait for them until a deadline.
+        The other ranks may still be working, and a command would wait for them until its deadline.
         """
         try:
             yield
@@ -241,7 +242,7 @@ class RankLeader:
                     self._send(CommandKind.KEEP_ALIVE, {})
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
-                self._failure = error  # the next command raises it, in the learner's thread
+                self._failure = error  # the next command raises it in the learner's thread
                 return
             finally:
                 self._commanding.release()
@@ -250,11 +251,11 @@ class RankLeader:
 class RankSamples:
     """This rank's samples of the next step.
 
-    A thread reads them, so that ranks can meet meanwhile: those that end early wait for as long as
-    the others get messages, and one that hangs is noticed within the deadline of a collective.
+    A thread reads them, so that ranks can meet meanwhile: ranks that finish early wait as long as
+    the others receive messages, and a hanging rank is noticed within the deadline of a collective.
 
-    A pause may end the train loop's wait while ranks read. They read on, and keep the samples until
-    the batch is taken again.
+    If a pause ends the train loop's wait, the ranks keep reading, and keep the samples until the
+    batch is taken again.
     """
 
     def __init__(self, learner: Learner, parallel: DataParallel, samples: RewardSamples) -> None:
@@ -268,7 +269,7 @@ class RankSamples:
     def take(self, outline: TrainBatch, step: int) -> str:
         """Read this rank's samples; see `RankLeader.take_samples`. Collective.
 
-        A rank whose stream breaks must not leave the others: all of them take the batch again.
+        If the stream of one rank breaks, all ranks take the batch again.
         """
         self._batch = None
         phase = f"taking samples of step {step}"
@@ -283,7 +284,7 @@ class RankSamples:
                 return _agreed([_Outcome(int(one)) for (one,) in outcomes], outcome, problem, phase)
 
     def taken(self, batch_id: str) -> TrainBatch:
-        """Return the batch with this rank's samples, and keep it no longer.
+        """Return the batch with this rank's samples, and drop it here.
 
         Raises:
             PeerError: another batch was taken.
@@ -294,7 +295,7 @@ class RankSamples:
         return batch
 
     def close(self) -> None:
-        """Close the reader in its thread."""
+        """Close the reader in the reader's thread."""
         self._thread.retire(self._reader.close, within_s=_END_S)
 
     def _read(
@@ -349,18 +350,18 @@ def follow(
         PeerError: rank 0 failed or vanished, or samples were refused.
     """
     saving = OwnerThread("checkpoint")
-    failures: list[Exception] = []  # of saves beside training
+    failures: list[Exception] = []  # for saves beside training
     samples = RankSamples(learner, parallel, reader)
     try:
-        # After one that failed the others wait for this rank's part, until it has ended.
+        # If one failed, the others wait for this rank's part until this process ends.
         while not failures and _obeys(learner, parallel, samples, saving, failures, snapshots):
             pass
     except Exception:
-        # The process ends, and with it the thread: all ranks would lose the checkpoint. Half of the
-        # deadline, so that the others, which may wait for this rank, see that it has ended.
+        # The thread ends with the process, and all ranks would lose the checkpoint. Wait half of
+        # the deadline, so that ranks that wait for this one see its end.
         wait([saving.submit(lambda: None)], parallel.timeout_s / 2)
         raise
-    saving.submit(lambda: None).result()  # after what it still writes
+    saving.submit(lambda: None).result()  # after it has written the rest
     samples.close()
     if failures:
         raise failures[0]
@@ -374,7 +375,7 @@ def _obeys(
     failures: list[Exception],
     snapshots: PolicySnapshots | None,
 ) -> bool:
-    """Do what rank 0's next command says; return False after the stop command."""
+    """Execute rank 0's next command; return False after the stop command."""
     message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
     split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
     header = json.loads(message[_LENGTH_BYTES:split])
@@ -391,7 +392,7 @@ def _obeys(
         parallel.all_gather([0.0], _FREEZING)
     elif kind is CommandKind.SAVE:
         directory = Path(header["directory"])
-        # No name holds the work: it has a copy of this rank's parts.
+        # Keep no reference to the work: it has a copy of this rank's parts.
         if learner.saves_aside:
             saving.submit(partial(_save_aside, learner.begin_save(directory), failures))
         else:
@@ -402,7 +403,7 @@ def _obeys(
 def _save(work: Callable[[], None]) -> None:
     try:
         work()
-    except OSError as error:  # rank 0 hears of it, and ends the run
+    except OSError as error:  # rank 0 is notified and ends the run
         logger.error("the checkpoint cannot be written: %s", error)  # noqa: TRY400 - no bug here
 
 

@@ -1,7 +1,7 @@
-"""Where a trainer rank is, and the store where all ranks meet.
+"""A trainer rank's place, and the store where all ranks meet.
 
 Torch's own store (``env://``) looks up the name of each address that connects; a lost answer of
-the name server costs 5 s. The store of the weight transfers does no such look-up. Rank 0 opens it
+the name server costs 5 s. The store of the weight transfers does no look-ups. Rank 0 opens it
 at MASTER_ADDR:MASTER_PORT, for one epoch, until the ranks end.
 """
 
@@ -43,11 +43,11 @@ class RankRendezvous:
     """A store that all ranks have reached. Keep it as long as their group exists.
 
     Args:
-        timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
+        timeout_s: seconds until all ranks must have arrived; also the limit of torch's later waits.
 
     Raises:
         ConfigError: rank 0 cannot listen at its address.
-        DeadlineError: rank 0 or other ranks did not arrive; names them.
+        DeadlineError: rank 0 or other ranks did not arrive; the error names them.
         PeerError: the store refused a request, or its connection was lost.
     """
 
@@ -128,7 +128,7 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
 
 
 def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
-    """Ask again until the store answers: rank 0 may start later than the others.
+    """Retry until the store answers, since rank 0 may start later than the others.
 
     Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
     here.

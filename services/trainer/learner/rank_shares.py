@@ -1,16 +1,16 @@
-"""Ranks that share the work of a pass, and what they exchange in it (docs/architecture.md, "Ranks
+"""Ranks that share the work of a pass, and the exchanges between them (docs/architecture.md, "Ranks
 that share a sequence" and "Ranks that cut layers").
 
 *Ranks that share a packed sequence* are Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-*Ranks that cut layers* cut a matrix by rows where its outputs are apart (queries, keys and values
-by heads; gates), and by columns where its inputs are (what follows them). Between matrices each
-rank has a part of the tokens, so what works on one token at a time, as norms do, is not done twice
+*Ranks that cut layers* cut a matrix by rows if its outputs are independent (queries, keys and
+values by heads; gates), and by columns if its inputs are (the matrices after these). Between
+matrices each rank has a part of the tokens, so that work per token, such as norms, is not repeated
 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). All
-ranks gather the tokens before a matrix that is cut by rows. After one that is cut by columns each
-has a part of every sum; the sums come to the rank of the token.
+ranks gather the tokens before a matrix that is cut by rows. After a matrix that is cut by columns
+each rank has a part of every sum, and the sums are scattered to the tokens' ranks.
 
-Tensors of equal sizes travel: a sequence, or a packed line, is padded to a multiple of the ranks.
+Ranks exchange tensors of equal size: packed tokens are padded to a multiple of the ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SequenceShare(_Share):
         return np.split(np.pad(values, padding), self.size, axis=-1)[self.rank]
 
     def own(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
-        """Return the indices of those packed positions that are this rank's."""
+        """Return the indices of the packed positions that belong to this rank."""
         each = -(-num_tokens // self.size)
         return np.flatnonzero(positions // each == self.rank)
 
@@ -99,7 +99,7 @@ class SequenceShare(_Share):
 
         Args:
             values: float32.
-            own: int64 [n], their indices among the N.
+            own: int64 [n], the indices of these values among the N.
             num_values: N.
         """
         found: Tensor = _WholeTokens.apply(values, own, num_values, self.group)  # type: ignore[no-untyped-call]
@@ -120,8 +120,7 @@ class ImageRanks:
     """The ranks of a stage that train the same rows: they divide the images of these rows.
 
     Attributes:
-        share: their places; between layers each has this part of the tokens. ``None``: this rank
-            has all.
+        share: this rank's part of the tokens between layers; ``None`` if it has all tokens.
         encodes: whether this rank's stage has the vision tower.
     """
 
@@ -154,19 +153,19 @@ class TensorShare(_Share):
         return found
 
     def own(self, num_tokens: int) -> slice:
-        """Return this rank's tokens of so many; they divide."""
+        """Return this rank's slice of a number of tokens that the ranks divide evenly."""
         each = num_tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
 def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> None:
-    """Refuse a model whose sequences, or whose attention heads, so many ranks cannot share.
+    """Refuse a model whose sequences or attention heads this number of ranks cannot share.
 
     Args:
-        tensor: ranks that divide the heads first, evenly.
+        tensor: the number of ranks that divide the heads first, evenly.
 
     Raises:
-        ConfigError: names the heads, and the sizes that are possible.
+        ConfigError: names the heads and the possible sizes.
     """
     if size == 1:
         return
@@ -195,7 +194,8 @@ def all_to_all(
     sent: list[int] | None = None,
     received: list[int] | None = None,
 ) -> Tensor:
-    """Send parts to the group's ranks, in their order; return what came, by sender. Differentiable.
+    """Send parts to the group's ranks, in order; return the received parts by sender.
+    Differentiable.
 
     Args:
         parts: without sizes ``parts[r]`` goes to rank r; with sizes rows ``[n, ...]``.
@@ -214,7 +214,7 @@ class _ShareContext(FunctionCtx):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its gradient goes back where its row came from."""
+    """All-to-all whose gradients return to the senders."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The trainer's ranks: their groups, and their collectives, each with a deadline.
+"""The trainer's ranks: their groups and collectives, each with a deadline.
 
 Gradients are summed on their device. Commands and metrics always travel between CPUs over Gloo, so
 that they never queue behind kernels. A failed collective is never repeated: the group is broken,
@@ -50,7 +50,7 @@ SHARD_DIM, COPY_DIM, TENSOR_DIM = "shard", "copy", "tensor"
 EXPERT_DIM, EXPERT_SHARD_DIM = "expert", "expert_shard"
 """Dimensions of the mesh that divides its experts, and shards each of them."""
 
-# Texts in the errors of torch's backends.
+# Texts in errors of torch's backends.
 _GLOO = "gloo"
 _LATE = "timed out"
 _RETRY_S = 0.1
@@ -60,11 +60,11 @@ _NOT_ALIVE = ENDED | {"stopped by a signal"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageRanks:
-    """The ranks that train the same rows with the layers of different stages.
+    """The ranks that hold different stages and train the same rows.
 
     Attributes:
-        ranks: their numbers among all, in order of stage, one a stage.
-        number: of this rank's stage, from 0.
+        ranks: their numbers among all ranks, one per stage, in order.
+        number: index of this rank's stage, from 0.
     """
 
     ranks: tuple[int, ...]
@@ -87,7 +87,7 @@ class StageRanks:
 
 
 class DataParallel:
-    """Ranks that train one batch: different rows, or parts of the same ones.
+    """Ranks that train one batch: different rows, or parts of the same rows.
 
     This base class is a run with one rank, whose collectives do nothing; for FSDP it makes a group
     of one. `TorchDistributed` connects several ranks.
@@ -106,11 +106,11 @@ class DataParallel:
     timeout_s: float = threading.TIMEOUT_MAX
     """Deadline of every collective, seconds."""
     share: SequenceShare | None = None
-    """This rank's part of every packed sequence; None: all of it."""
+    """This rank's part of every packed sequence; None for all of it."""
     tensor: TensorShare | None = None
-    """This rank's part of every layer; None: all of it."""
+    """This rank's part of every layer; None for all of it."""
     stages: StageRanks | None = None
-    """The stages of the pipeline; None: this rank has all layers."""
+    """The stages of the pipeline; None if this rank has all layers."""
     image_ranks: ImageRanks = ImageRanks()
     """The ranks that divide the images of their rows."""
     _layout: ParallelLayout | None = None
@@ -136,12 +136,13 @@ class DataParallel:
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's share: ranks of a sequence or a tensor have the same."""
+        """Return the index of this rank's share of the rows, equal for ranks that train the same
+        rows."""
         return self.rank % self.stage_size // self.row_ranks
 
     @property
     def token_multiple(self) -> int:
-        """Return what the number of a packed line's tokens is a multiple of."""
+        """Return the number that the packed tokens of a pass must be a multiple of."""
         return self.row_ranks if self.tensor else 1
 
     def divide(self, layout: ParallelLayout) -> None:
@@ -149,7 +150,8 @@ class DataParallel:
         self._layout = layout
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """Return the numbers of each share, as `all_gather`; of several stages, the last one's."""
+        """Return the numbers of each share, like `all_gather`; with several stages, those of the
+        last."""
         return self.all_gather(values, phase)[-self.stage_size :: self.row_ranks]
 
     def sum_rows(self, values: Tensor, phase: str) -> None:
@@ -174,7 +176,7 @@ class DataParallel:
         return payload
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Return groups of `size` ranks that share one model, or this stage's part of one.
+        """Return groups of `size` ranks that share a model, or this stage's part of it.
 
         Args:
             size: a divisor of the number of ranks of one stage and tensor index.
@@ -195,7 +197,7 @@ class DataParallel:
         return self._mesh
 
     def whole_mesh(self, size: int) -> DeviceMesh | None:
-        """Return the ranks that share a copy of what is not cut, those of all tensor indices.
+        """Return the ranks of all tensor indices that share a copy of uncut weights.
 
         Args:
             size: as of `shard_mesh`; a copy has `size` ranks for each tensor index.
@@ -208,8 +210,8 @@ class DataParallel:
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         """Return how the ranks of a copy divide its experts; ``None``: they shard whole layers.
 
-        Where ranks cut layers, each sends tokens of its own to experts. So those are sharded over
-        all ranks of a copy, also if each has all experts.
+        If ranks cut layers, each sends different tokens to experts. So experts are sharded over all
+        ranks of a copy, even if each rank has all of them.
 
         Args:
             size: as of `shard_mesh`; a copy has `size` ranks for each tensor index.
@@ -232,7 +234,7 @@ class DataParallel:
     ) -> None:
         """Send tensors to ranks and receive some from ranks, in the same order at both ends.
 
-        A rank without any may leave it out, unless it is new to the group (`exchange_places`).
+        A rank without tensors may skip the call, unless it is new to the group (`exchange_places`).
 
         Args:
             sends: contiguous tensors and the ranks that get them.
@@ -242,7 +244,7 @@ class DataParallel:
         assert not receives, phase
 
     def beside(self) -> DataParallel:
-        """Return the same ranks in a group of their own, over Gloo, for a second thread."""
+        """Return the same ranks in a separate Gloo group, for a second thread."""
         return self
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
@@ -250,7 +252,7 @@ class DataParallel:
         return nullcontext()
 
     def close(self) -> None:
-        """Leave the group of this rank alone, if `shard_mesh` made one."""
+        """Leave the group of only this rank, if `shard_mesh` made one."""
         if self._mesh is not None:
             dist.destroy_process_group()
             self._mesh = None
@@ -261,8 +263,8 @@ class DataParallel:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the group, unless an error ends the block.
 
-        A collective may be under way then, and closing would wait for it until its deadline, and
-        the other ranks with it. The end of the process ends them at once.
+        After an error a collective may be running: closing would wait for it until its deadline,
+        and so would the other ranks. The end of the process ends it at once.
         """
         if kind is None or not issubclass(kind, Exception):
             self.close()
@@ -294,7 +296,7 @@ class TorchDistributed(DataParallel):
         self._own_groups: list[ProcessGroup] = []
         backend = rank_backends(device.torch_device.type)
         if self.device_type == "cuda":
-            outlive_collectives()  # a rank ends with an error that names the one that is late
+            outlive_collectives()  # so that a rank ends with an error that names the late one
         device.set_device()  # before the group exists: its backend binds to the current device
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
@@ -415,9 +417,9 @@ class TorchDistributed(DataParallel):
     def naming_failures(self, phase: str, peer: str = "a trainer rank") -> Iterator[None]:
         """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others.
 
-        NCCL's watchdog gives up a collective that is late or has failed, and lets its kernels end.
-        What this rank computes from then on means nothing, so that is its error, whatever else it
-        seems to be, and also if there seems to be none. `peer` is named if no rank has ended.
+        NCCL's watchdog gives up a late or failed collective and lets its kernels end. Results of
+        this rank are invalid from then on, so that is its error, even if another or none appears.
+        `peer` is named if no rank has ended.
         """
         try:
             yield
@@ -469,13 +471,13 @@ class TorchDistributed(DataParallel):
             with waiting_for("trainer ranks", phase):
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            # Gloo's text is the only difference between a deadline and a lost connection, and it
-            # is not reliable. The clock is.
+            # Only Gloo's text, which is unreliable, tells a deadline from a lost connection. Use
+            # the clock.
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
             self._fail(error, phase, peer, is_late=is_late)
 
     def _given_up(self) -> ErrorType | None:
-        """Return why NCCL's watchdog gave up a collective of this rank; ``None``: it did not."""
+        """Return why NCCL's watchdog gave up a collective of this rank; ``None`` if it did not."""
         if self.device_type != "cuda":
             return None
         device = torch.device(self.device_type)
@@ -491,7 +493,7 @@ class TorchDistributed(DataParallel):
         raise PeerError(seen, phase, str(error)) from error
 
     def _meet(self) -> list[ProcessMark]:
-        """Return the ranks' processes; those on other machines are out of sight. Collective."""
+        """Return the ranks' processes on this machine. Collective."""
         fields = stat_fields(os.getpid())
         started = float(fields[START_FIELD]) if fields else 0.0
         host = host_of_pids()
@@ -523,7 +525,7 @@ class TorchDistributed(DataParallel):
     def _mesh_of(self, grid: Tensor, names: tuple[str, ...], sharing: str) -> DeviceMesh:
         """Return the mesh of a grid of all ranks, made once; all ask for grids in the same order.
 
-        It is of this rank's stage, the first dimension; the second is left out if it is 1.
+        The first dimension is that of this rank's stage; the second is left out if its size is 1.
         """
         key = (*grid.shape, *names)
         if key not in self._meshes:
@@ -532,7 +534,7 @@ class TorchDistributed(DataParallel):
         return self._meshes[key]
 
     def _make_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make the groups here: those that DeviceMesh makes do not get the deadline."""
+        """Make the groups here, because groups made by DeviceMesh do not get the deadline."""
         if grid.shape[1] == 1:
             grid, names = grid[:, 0], names[1:]
         if grid.shape == (1, self.world_size):
@@ -544,7 +546,8 @@ class TorchDistributed(DataParallel):
         return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)
 
     def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
-        """Make the groups along one dimension of all ranks; return this rank's, and its ranks."""
+        """Make the groups along one dimension of all ranks; return this rank's group and its
+        ranks."""
         size, found = grid.shape[dim], None
         for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
             group = self._new_group(ranks)

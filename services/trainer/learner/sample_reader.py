@@ -1,4 +1,4 @@
-"""Samples of a leased batch, read by one trainer rank from the reward service."""
+"""Read a trainer rank's samples of a leased batch from the reward service."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PEER = "reward service"
 class RewardSamples:
     """Reads samples from the reward service.
 
-    All reads share one event loop, in which gRPC may still have events of earlier ones. Each has a
-    connection of its own.
+    All reads share an event loop, in which gRPC may still have events of earlier reads. Each read
+    has a separate connection.
 
     Args:
         address: host:port of the reward service.
-        stall_s: a call fails after so many seconds without a message.
+        stall_s: seconds without a message after which a call fails.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class RewardSamples:
         self._runner = asyncio.Runner()
 
     def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
-        """Return the batch with the samples of these numbers; the others stay absent. Blocks.
+        """Return the batch with the samples of `rows`; the others stay absent. Blocks.
 
         Args:
             outline: the leased batch, with absent tokens.
-            rows: numbers of samples in the batch, rising; without any there is no call.
+            rows: numbers of samples in the batch, ascending; if empty, there is no call.
 
         Raises:
             InvalidRequestError: the samples do not fit the outline.
@@ -99,7 +99,7 @@ def reward_samples(config: RunConfig) -> RewardSamples:
     """Return the reader of a rank of this run.
 
     Raises:
-        ConfigError: the run's credentials would not work.
+        ConfigError: the run's credentials are invalid.
     """
     service = config.sluice.trainer
     return RewardSamples(

@@ -1,9 +1,9 @@
 """Trainer ranks that send their parts of the weights, and rank 0's calls to them.
 
-A rank above 0 serves `SendingRank`: it has snapshots of what it holds, and forms groups, encodes
-changes and sends on rank 0's call. It answers when it is done; leaving an epoch ends its calls in
-progress. Rank 0 calls it by a `SendingRankClient`: every wait ends by a deadline, the caller's stop
-or `leave`, and errors name the rank.
+A rank above 0 serves `SendingRank`: it has snapshots of its weights, and forms groups, encodes
+changes and sends when rank 0 calls. It answers when it is done; leaving an epoch ends calls in
+progress. Rank 0 calls it through a `SendingRankClient`: every wait ends at a deadline, the caller's
+stop or `leave`, and errors name the rank.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _THREADS = 8
 _LEFT_EPOCHS = 64
 _CHECK_EVERY_S = 0.05
 _GRACE_S = 3.0
-"""Beyond the rank's own deadline, so that its error arrives, which says more."""
+"""Seconds beyond the rank's own deadline, so that its more specific error arrives."""
 _LEAVE_S = 10.0
 
 
@@ -80,9 +80,9 @@ class SendingRank(services.SendingRankServiceServicer):
     """A rank above 0, which sends its part of each version. It serves until `close`.
 
     Args:
-        timeout_s: for each formation and each collective.
-        key: secret of the run; rank 0 shows it.
-        certificates: for TLS, here and at the rendezvous store.
+        timeout_s: deadline of each formation and each collective.
+        key: secret of the run, which rank 0 sends.
+        certificates: TLS certificates, for this server and the rendezvous store.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -146,7 +146,7 @@ class SendingRank(services.SendingRankServiceServicer):
             bases = [Base(request.base_version, digest) for digest in request.base_digests]
             read = self._snapshots.read
             epoch.changes = None
-            # The version before may be overwritten by now; then all weights are sent.
+            # If the previous version is overwritten by now, all weights are sent.
             with (
                 suppress(NotReadyError),
                 read(request.base_version) as old,
@@ -217,9 +217,10 @@ class SendingRank(services.SendingRankServiceServicer):
         return RankSender(spec, self._number, plans, name, workers, self._device, self._keeps_base)
 
     def _begin(self, number: int, new: _Epoch) -> list[RankSender]:
-        """Note an epoch, unless it is over; return the senders that are over now."""
+        """Note an epoch, unless it is over; return the senders of epochs that it ends."""
         with self._lock:
-            # A worker is in one group at a time: of its earlier ones, the call to leave was lost.
+            # A worker is in one group at a time, so the calls to leave its earlier groups were
+            # lost.
             rivals = [
                 n for n, one in self._epochs.items() if n == number or one.workers & new.workers
             ]
@@ -240,7 +241,7 @@ class SendingRank(services.SendingRankServiceServicer):
 def _answered(
     context: grpc.ServicerContext, work: Callable[[threading.Event], _AnswerT]
 ) -> _AnswerT:
-    """Return the answer; tell rank 0 of an error. The end of the call ends the work."""
+    """Return the answer, or send an error to rank 0. The end of the call ends the work."""
     stop = threading.Event()
     context.add_callback(stop.set)
     try:
@@ -252,7 +253,7 @@ def _answered(
 
 
 class SendingRankClient(OtherRank):
-    """Rank 0's calls to another rank that sends; errors as `OtherRank` says."""
+    """Rank 0's calls to another sending rank; for errors see `OtherRank`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A state that all ranks save, each its pieces, and that any other layout of ranks reads back.
+"""Save a state, each rank its pieces, so that any other layout of ranks can read it back.
 
 torch.distributed.checkpoint is not used: its ``.metadata`` is a pickle, and its ranks plan by
 pickled messages. Here a file of safetensors holds a rank's pieces by the names of their tensors,
@@ -86,12 +86,12 @@ def file_name(stem: str, number: int, count: int) -> str:
 
 
 def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> None:
-    """Run each rank's work, one part at a time on all ranks. Collective.
+    """Run each rank's work, with all ranks in step part by part. Collective.
 
-    So no rank waits long for another, and a failure of one ends the work of all.
+    So no rank waits long for another, and a failure on one ends the work on all.
 
     Args:
-        work: of this rank; parts that exchange rows come first, equally many on every rank.
+        work: this rank's parts; those that exchange rows come first, the same number on every rank.
 
     Raises:
         OSError: this or another rank cannot write.
@@ -117,7 +117,7 @@ def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _WrittenPiece:
-    """A piece in a state's files: which rank writes it."""
+    """A piece in a state's files and the rank that writes it."""
 
     name: str
     piece: TensorPiece
@@ -131,7 +131,7 @@ def write_state(
     directory: Directory,
     parallel: DataParallel,
 ) -> Iterator[None]:
-    """Write this rank's pieces, and on rank 0 the index, a bucket at a time.
+    """Write this rank's pieces, bucket by bucket, and on rank 0 the index.
 
     Args:
         parts: this rank's `local_part` of every tensor.
@@ -142,7 +142,7 @@ def write_state(
     """
     count = parallel.world_size
     pieces = ((name, piece) for name, one in directory.items() for piece in one.pieces)
-    # Copies of a piece take turns, so that ranks write equally much.
+    # The holders of pieces take turns, so that ranks write equal amounts.
     placed = [
         _WrittenPiece(name, piece, piece.holders[turn % len(piece.holders)])
         for turn, (name, piece) in enumerate(pieces)
@@ -180,7 +180,7 @@ def _write_index(
 
 
 class StateFiles:
-    """What `write_state` wrote, on any number of ranks; read by parts.
+    """Reads parts of the files that `write_state` wrote on any number of ranks.
 
     Raises (all methods):
         OSError, SafetensorError, ValueError, KeyError, TypeError: a file is missing or damaged.

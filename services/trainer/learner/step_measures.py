@@ -1,4 +1,4 @@
-"""What a training step took: seconds and memory by phase, arithmetic, and traces on request."""
+"""Measure a training step: seconds and memory by phase, operations, and traces on request."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GIB = float(1 << 30)
 
 
 class MemoryPeaks:
-    """Peaks of one rank's device; empty where torch counts none (the CPU).
+    """Memory peaks of a rank's device; empty on devices without counters (the CPU).
 
-    The owner's thread ends phases; nothing waits for the device.
+    The owner's thread ends phases, without waiting for the device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -35,7 +35,7 @@ class MemoryPeaks:
         self._phases: dict[str, int] = {}
 
     def end_phase(self, name: str | None) -> None:
-        """Count the peak since the last call for phase `name`; ``None``: for no phase."""
+        """Count the peak since the last call for phase `name`; ``None`` counts it for no phase."""
         peak = self._device.take_peak_memory()
         if peak is None:
             return
@@ -45,7 +45,7 @@ class MemoryPeaks:
             self._phases[name] = max(self._phases.get(name, 0), peak.allocated_bytes)
 
     def give_back(self) -> None:
-        """Give blocks that torch holds for later tensors back to the device's driver."""
+        """Return memory that torch caches to the device's driver."""
         self._device.empty_cache()
 
     def take_metrics(self) -> Mapping[str, float]:
@@ -63,11 +63,11 @@ class MemoryPeaks:
 
 
 class PhaseTimer:
-    """Seconds of an update's phases, by name, and peaks of memory.
+    """Measures the seconds of an update's phases, by name, and memory peaks.
 
     Args:
-        device: is waited for at the end of each phase.
-        peaks: get the same phases.
+        device: synchronized at the end of each phase.
+        peaks: notified of the same phases.
     """
 
     def __init__(self, device: Device, peaks: MemoryPeaks) -> None:
@@ -91,10 +91,10 @@ class PhaseTimer:
 
 
 def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) -> float:
-    """Return operations of one forward and backward pass over the policy's rows of a batch.
+    """Return the operations of a forward and backward pass over a batch's rows.
 
-    As packing computes it, a prompt counts once for its group, and tokens that an episode reads
-    count in each of its paths. Images do not count.
+    With packing, a prompt counts once per group, and tokens that an episode reads count in each of
+    its paths. Images do not count.
 
     Args:
         skipped: numbers of rows that are left out.
@@ -119,7 +119,7 @@ class StepProfiler:
     """The profiler of one rank: it writes a trace for each configured step.
 
     Args:
-        kind: of the rank's device, as torch names it; a GPU's kernels are traced too.
+        kind: torch's name of the device type; a GPU's kernels are traced too.
 
     Raises:
         ConfigError: the folder for the traces cannot be made.
@@ -142,11 +142,11 @@ class StepProfiler:
     def tracing(self, step: int) -> Generator[dict[str, float]]:
         """Trace the block if `step` is to be traced, and write ``step-S-rank-R.json.gz``.
 
-        A block that raises has no trace. A profiler that fails is a warning: the block's work is
-        done all the same.
+        A block that raises has no trace. A failure of the profiler is only a warning.
 
         Yields:
-            what then gets ``timing_s/start_profile`` and ``timing_s/stop_profile``, seconds.
+            a dictionary that later gets ``timing_s/start_profile`` and ``timing_s/stop_profile``,
+                seconds.
         """
         times: dict[str, float] = {}
         began_s = time.perf_counter()
@@ -165,7 +165,7 @@ class StepProfiler:
         times["timing_s/stop_profile"] = time.perf_counter() - ended_s
 
     def _started(self, step: int) -> profile | None:
-        """Return a running profiler; ``None``: it cannot start."""
+        """Return a running profiler; ``None`` if it cannot start."""
         try:
             profiler = profile(activities=self._activities)
             profiler.start()

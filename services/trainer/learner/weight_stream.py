@@ -1,8 +1,8 @@
 """Assemble tensors from the ranks' parts, bucket by bucket, in any layout.
 
-The directory says which rank holds which piece. For each bucket, owners send what falls into it,
-from rank to rank, and its receiver puts it together: the receiver holds one bucket, and a second
-one of pieces that do not lie in one stretch of it. No backend's gather is needed.
+The places say which rank holds which piece. For each bucket, the holders send the rows that fall
+into it, and its receiver assembles it. The receiver holds one bucket, plus at most another of
+non-contiguous pieces. No gather collective is needed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Rows:
 def cut_buckets(
     directory: Directory, names: Iterable[str], bucket_bytes: int
 ) -> Iterator[list[Rows]]:
-    """Cut tensors into buckets of whole rows; every tensor is in one, an empty one too.
+    """Cut tensors into buckets of whole rows; empty tensors are included.
 
     Args:
-        bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
+        bucket_bytes: size of a bucket; a longer row gets a bucket of its own.
     """
     bucket: list[Rows] = []
     left = bucket_bytes
@@ -64,14 +64,14 @@ def exchange_rows(
     parallel: DataParallel,
     phase: str,
 ) -> list[Tensor]:
-    """Bring rows to the ranks that want them. Collective.
+    """Send rows to the ranks that want them. Collective.
 
     Args:
         wanted: receiving rank and rows; the same on every rank.
-        parts: this rank's `local_part` of every tensor that it holds one of.
+        parts: this rank's `local_part` of every tensor that it holds a part of.
 
     Returns:
-        the rows that this rank wants, in order; views of its own part where that has them.
+        the rows that this rank wants, in order; views if its own part holds them.
 
     Raises:
         DeadlineError, PeerError: a rank did not take part.
@@ -89,7 +89,7 @@ def exchange_rows(
 
 
 class _BucketExchange:
-    """What one rank sends and receives for one bucket of each receiver."""
+    """The sends and receives of a rank for one bucket of each receiver."""
 
     def __init__(self, rank: int, parts: Mapping[str, Tensor]) -> None:
         self.sends: list[tuple[Tensor, int]] = []
@@ -100,7 +100,7 @@ class _BucketExchange:
         self._device = next((one.device for one in parts.values()), torch.device("cpu"))
 
     def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
-        """Return the rows on their receiver, to be filled by the exchange; None on the others."""
+        """Return the rows to fill, on their receiver; None on other ranks."""
         part = self._parts.get(rows.name)  # a rank of another stage has none
         pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
         is_here = len(pieces) == 1 and receiver in pieces[0].holders
@@ -134,7 +134,7 @@ class _BucketExchange:
 
 
 def _source(piece: TensorPiece, receiver: int) -> int:
-    """Return the rank that gives a piece: the receiver itself, or each holder for its share."""
+    """Return the rank that sends a piece: the receiver itself, or one of the holders in turn."""
     if receiver in piece.holders:
         return receiver
     return piece.holders[receiver % len(piece.holders)]
@@ -147,7 +147,7 @@ def _common(piece: TensorPiece, rows: Rows) -> tuple[int, int] | None:
 
 
 def _within(piece: TensorPiece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
-    """Return where the common rows lie in the piece, and where in `rows`."""
+    """Return the positions of the common rows in the piece and in `rows`."""
     start, stop = _common(piece, rows) or (0, 0)
     own = slice(start - piece.offset[0], stop - piece.offset[0])
     offset = (start - rows.start, *piece.offset[1:])

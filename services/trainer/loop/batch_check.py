@@ -24,7 +24,7 @@ class BatchTerms:
         max_staleness: versions that a sample's oldest token may be behind the updated version.
         whole_groups: no sample may be missing, since the loss compares all of a group.
         with_baselines: every group has the reward of a greedy response.
-        least_share: share of a group's samples that it has at least
+        least_share: least share of its samples that a group must have
             (``sluice.reward.outcomes.min_share``).
         sources: the terms of the groups of each of several sources, by name.
     """
@@ -38,7 +38,7 @@ class BatchTerms:
     sources: Mapping[str, BatchTerms] = field(default_factory=dict)
 
     def of(self, group: TrainGroup) -> BatchTerms | None:
-        """Return the terms of a group; ``None``: the run has no such source."""
+        """Return the terms of a group; ``None`` if the run lacks its source."""
         if not self.sources and not group.source:
             return self
         return self.sources.get(group.source)

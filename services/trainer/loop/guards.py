@@ -1,4 +1,4 @@
-"""The guards of a run: their record on disk, and what the train loop asks of them.
+"""The guards of a run: their record on disk, and their interface to the train loop.
 
 `sluice.algorithm.guards` decides. This module gives it signals, keeps them in
 ``<checkpoints>/guards.json`` and says which checkpoints stay. Signals of train steps are not in the
@@ -46,8 +46,8 @@ class RunGuards:
     """The guards of one run; used from one event loop, but for `protected`.
 
     Args:
-        file: gets their record.
-        state: is held, and shows what the guards see.
+        file: the file of their record.
+        state: paused by the guards; shows their rules.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class RunGuards:
         self._write()
 
     def validating(self, step: int | None) -> None:
-        """Note that the weights after `step` are being validated; ``None``: none are."""
+        """Note that the weights after `step` are being validated (``None``: none are)."""
         self._validating = step
 
     def validated(self, step: int, report: ValidationReport) -> None:
-        """Take the numbers of a validation."""
+        """Record the metrics of a validation."""
         self._note(step, report.metrics, report.standard_errors, of_validation=True)
         self._write()
 
@@ -102,12 +102,12 @@ class RunGuards:
         self._write()
 
     def stepped(self, step: int, row: Mapping[str, float]) -> None:
-        """Take the metrics of a train step."""
+        """Record the metrics of a train step."""
         self._note(step, row, {}, of_validation=False)
 
     @property
     def is_due(self) -> bool:
-        """Return whether the run can obey a broken rule now."""
+        """Return whether a broken rule can be acted on now."""
         return not (self._state.is_paused or self._has_held) and self.is_broken
 
     @property
@@ -116,21 +116,22 @@ class RunGuards:
         return any(judgement.state is RuleState.BROKEN for _, judgement in self.judgements())
 
     def has_validated(self, step: int) -> bool:
-        """Return whether a validation of `step` gave any value that is watched."""
+        """Return whether a validation of `step` returned a watched metric."""
         names = self._names(of_validation=True)
         signals = [one for name in names for one in self._record.signals.get(name, ())]
         return any(one.step == step and one.value is not None for one in signals)
 
     def restored(self, version: int) -> int | None:
-        """Return the step whose weights a version has after a rollback; ``None``: its own."""
+        """Return the step whose weights a version has after a rollback; ``None`` for its own."""
         found = {one.version: one.restored for one in self._record.rollbacks}
         return found.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
-        """Return what a broken rule demands; ``None``: nothing, or the run is paused or over."""
+        """Return the action of a broken rule; ``None`` if there is none, or the run is paused or
+        over."""
         if self._state.is_paused or self._state.is_over:  # a holder may need this version
             return None
-        if self._has_held:  # a user has resumed: what was seen so far is settled
+        if self._has_held:  # a user has resumed: earlier values no longer count
             self._has_held = False
             self._settle()
         if not self.is_due:
@@ -168,7 +169,7 @@ class RunGuards:
         }
 
     def best_text(self, saved: Collection[int]) -> str:
-        """Return the best checkpoint in words; empty if none was validated."""
+        """Return a text about the best checkpoint; empty if none was validated."""
         best = self._best(saved, 1)
         found = [one for one in self._kept_signals() if best and one.step == best[0]]
         return f"the best checkpoint has {self._kept_name}: {found[-1].text}" if found else ""
@@ -219,7 +220,7 @@ class RunGuards:
         self._state.wake()
 
     def _settle(self) -> None:
-        """Let nothing seen so far break a rule again; a validation that still runs may."""
+        """Ignore all values so far; a validation that still runs may break a rule."""
         seen = {name: found[-1].step for name, found in self._record.signals.items() if found}
         self._record = replace(self._record, resumed_after=seen)
         self._write()
@@ -235,7 +236,7 @@ class RunGuards:
 
 
 def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
-    """Return the record of the run that the checkpoint belongs to, as of its step; else none."""
+    """Return the record of the checkpoint's run as of its step, or an empty one."""
     if checkpoint is None:
         return GuardRecord()
     file = checkpoint.actor.parent.parent / RECORD_FILE

@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 _NUM_EXAMPLES = 16
-_LAST_ACCOUNTS_WITHIN_S = 20.0  # a run that has ended must not hold its devices for them
+_LAST_ACCOUNTS_WITHIN_S = 20.0  # an ended run must not keep its devices for them
 
 
 class TrainLoop:
@@ -192,7 +192,7 @@ class TrainLoop:
         if verdict is not None and verdict.action is GuardAction.ROLLBACK:
             await self._await_delivery()
             await self._await_validation()
-            await self._learner.saved()  # which deletes older checkpoints
+            await self._learner.saved()  # a save deletes older checkpoints
             # A pause, a stop or a newer value may have come meanwhile.
             verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:
@@ -466,7 +466,7 @@ class TrainLoop:
         self._reporter.validation(step, report, time.monotonic() - began_s)
 
     async def _leave_to_validation(self) -> None:
-        """Before a publish: leave a running validation its replicas, or else wait for its end."""
+        """Before a publish, hold replicas for a running validation, or wait for its end."""
         if self._validation is None or self._fleet.held_version is not None:
             return
         await self._await_delivery()  # of the version that is validated
@@ -477,7 +477,7 @@ class TrainLoop:
             await self._await_validation()
             return
         names = ", ".join(info.name for info in held)
-        logger.info("the validation of version %d runs on: %s held at it", version, names)
+        logger.info("the validation of version %d continues: %s held at it", version, names)
         # Only now may the others swap: the reward service has taken the validation from them.
         await self._announcer.announce()
 

@@ -1,4 +1,4 @@
-"""The run's numbers by verl's names, and the sinks that keep them. What the loop measured comes
-in; files, log lines and vendors' servers get it. Each sink is a plug-in, imported when
-`trainer.logger` names it.
+"""The run's metrics by verl's names, and their sinks. In: what the loop measured. Out: files, log
+lines and calls to vendors' servers. Each sink is a plug-in, imported when `trainer.logger` names
+it.
 """

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 CONSOLE, JSONL = "console", "jsonl"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FAILED = "val/failed"
-"""A row with it is a validation's."""
+"""A row with this key is a validation's."""
 TABLE_COLUMNS = ("step", "input", "output", "score")
 
 _SEED = 42

@@ -1,5 +1,5 @@
-"""Estimators that compare the score of a response with those of its group: one number a response,
-on all of its tokens.
+"""Estimators that compare a response's score with its group's scores: one number per response, on
+all its tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     std 1), as in verl; a group of equal rewards gets exactly 0. Needs `group_index`.
 
     With `turn_rewards` R is the return from the token's turn on, and mean and std are those of the
-    group's whole returns; a group in which these are equal, up to the rounding of float32, gets
-    exactly 0. They must not be taken by the turn's index: the policy decides how many turns there
-    are, so that such a baseline depends on what it did, and rewards or punishes it for another
-    turn.
+    group's whole returns; a group with equal returns, up to float32 rounding, gets exactly 0. Do
+    not compute them per turn index: the policy decides how many turns there are, so such a baseline
+    would depend on its actions and credit the wrong turn.
     """
     groups = Groups.of(inputs)
     rewards = inputs.row_rewards()
@@ -47,7 +46,7 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
         size = (groups.sum(sizes.square()) / groups.row_sizes).sqrt()
         differs = std > torch.finfo(torch.float32).eps * size
         counts = (differs | (groups.row_sizes == 1)).unsqueeze(-1)
-        advantages = torch.where(counts, advantages, 0.0)  # which may be infinite before
+        advantages = torch.where(counts, advantages, 0.0)  # removes infinite values
     return Advantages(advantages, advantages)
 
 
@@ -62,29 +61,30 @@ def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Adv
 
 
 def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
-    """Return GRPO's number for each row, [rows], of the rewards [rows]."""
+    """Return GRPO's advantage of each row, [rows], from the rewards [rows]."""
     scores = centred_or_raw(rewards, groups)
     return scores / (groups.std(rewards) + STD_EPSILON) if norm_by_std else scores
 
 
 def centred_or_raw(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``R - mean of the group``, and R itself in a group of one; float [rows]."""
+    """Return ``R - mean of the group``, or R in a group of one; float [rows]."""
     return torch.where(groups.row_sizes == 1, rewards, groups.centred(rewards))
 
 
 def _on_all_tokens(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
-    """Return the scores [rows] on the tokens of their rows, as advantages and as returns."""
+    """Return the scores [rows] on their rows' tokens, as both advantages and returns."""
     advantages = inputs.on_tokens(scores)
     return Advantages(advantages, advantages)
 
 
 @torch.no_grad()
 def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """``(best - second best) / (std + 1e-6)`` on the best row of each group, 0 on all others.
+    """Return ``(best - second best) / (std + 1e-6)`` on the best row of each group, 0 on all
+    others.
 
     For pass@k (Tang et al. 2025, arXiv 2503.19595: leave-one-out maximum). The std is the group's,
-    unbiased; without `settings.norm_by_std` there is no division. Where two rows share the best
-    reward all advantages are 0. Needs `group_index`.
+    unbiased; without `settings.norm_by_std` there is no division. If two rows share the best
+    reward, all advantages are 0. Needs `group_index`.
 
     Raises:
         ValueError: a group has one row only.

@@ -1,5 +1,5 @@
-"""What advantage estimators take and return, a whole train batch padded to one width; and their
-statistics: over masked positions, and over the rows that share a prompt.
+"""Inputs and results of advantage estimators (a whole train batch padded to one width), and
+statistics over masked positions and over the rows of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TABLES = ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weight
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AdvantageInputs:
-    """One train batch; an optional field is needed by the estimators that say so.
+    """A train batch. Estimators name the optional fields that they need.
 
     Args:
         rewards: float [rows, width], token-level; the score of a response is its row's sum.
@@ -28,11 +28,11 @@ class AdvantageInputs:
         sum_pi_squared: float [rows, width], sum over the vocabulary of squared probabilities.
         importance_weights: float [rows, width], of rollout correction.
         reward_components: float [rows] by the name of the component.
-        turn_rewards: float [rows, width], the part of `rewards` that turns earned, each at its
-            turn's last token; None: only whole rows have rewards.
+        turn_rewards: float [rows, width], the part of `rewards` that belongs to turns, at each
+            turn's last token; None if only whole rows have rewards.
 
     Raises:
-        ValueError: a shape or the dtype of the mask does not fit; names the field.
+        ValueError: a shape or the dtype of the mask is wrong; the error names the field.
     """
 
     rewards: torch.Tensor
@@ -83,7 +83,7 @@ class AdvantageInputs:
         return masked.flip(-1).cumsum(-1).flip(-1)
 
     def on_tokens(self, row_values: torch.Tensor) -> torch.Tensor:
-        """Return a number a row [rows] on its masked positions, 0 elsewhere: [rows, width]."""
+        """Spread a number per row [rows] over its masked positions, 0 elsewhere: [rows, width]."""
         return row_values.to(self.rewards.dtype).unsqueeze(-1) * self.mask
 
 
@@ -92,7 +92,7 @@ class AdvantageSettings:
     """Constants of the estimators, by verl's names and defaults where it has them.
 
     Args:
-        gamma: discount a token (gae, reinforce_plus_plus).
+        gamma: discount per token (gae, reinforce_plus_plus).
         lam: GAE's lambda.
         norm_by_std: divide by the group's standard deviation (grpo, grpo_vectorized, grpo_passk,
             adpo); False is Dr. GRPO.
@@ -109,8 +109,8 @@ class AdvantageSettings:
 class Advantages:
     """Both float [rows, width] in the rewards' dtype, without gradient.
 
-    `returns` is what the critic learns where there is one; the estimators that work with scores
-    of whole responses put the advantages there.
+    `returns` is the critic's target, if there is one; estimators over whole responses put the
+    advantages there.
     """
 
     advantages: torch.Tensor
@@ -213,13 +213,13 @@ class Groups:
         return torch.where(self.row_sizes == 1, 1.0, found)
 
     def two_largest(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of the largest value of each group of several and of the second largest.
+        """Return the rows of the largest and second largest value of each group with several rows.
 
         Args:
-            values: [rows]; of equal ones the first row counts as the larger.
+            values: [rows]; of equal values the first row counts as larger.
 
         Returns:
-            int64 [groups of several] each.
+            two int64 tensors, [groups with several rows] each.
         """
         order = torch.argsort(values, descending=True, stable=True)
         order = order[torch.argsort(self.of_row[order], stable=True)]

@@ -1,5 +1,5 @@
-"""Estimators that sum the rewards from each token on, less what a critic, a greedy response or the
-group's other responses got from there.
+"""Estimators that sum the rewards from each token on, minus a baseline from a critic, a greedy
+response or the group's other responses.
 """
 
 from __future__ import annotations

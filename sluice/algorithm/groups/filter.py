@@ -30,7 +30,7 @@ from sluice.types import (
 
 
 class OutcomeAction(StrEnum):
-    """What may be done about a sample without a score."""
+    """The action on a sample without a score."""
 
     SCORE_AGAIN = "score_again"
     GENERATE_AGAIN = "generate_again"
@@ -39,7 +39,7 @@ class OutcomeAction(StrEnum):
 
 
 FINAL_ACTIONS = frozenset({OutcomeAction.LEAVE_OUT, OutcomeAction.DROP_GROUP})
-"""Those that end a sample."""
+"""The actions that end a sample."""
 
 STRIKING_KINDS = frozenset(
     {FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH, FailureKind.ENGINE_ERROR}
@@ -64,9 +64,9 @@ class OutcomeRule:
     """The rule for failures of one kind.
 
     Args:
-        action: at first.
+        action: the first action.
         max_attempts: how often the sample is scored (or generated) in all, if `action` repeats it.
-        then: the action after the last attempt; a final one.
+        then: the final action after the last attempt.
     """
 
     action: OutcomeAction = OutcomeAction.LEAVE_OUT
@@ -88,10 +88,10 @@ LEFT_OUT = OutcomeRule()
 
 @dataclass(frozen=True, slots=True)
 class OutcomePolicy:
-    """The rules of a run; kinds without one are left out.
+    """The rules of a run; samples with kinds of failure without a rule are left out.
 
     Args:
-        rules: by kind of failure; only of failures to score one may repeat a sample.
+        rules: the rules by kind of failure; only rules for scoring failures may repeat a sample.
     """
 
     rules: Mapping[FailureKind, OutcomeRule] = field(default_factory=dict)
@@ -103,7 +103,8 @@ class OutcomePolicy:
     def to_repeat(
         self, outcomes: Sequence[Outcome], attempts: int, action: OutcomeAction
     ) -> tuple[int, ...]:
-        """Return the indexes in `outcomes` that `action` repeats after so many attempts at each."""
+        """Return the indexes in `outcomes` that `action` repeats after the given attempts at
+        each."""
         return tuple(
             index
             for index, outcome in enumerate(outcomes)
@@ -111,9 +112,9 @@ class OutcomePolicy:
         )
 
     def decisive(self, outcomes: Sequence[Outcome]) -> Failed | None:
-        """Return the first failure that costs the whole group; ``None``: none does.
+        """Return the first failure that fails the whole group, if any.
 
-        All attempts are over.
+        Call it when all attempts are over.
         """
         for one in outcomes:
             if isinstance(one, Failed) and self.rule(one.kind).final is OutcomeAction.DROP_GROUP:
@@ -144,7 +145,7 @@ class FilterDecision:
     """Whether a group is kept.
 
     Attributes:
-        end: how the prompt ends now; ``None``: its group is kept.
+        end: how the prompt ends now; ``None`` if its group is kept.
         detail: of a failure; begins with its `FailureKind` or with the number of failed samples.
     """
 
@@ -153,7 +154,7 @@ class FilterDecision:
 
 
 def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
-    """Return the first failure that counts against the prompt; ``None``: there is none.
+    """Return the first failure that counts against the prompt, if any.
 
     Args:
         engine_answered: whether a replica answered with an error of its engine. If none did,
@@ -164,7 +165,7 @@ def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> 
 
 
 def is_quarantined(strikes: int, max_strikes: int | None) -> bool:
-    """Return whether a prompt has too many strikes in a row; with ``None`` no number is too many.
+    """Return whether a prompt has too many strikes in a row; ``None`` sets no limit.
 
     An attempt is a strike if its group failed with at least one striking failure. Any other result
     of a group clears earlier strikes, so that rare trouble that can hit any prompt does not add up.
@@ -199,7 +200,7 @@ def filter_values(
 
     Args:
         values: the filter's metric of each sample, at least one; ``None``: the filter is off.
-        grades: `is_right` of each sample; not looked at unless the group is filtered.
+        grades: `is_right` of each sample; read only if the group is filtered.
     """
     # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
     if values is None or len(values) == 1 or min(values) != max(values):
@@ -231,7 +232,7 @@ def metric_value(scored: Scored, metric: str) -> float:
 
 
 def is_right(scored: Scored) -> bool | None:
-    """Return whether a sample is right; ``None``: neither right nor wrong (partial credit).
+    """Return whether a sample is right; ``None`` for partial credit.
 
     Scores are 0 / 1 or -1 / +1.
     """
@@ -260,7 +261,7 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
 def filter_group(
     graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
 ) -> FilterDecision:
-    """Apply the group filter to what could be scored.
+    """Apply the group filter to the scored samples.
 
     A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
     that costs the group. It fails as well when its greedy response, if it has one, was not scored.
@@ -281,7 +282,7 @@ def filter_group(
 def filter_probes(
     probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
 ) -> FilterDecision | None:
-    """Apply the group filter to a group's first samples; ``None``: the rest is needed.
+    """Apply the group filter to a group's first samples; return ``None`` if the rest is needed.
 
     The decision is how the group ends if no more samples are generated: filtered, if all graded
     samples have the same metric; failed, if no further sample can complete the group. One graded
@@ -300,7 +301,7 @@ def filter_probes(
 
 
 def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
-    """Return whether a group with these samples is mixed, whatever its others are."""
+    """Return whether these samples alone make their group mixed."""
     try:
         return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
@@ -320,7 +321,7 @@ def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
 
 
 def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
-    """Return why a group cannot be trained, whatever its scores are; empty if it can."""
+    """Return why a group cannot be trained, apart from its scores; empty if it can."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
     if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
         rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"

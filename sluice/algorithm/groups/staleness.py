@@ -44,7 +44,7 @@ class BatchDecision:
 
 
 class GroupAges:
-    """Kept and running groups of one run, counted by version as they change.
+    """Kept and running groups of a run, counted by version as they change.
 
     Thousands of groups may run, and every event may leave something to decide. Holding them by
     version makes a decision cost O(versions), and O(groups) only for the groups that it names.
@@ -52,7 +52,7 @@ class GroupAges:
     Some running groups have a reserved slot, from before they hold tokens until they end.
 
     Args:
-        batch_size: B >= 1, groups in a batch; of one of several sources its part of a batch.
+        batch_size: B >= 1, groups in a batch; with several sources, this source's part of it.
         max_staleness: S >= 0.
         on_stale: ``wait`` until running groups that would be too old for the next batch end, or
             ``drop`` them.
@@ -84,7 +84,7 @@ class GroupAges:
         self._reserved.put(prompt_id, version)
 
     def runs(self, prompt_id: str, start_version: int) -> None:
-        """Note that a group's tokens are of `start_version` or later: it starts, also again."""
+        """Note that a group starts, or starts again: its tokens are of `start_version` or later."""
         has_reservation = prompt_id in self._reserved.versions
         (self._reserved if has_reservation else self._running).put(prompt_id, start_version)
 
@@ -227,10 +227,10 @@ class _ByVersion:
 
 
 def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:
-    """Return whether a group that starts, and was preempted so often, reserves a batch slot.
+    """Return whether a group that starts after `num_preemptions` preemptions reserves a batch slot.
 
     Args:
-        num_preemptions: of its prompt, in a row.
+        num_preemptions: preemptions of its prompt in a row.
         num_reserved: slots reserved by other groups now.
         batch_size: B, groups in a train batch.
     """

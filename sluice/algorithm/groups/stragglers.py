@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 PARTIALS_PER_S = 10_000
-"""Samples whose new tokens a reward service receives in a second, at most. Each costs it about 10
+"""Most samples whose new tokens a reward service receives per second. Each costs it about 10
 microseconds of its one interpreter, and a message of several samples some 200."""
 
 # A rate is the mean of at least so many arrivals of tokens, and over so long.
@@ -31,8 +31,9 @@ class StragglerRules:
     """When to give up; ``None`` turns a rule off.
 
     Attributes:
-        stall_timeout_s: a stream that is silent for so long is stalled.
-        slow_factor: a stream so many times slower than the median of the other replicas is slow.
+        stall_timeout_s: seconds of silence after which a stream is stalled.
+        slow_factor: a stream is slow if it is this many times slower than the median of the other
+            replicas.
         group_deadline_s: seconds after its first start at which a group is over.
         group_token_budget: response tokens at which a group is over.
     """
@@ -52,8 +53,8 @@ class StragglerRules:
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
 
     def is_stalled(self, pace: StreamPace, read_until: float) -> bool:
-        """Return whether nothing came for too long. What came by `read_until` has been read: a busy
-        service reads late, and its replicas are not silent for that."""
+        """Return whether the stream was silent for too long. Data that arrived by `read_until` is
+        read: a busy service reads late, which does not count as silence."""
         at = self.stalled_at(pace)
         return at is not None and at <= read_until
 
@@ -70,7 +71,7 @@ class StragglerRules:
         return first_start + self.group_deadline_s
 
     def is_spent(self, num_tokens: int) -> bool:
-        """Return whether a group with so many response tokens has used its tokens."""
+        """Return whether a group with this many response tokens has used its budget."""
         return self.group_token_budget is not None and num_tokens >= self.group_token_budget
 
 
@@ -79,7 +80,7 @@ def partial_interval_ms(least_ms: int, num_slots: int, most_ms: float) -> int:
 
     Args:
         least_ms: as configured; enough for `PARTIALS_PER_S` with few slots. 0: tokens are not sent.
-        num_slots: of the fleet: so many samples may grow at once.
+        num_slots: slots of the fleet, in which samples may grow at once.
         most_ms: with a longer one a stream that makes progress would count as stalled; less than
             `least_ms` has no effect.
     """
@@ -94,10 +95,10 @@ class StreamPace:
     """The progress of one stream.
 
     Attributes:
-        waiting: samples without a token from this stream; they may wait for a slot.
-        running: samples with some of their tokens, but not all, and when their newest came.
-        last_progress: when something came that shows progress of these samples.
-        num_tokens: tokens that came.
+        waiting: samples without a token from this stream; they may be waiting for a slot.
+        running: unfinished samples with tokens, and the arrival time of their newest token.
+        last_progress: time of the last sign of progress of these samples.
+        num_tokens: tokens received.
     """
 
     waiting: set[int]
@@ -129,7 +130,7 @@ class StreamPace:
         self._engine_tokens = engine_tokens
 
     def arrived(self, new_tokens: dict[int, int], finished: Collection[int], now: float) -> None:
-        """New tokens came by sample index, and the last of those in `finished`."""
+        """Note new tokens by sample index; samples in `finished` are complete."""
         has_grown = False
         for index, count in new_tokens.items():
             if not count:

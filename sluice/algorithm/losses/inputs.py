@@ -38,7 +38,7 @@ class GlobalCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """N response tokens of R rows without padding; `row_index` names the row of each token.
+    """N response tokens of R rows without padding; `row_index` gives the row of each token.
 
     All tokens of a row are in the same inputs. Only `logprobs` carries a gradient.
     """
@@ -52,7 +52,7 @@ class LossInputs:
     rollout_logprobs: torch.Tensor | None = None  # float [N], behavior logprobs
     row_groups: tuple[int, ...] | None = None  # [R], equal for rows of one prompt
     row_advantages: torch.Tensor | None = None  # float [R], for losses over whole rows
-    seed: int = 0  # of random choices; another one for each micro-batch and step
+    seed: int = 0  # for random choices; differs by micro-batch and step
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +60,7 @@ class LossInputs:
         return self.logprobs.numel()
 
     def keeping(self, keep: torch.Tensor) -> LossInputs:
-        """Return the same rows with only those tokens where `keep` (bool [N]) is true."""
+        """Return the same rows with only the tokens where `keep` (bool [N]) is true."""
         return replace(
             self,
             logprobs=self.logprobs[keep],

@@ -1,5 +1,5 @@
-"""What losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
-the total with the entropy bonus and the divergence from the reference.
+"""Common parts of losses: importance ratio, aggregation (loss_agg_mode), result, and the total with
+the entropy bonus and the divergence from the reference.
 """
 
 from __future__ import annotations

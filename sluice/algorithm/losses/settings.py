@@ -47,7 +47,7 @@ class AdpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    """Everything any policy loss reads; each takes what it names.
+    """The settings of all policy losses; each loss reads those that it names.
 
     Args:
         loss_agg_mode: a `LossAggregation`; some losses override it.

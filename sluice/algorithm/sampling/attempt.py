@@ -1,4 +1,4 @@
-"""One attempt at a prompt: the evidence of earlier attempts, the decision, the end."""
+"""An attempt at a prompt: the evidence of earlier attempts, the decision, the end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Attempt:
     Args:
         key: names the prompt across attempts.
         sequence: its number in the order of issue.
-        history: of its earlier attempts, where a strategy remembers them.
+        history: its earlier attempts, if the strategy remembers them.
         first_samples: samples to generate first; 0: the prompt is skipped.
         admission_probability: the probability that it is not skipped, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].

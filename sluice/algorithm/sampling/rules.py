@@ -1,4 +1,4 @@
-"""The strategies of over-generation, and what they have to know of a run."""
+"""The strategies of over-generation, and the settings of a run that they use."""
 
 from __future__ import annotations
 

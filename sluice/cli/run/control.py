@@ -1,4 +1,4 @@
-"""`sluice stop`, `sluice resume` and `sluice scale`: what a running run is asked to do."""
+"""`sluice stop`, `sluice resume` and `sluice scale`: control a running run."""
 
 from __future__ import annotations
 

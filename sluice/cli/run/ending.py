@@ -34,10 +34,10 @@ class RunOutcome:
 
     Attributes:
         outcome: ``stopped`` is an end before the last step by a `Stop` call.
-        reason: of the first failure, or that the data set has ended; else empty.
-        step: finished steps, with those before a resume.
-        total_steps: of the whole run; None: its trainer never served.
-        checkpoint: folder of the newest checkpoint; None: there is none.
+        reason: the reason of the first failure, or that the data set has ended; may be empty.
+        step: finished steps, including those before a resume.
+        total_steps: steps of the whole run; None if its trainer never served.
+        checkpoint: folder of the newest checkpoint, if any.
         checkpoint_step: its step.
     """
 
@@ -100,7 +100,7 @@ def end_run(
 
     Args:
         config: the run's configuration.
-        end: of its processes.
+        end: the end of its processes.
         console: where to print.
         total_steps: of the whole run; None: unknown.
         seconds_total: of the whole command.

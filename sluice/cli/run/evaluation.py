@@ -55,12 +55,12 @@ class EvaluationOrder:
         output: folder for all that the evaluation writes.
         config: YAML file with the chat template, the scorers, the environment, and the sampling of
             validation; ``None``: the defaults.
-        overrides: keys on top of it.
-        samples_per_prompt: ``None``: as configured.
+        overrides: further keys, which override it.
+        samples_per_prompt: ``None`` for the configured value.
         temperature: ``None``: as configured, but 1 for several samples of a prompt, which would
             all be equal.
-        engine: ``None``: as configured.
-        replicas: ``None``: as configured.
+        engine: ``None`` for the configured value.
+        replicas: ``None`` for the configured value.
     """
 
     model: Path

@@ -1,4 +1,5 @@
-"""What the stored responses of an evaluation come from, as its folder notes it."""
+"""The settings and files that an evaluation's stored responses come from, as recorded in its
+folder."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What decides responses and grades.
+    """The settings and files that determine responses and grades.
 
     Attributes:
         settings: values by dotted key.
@@ -59,7 +60,7 @@ class Origin(msgspec.Struct, frozen=True):
     files: dict[str, list[int]]
 
     def without_model(self) -> Origin:
-        """Return what another checkpoint has, too."""
+        """Return the part that other checkpoints share."""
         model = Path(str(self.settings.get(_MODEL)))
         return Origin(
             {key: value for key, value in self.settings.items() if key != _MODEL},

@@ -1,5 +1,5 @@
-"""What sluice does with every key: it is honoured, mapped, without effect, or refused.
+"""How sluice treats every key: it is honoured, mapped, without effect, or refused.
 
 In: `verl.toml` and `sluice.toml`, and the typed schema. Out: one `Entry` for each key, with
-meaning, type, default, advice, and what happens instead where the key is not honoured.
+meaning, type, default, advice, and what happens instead if the key is not honoured.
 """

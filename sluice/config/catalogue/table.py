@@ -1,7 +1,7 @@
-"""The catalogue: what sluice does with every configuration key.
+"""The catalogue: how sluice treats every configuration key.
 
-`verl.toml` and `sluice.toml` hold the words; types, defaults and meanings of keys in the typed
-schema come from there, so a key of the schema that needs no words has no row.
+`verl.toml` and `sluice.toml` hold texts; types, defaults and meanings come from the typed schema,
+so a key of the schema that needs no further text has no row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECTIONS: dict[str, str] = {
     "sluice": "sluice's own",
     "": "verl's launcher",
 }
-"""Prefix of a path to the title of the section it is listed under; the first that fits counts."""
+"""Section titles by path prefix; the first matching prefix counts."""
 
 _FILES = ("verl.toml", "sluice.toml")
 _TYPES: dict[str, object] = {
@@ -63,13 +63,13 @@ class KeyStatus(StrEnum):
 
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Values that a key does not take as they are.
+    """Values that a key does not accept unchanged.
 
     Attributes:
         reason: why, and what to do instead; it ends a sentence that starts with the key.
         values: these values, or lists that hold one of them.
-        unless: every text but these.
-        prefix: texts that start so, or lists that hold one.
+        unless: every text except these.
+        prefix: texts with this prefix, or lists that hold one.
     """
 
     reason: str
@@ -78,7 +78,7 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""
 
     def meets(self, value: object) -> bool:
-        """Return whether `value` is one of these."""
+        """Return whether `value` meets the condition."""
         if self.unless:
             return isinstance(value, str) and value not in self.unless
         each = value if isinstance(value, list) else [value]
@@ -88,7 +88,7 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key in a file, as written; see the head of verl.toml for the words."""
+    """A key's row in a file, as written; see the head of verl.toml for its fields."""
 
     meaning: str = ""
     type: str = ""
@@ -109,7 +109,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _CatalogueSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows below one or several prefixes, with the words that they share."""
+    """Rows below one or several prefixes, with the texts that they share."""
 
     below: str | list[str]
     keys: dict[str, _Row]
@@ -132,23 +132,23 @@ class Entry:
     Attributes:
         path: dotted, in sluice's spelling.
         status: how sluice treats the value.
-        row_meaning: as the row has it; empty for a key of the schema.
+        row_meaning: the row's meaning; empty for a key of the schema.
         annotation: the type of the value.
-        default: the value of a key that is not set, as YAML reads it.
-        in_schema: whether the typed schema holds the value; any other is checked and dropped.
+        default: the value of an unset key, as YAML reads it.
+        in_schema: whether the typed schema holds the value; other values are checked and dropped.
         instead: for MAPPED the conversion, for NOT_APPLICABLE what happens instead, for REFUSED
             why; it ends a sentence that starts with the key.
         targets: the keys of the schema that a MAPPED key sets.
-        is_copied: whether the one that it sets takes its value as it is.
-        verl_default: verl's default in words where it differs.
-        unit: of a number (``tokens``, ``prompts``); empty where there is none.
+        is_copied: whether the target takes the value unchanged.
+        verl_default: verl's default as text, if it differs.
+        unit: the unit of a number (``tokens``, ``prompts``); may be empty.
         effect: on memory and speed; may be empty.
         advice: from practice; may be empty.
-        silent: values that ask for what happens anyway and so need no notice.
+        silent: values that need no notice, since they ask for what happens anyway.
         refuse: values that are errors.
-        caveat: values that are accepted although nothing here does what they ask for.
-        is_block: any keys may stand below; they share this row.
-        engines: the engines that read the key; empty where all of them do.
+        caveat: values that are accepted but have no effect here.
+        is_block: arbitrary keys may follow below it and share this row.
+        engines: the engines that read the key; empty for all.
     """
 
     path: str
@@ -177,17 +177,17 @@ class Entry:
 
     @property
     def takes(self) -> str:
-        """Which values, in words (``an integer >= 1 or null``)."""
+        """The accepted values as text (``an integer >= 1 or null``)."""
         return "any keys below it" if self.is_block else expectation(self.annotation)
 
     def refusal_of(self, value: object) -> str:
-        """Return why the value is an error for this key; empty if it is none."""
+        """Return why the value is an error for this key; empty if it is not."""
         if self.status is KeyStatus.REFUSED and value not in (None, self.default):
             return self.instead
         return self.refuse.reason if self.refuse and self.refuse.meets(value) else ""
 
     def caveat_of(self, value: object) -> str:
-        """Return why the value lacks its full effect; empty if it has it."""
+        """Return why the value lacks its full effect; empty if it does not."""
         return self.caveat.reason if self.caveat and self.caveat.meets(value) else ""
 
 
@@ -215,12 +215,12 @@ def section_of(path: str) -> str:
 
 
 def spellings() -> dict[str, str]:
-    """Return other names of keys: prefix of a path to what takes its place, the longest counts."""
+    """Return other names of keys, as replacements by path prefix; the longest prefix counts."""
     return _file("verl.toml").spellings
 
 
 def short_forms() -> dict[str, str]:
-    """Return sections that may be given as one value, and the key which that value is."""
+    """Return sections that may be given as one value, and the key that the value sets."""
     return _file("verl.toml").short_forms
 
 
@@ -295,7 +295,7 @@ def _effect(effect: str, engines: list[str]) -> str:
 
 
 def _type(row: _Row) -> object:
-    """Return the type of a key outside the schema: as written, else the type of its default."""
+    """Return the type of a key outside the schema: the written one, else that of its default."""
     if row.block:
         return object
     if row.type:

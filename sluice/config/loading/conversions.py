@@ -1,4 +1,4 @@
-"""Convert verl's keys and values into sluice's. Keys that the user set keep their values."""
+"""Convert verl's keys and values to sluice's. Keys that the user set keep their values."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class _Settings:
     problems: list[Problem] = field(default_factory=list)
 
     def given(self, key: str) -> object:
-        """Return the value that was set; `None` also where none was."""
+        """Return the value that was set; `None` if it is null or not set."""
         value = self.tree.get(key)
         return None if value is UNSET else value
 
@@ -224,7 +224,7 @@ def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> list
 
 
 def _lengths(settings: _Settings) -> None:
-    """Let the engine's own limits win over the data's, as in verl."""
+    """Let the engine's limits override the data's, as in verl."""
     for name in ("prompt", "response"):
         limit = settings.given(f"{_ROLLOUT}.{name}_length")
         if limit is not None:
@@ -232,7 +232,7 @@ def _lengths(settings: _Settings) -> None:
 
 
 def _memory(settings: _Settings) -> None:
-    """Let the share of a replica with its own devices win, as in verl."""
+    """Let the memory share of a replica with separate devices win, as in verl."""
     share = settings.given(f"{_ROLLOUT}.standalone_gpu_memory_utilization")
     if share is not None:
         settings.put(f"{_ROLLOUT}.gpu_memory_utilization", share, over=True)
@@ -301,7 +301,7 @@ def _copied() -> dict[str, list[str]]:
 
 
 def _copies(settings: _Settings) -> None:
-    """Copy values; two of one size of the trainer's layout that differ are a problem."""
+    """Copy values; two different values for one size of the trainer's layout are a problem."""
     for target, names in _copied().items():
         given = {name: settings.given(name) for name in (target, *names)}
         present = {name: value for name, value in given.items() if value is not None}
@@ -412,7 +412,7 @@ def _group_scale(settings: _Settings) -> None:
 
 
 def _adpo(settings: _Settings) -> None:
-    """Set both the estimator and the loss to ADPO where one of them is."""
+    """Set both the estimator and the loss to ADPO if one of them is."""
     pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
     if "adpo" in map(settings.given, pair):
         for key in pair:

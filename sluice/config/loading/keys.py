@@ -22,7 +22,8 @@ HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
 def find_key(path: KeyPath) -> Entry | None:
-    """Return the row of the key at `path` in sluice's spelling; `None`: a section, or unknown.
+    """Return the entry of the key at `path` in sluice's spelling; `None` for a section or an
+    unknown key.
 
     Below a free-form key or a block it is the row of that one, and values are of any type.
     """
@@ -48,7 +49,7 @@ def _entry_above(path: KeyPath) -> Entry | None:
 
 @cache
 def is_section(path: KeyPath) -> bool:
-    """Return whether keys stand below `path`, each checked for itself."""
+    """Return whether `path` has keys below it that are checked one by one."""
     if section_type(annotation_at(path)) is not None:
         return True
     entry = catalogue().get(".".join(path))

@@ -56,9 +56,9 @@ class ReadRun:
     """A configuration as it was read.
 
     Attributes:
-        config: where a key or value is wrong, its default.
+        config: the configuration, with defaults in place of wrong keys and values.
         settings: the keys as the user set them, without the wrong ones.
-        problems: of unknown keys, overrides, references, wrong types and refused values.
+        problems: the problems with unknown keys, overrides, references, types and refused values.
         source: where it came from, for messages.
     """
 
@@ -74,8 +74,8 @@ class ReadRun:
 
 
 def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
-    """Return the same with the problems of keys and values beside it, so that rules can be applied
-    to the rest.
+    """Read the same, and return problems of keys and values with it instead of raising, so that
+    rules can be applied to the rest.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -97,7 +97,7 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
-    """Return what a file and overrides set, in sluice's spelling, references resolved.
+    """Return the settings of a file and overrides, in sluice's spelling, with references resolved.
 
     Raises:
         ConfigError: as `read_run`.
@@ -221,7 +221,7 @@ def _type_problems(written: str, value: object, annotation: object) -> Iterator[
 
 
 def _section_problems(written: str, fields: object, section: type[Section]) -> Iterator[Problem]:
-    """Yield what is wrong in a section that a user named."""
+    """Yield the problems of a section that a user named."""
     known = field_types(section)
     if not isinstance(fields, Mapping):
         yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(known)}")
@@ -240,7 +240,7 @@ def _section_problems(written: str, fields: object, section: type[Section]) -> I
 def _element_problems(
     written: str, values: list[object], section: type[Section]
 ) -> Iterator[Problem]:
-    """Yield what is wrong in a list of mappings, by the number of the element."""
+    """Yield the problems of a list of mappings, by the number of the element."""
     for number, value in enumerate(values):
         try:
             msgspec.convert(value, section)
@@ -250,7 +250,7 @@ def _element_problems(
 
 
 def _hint(value: object, annotation: object) -> str:
-    """Return the remedy where a value has the right words but the wrong YAML type."""
+    """Return the remedy for a value that has the right text but the wrong YAML type."""
     wanted = expectation(annotation)
     if value == "None" and wanted.endswith("null"):
         return "the word for nothing is null"

@@ -55,7 +55,7 @@ class Override:
 
     @property
     def where(self) -> str:
-        """For errors: file and line, or nothing."""
+        """The file and line, for errors; may be empty."""
         return f" ({self.source})" if self.source else ""
 
 

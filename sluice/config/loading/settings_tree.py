@@ -1,5 +1,5 @@
-"""The settings that a user gave, as nested mappings in sluice's spelling, and their references to
-each other, ``${a.b}``, as verl's files use them.
+"""The settings of a user, as nested mappings in sluice's spelling, with references to each other,
+``${a.b}``, as in verl's files.
 """
 
 from __future__ import annotations

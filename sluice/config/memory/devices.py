@@ -1,4 +1,4 @@
-"""Devices by their memory: what one computes, reads and sends in a second, from data sheets."""
+"""Devices by memory size: operations, memory and link rates from data sheets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sluice.errors import ConfigError
 
 _TEXT = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gb|gib|g)?$", re.IGNORECASE)
 USABLE = 0.9
-"""Share of the memory that a plan fills: kernels, fragments and the driver take the rest."""
+"""Share of the memory that a plan may fill; kernels, fragmentation and the driver take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DeviceKind:
 
     @property
     def size(self) -> float:
-        """Its memory, bytes."""
+        """The memory, bytes."""
         return self.gib * GIB
 
     @property

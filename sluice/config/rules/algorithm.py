@@ -1,4 +1,4 @@
-"""Which estimators, losses, critics, corrections and skipping go together."""
+"""Rules on combinations of estimators, losses, critics, corrections and skipping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WEIGHTS, _BEHAVIOR = f"{_CORRECTION}.rollout_is", f"{ACTOR}.use_rollout_log_pro
 
 
 def skipping_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield each setting that needs the samples which skipping leaves out."""
+    """Yield each setting that needs the samples that skipping leaves out."""
     if not config.sluice.trainer.skip_zero_advantage:
         return
     for setting, why, remedy in (*_gradients(config), *_passes(config)):
@@ -37,7 +37,8 @@ def skipping_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield settings, reasons and remedies where a sample without an advantage has a gradient."""
+    """Yield settings, reasons and remedies for terms with a gradient at samples without an
+    advantage."""
     actor = config.actor_rollout_ref.actor
     has_gradient = "it has a gradient where the advantage is 0 too"
     if actor.entropy_coeff != 0.0:
@@ -90,7 +91,7 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def algorithm_problems(config: RunConfig) -> list[Problem]:
-    """Return every pair of settings that cannot work together."""
+    """Return every pair of settings that contradict each other."""
     checks = (_adpo, _bypass, _routing, _critic, _gdpo, _dro, _thresholds, _turns)
     return [problem for check in (*checks, skipping_problems) for problem in check(config)]
 
@@ -183,7 +184,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 
 
 def idle_critic_problems(config: RunConfig, settings: KeySettings) -> Iterator[Problem]:
-    """Yield keys of a critic that no estimator asks for, where the user named no estimator."""
+    """Yield keys of a critic that no estimator uses, if the user named no estimator."""
     given, sources = settings.set_below("critic"), config.sluice.sources or {}
     if derived.uses_critic(config) or settings.is_set(_ESTIMATOR) or "critic.enable" in given:
         return
@@ -269,7 +270,7 @@ def _thresholds(config: RunConfig) -> Iterator[Problem]:
 
 
 def correction_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield staleness that nothing corrects for, and corrections that nothing reads."""
+    """Yield uncorrected staleness, and corrections without effect."""
     yield from _staleness(config)
     yield from _without_effect(config)
 

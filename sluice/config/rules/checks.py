@@ -1,8 +1,8 @@
-"""Every rule of a configuration, applied before anything heavy loads.
+"""All rules of a configuration, applied before anything heavy loads.
 
-The schema holds the bounds of single fields. Here stand the rules between fields of services and
-training; batch and parallel sizes are in `batch`, estimators and losses in `algorithm`, paths in
-`files`. Every problem names the key, its value and the remedy.
+The schema holds the bounds of single fields. This module holds the rules between fields of services
+and training; batch and parallel sizes are in `batch`, estimators and losses in `algorithm`, paths
+in `files`. Every problem names the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 def check_config(config: RunConfig) -> None:
     """Check relations between fields.
 
-    Rules of verl's that sluice does without are not applied: see `all_problems`.
+    Rules of verl that sluice does not need are not applied; see `all_problems`.
 
     Raises:
         ConfigError: lists every problem, each with its remedy.
@@ -82,7 +82,7 @@ def unknown_engine(config: RunConfig) -> Iterator[Problem]:
 
 
 def relation_problems(config: RunConfig) -> list[Problem]:
-    """Return all contradictions between fields that keep sluice from running."""
+    """Return all contradictions between fields that prevent sluice from running."""
     return errors(all_problems(config, KeySettings(config), files=False))
 
 
@@ -93,11 +93,11 @@ def all_problems(
     shape: ModelShape | None = None,
     files: bool = True,
 ) -> list[Problem]:
-    """Return every broken rule: errors of sluice's, and warnings where only verl would refuse.
+    """Return every broken rule: errors, and warnings for rules that only verl has.
 
     Args:
         settings: the keys as the user set them, including keys that only verl has.
-        shape: the model's; without it rules about heads and experts are left out.
+        shape: the model's shape; without it rules about heads and experts are left out.
         files: also check the run's folders and its length.
     """
     if config.sluice.sources:
@@ -493,7 +493,7 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
 
 
 def environment_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield settings of environments that contradict each other, or other settings."""
+    """Yield settings of environments that contradict each other or other settings."""
     environment, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
     possible = {
         f"{_ENV}.path": environment.path,

@@ -1,4 +1,4 @@
-"""What rules of guards need: one condition each, metrics that are measured, and checkpoints."""
+"""Rules on guards: each needs one condition, a measured metric, and perhaps checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sampling strategy, and the limits for stragglers, need from other keys."""
+"""Rules between the sampling strategy, the limits for stragglers, and other keys."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def straggler_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def strategy_problems(config: RunConfig) -> list[Problem]:
-    """Return everything that the strategy cannot work with."""
+    """Return the settings that the strategy cannot work with."""
     return [problem for check in (_filter, _rounds, _probes) for problem in check(config)]
 
 
 def strategy_notes(config: RunConfig) -> Iterator[Problem]:
-    """Yield what the strategy means for the run; nothing where it does what verl does."""
+    """Yield notes on the strategy's effects; nothing if it does what verl does."""
     sampling = config.sluice.sampling
     name, parts = StrategyName(sampling.strategy), []
     if name is StrategyName.STREAM and _is_filtered_on_policy(config):
@@ -151,7 +151,7 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
 
 
 def truncation_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield each key that truncates training samples, unless somebody has asked for it."""
+    """Yield each key that truncates training samples, unless the user asked for it."""
     if not config.sluice.sampling.train_truncated:
         for key, value, off in _cuts(config):
             yield Problem(
@@ -164,7 +164,7 @@ def truncation_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def truncation_notes(config: RunConfig) -> Iterator[Problem]:
-    """Yield each such key that somebody has asked for."""
+    """Yield each such key that the user asked for."""
     if config.sluice.sampling.train_truncated:
         message = f"{_TRUNCATES}, so ratios and importance weights begin below 1"
         for key, value, _ in _cuts(config):
@@ -172,7 +172,8 @@ def truncation_notes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _cuts(config: RunConfig) -> Iterator[tuple[str, float, int]]:
-    """Yield what truncates training samples: key, value, and the value that turns it off."""
+    """Yield the keys that truncate training samples: key, value, and the value that turns it
+    off."""
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.val_only or config.sluice.rollout.serves_model_files:
         return

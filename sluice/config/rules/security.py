@@ -31,7 +31,7 @@ _TEXT_FIELDS = (*FILE_FIELDS, "server_name")
 
 
 def run_security_problems(config: RunConfig) -> list[Problem]:
-    """Return what keeps a whole run on one machine from being secured as configured."""
+    """Return the problems that prevent a run on one machine from being secured as configured."""
     services = config.sluice
     hosts: list[str] = []
     for endpoint in (s.endpoint for s in (services.reward, services.trainer, services.rollout)):
@@ -57,12 +57,13 @@ def _page_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def server_problems(security: SecurityConfig, host: str) -> list[Problem]:
-    """Return what keeps a service from being served with these settings at a host."""
+    """Return the problems that prevent a service from being served with these settings at a
+    host."""
     return _problems(security, host)
 
 
 def client_problems(security: SecurityConfig) -> list[Problem]:
-    """Return what keeps a command from calling services with these settings."""
+    """Return the problems that prevent a command from calling services with these settings."""
     return _problems(security, None)
 
 
@@ -81,7 +82,7 @@ def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
 
 
 def _problems(security: SecurityConfig, host: str | None) -> list[Problem]:
-    """Return the problems of a service at a host; `None`: of a caller that serves nothing."""
+    """Return the problems of a service at a host; `None` for a caller that serves nothing."""
     for_server = host is not None
     missing = [*_empty(security)] or [*_missing(security, for_server=for_server)]
     of_tokens = _token_problems(security, for_server=for_server)

@@ -1,4 +1,5 @@
-"""What `sluice.sources` needs: shares that add up, settings that one batch can hold."""
+"""Rules on `sluice.sources`: shares must add up, and one batch must be able to hold all
+settings."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _ROUNDING = 0.05
 def source_problems(
     config: RunConfig, check_source: Callable[[RunConfig], list[Problem]]
 ) -> Iterator[Problem]:
-    """Yield what keeps the sources from training together, and every broken rule of their
-    configurations. The run's own values break a rule only where every source has them.
+    """Yield the problems that prevent the sources from training together, and every broken rule of
+    their configurations. The run's own values break a rule only if every source has them.
     """
     yield from named("sources", _share_problems(config))
     yield from named("sources", _run_problems(config))

@@ -1,5 +1,4 @@
-"""The part of a service that belongs to its node: how the node gets ready, and a thin host of the
-service's process, which is the body of an actor.
+"""The node's side of a service: prepare the node, and host the service's process, in an actor.
 
 A specification is made where the run is launched. Its node determines the Python that runs it, the
 address for its peers, the variables of its devices and the paths that it opens; a host process
@@ -37,7 +36,7 @@ from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec, free_ports
 from sluice.whole_file import write_whole
 
-# Lines that come together travel together.
+# Lines that arrive together are sent together.
 _GATHER_S = 0.02
 
 _EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
@@ -49,7 +48,7 @@ def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
 
 
 def missing_paths(paths: Mapping[str, str]) -> list[str]:
-    """Return those that are not on this node, as ``key = path``."""
+    """Return the paths that are missing on this node, as ``key = path``."""
     return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
 
 
@@ -81,10 +80,10 @@ def _paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """A service that a node gets ready for.
+    """A service that a node must prepare for.
 
     Args:
-        kind: of the service.
+        kind: the kind of the service.
         config_file: the service's path to its configuration.
         config_text: the configuration, for nodes that do not see that file.
         mark_file: a file of the run's folder, which only nodes that share the folder see.
@@ -100,7 +99,7 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """A node as one service finds it.
+    """The state of a node, as found for a service.
 
     Args:
         address: the address for peers.
@@ -116,7 +115,7 @@ class NodeFacts:
 
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Get this node ready for a service, which includes writing the configuration."""
+    """Prepare this node for a service, which includes writing the configuration."""
     problems = [_version_problem(plan), _unshared(plan)]
     environment: dict[str, str] = {}
     try:
@@ -155,7 +154,7 @@ def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) 
 def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
     """Return an endpoint of a service on the node with that address.
 
-    It listens there and nowhere else, unless it was to listen on every interface.
+    It listens only there, unless it is configured to listen on every interface.
     """
     if bare_host(endpoint.host) in _EVERY_INTERFACE:
         return msgspec.structs.replace(endpoint, advertise=endpoint.advertise or address)
@@ -190,10 +189,10 @@ def _written(plan: ServicePlan) -> RunConfig:
 
 
 class ServiceHost:
-    """Keeps at most one process.
+    """Hosts at most one process.
 
     Args:
-        address: of this node, as peers reach it.
+        address: this node's address for peers.
     """
 
     def __init__(self, address: str) -> None:
@@ -206,14 +205,14 @@ class ServiceHost:
         return self._address, free_ports([self._address] * num_ports)
 
     async def look(self, plan: bytes) -> bytes:
-        """Get the node ready for a service; take a `ServicePlan`, return `NodeFacts`, as JSON."""
+        """Prepare the node for a service; take a `ServicePlan` and return `NodeFacts`, as JSON."""
         asked = msgspec.json.decode(plan, type=ServicePlan)
         return msgspec.json.encode(look_around(asked, self._address))
 
     async def start(
         self, name: str, command: list[str], environment: dict[str, str]
     ) -> tuple[int, str]:
-        """Start a process in place of one that may be left; return its id, or 0 and the reason."""
+        """Start a process, replacing one that may be left; return its id, or 0 and the reason."""
         async with self._starting:  # a call whose answer was lost is repeated, perhaps beside it
             if self._child is not None:
                 await self._child.end(0.0)
@@ -262,7 +261,7 @@ class ServiceHost:
                 child.terminate()
 
     async def kill(self, pid: int) -> None:
-        """Send SIGKILL to the process and to all that it started."""
+        """Send SIGKILL to the process and all processes that it started."""
         child = self._of(pid)
         if child is not None:
             child.kill()

@@ -1,4 +1,4 @@
-"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there.
+"""Run a launcher's processes on the nodes of a cluster, each hosted by a `ServiceHost` there.
 
 It waits for resources, hosts, and files that nodes lack. Before the run begins a failure is an
 error that names what each node lacks; later it is a repeated warning, while the others continue.
@@ -42,12 +42,12 @@ _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
 # Longer than a network hiccup: by then the process has ended with its host, or its node is lost.
 _SILENCE_S = 10.0
 
-# Errors of a host that a repetition does not mend.
+# Errors of a host that a retry does not fix.
 _UNFIT = (HostLostError, PeerDefectError)
 
 
 class RemoteChild(Child):
-    """A process that a host on another node keeps; if the host dies, the process dies with it."""
+    """A process hosted on another node; if the host dies, the process dies with it."""
 
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
         super().__init__(name, pid)
@@ -121,10 +121,10 @@ class SharedConfig:
     """The configuration of a run as its services receive it.
 
     Args:
-        config: with addresses of trainer and reward service.
+        config: the configuration with the addresses of trainer and reward service.
         file: its path on every node.
         mark: a file of the run's folder, which only nodes that share the folder see.
-        variables: of the launcher that its services need too.
+        variables: environment variables of the launcher that its services need too.
     """
 
     config: RunConfig
@@ -139,11 +139,11 @@ class SharedConfig:
 
 
 class PlacedServices:
-    """Hosts of a run's processes, by the processes' names.
+    """The hosts of a run's processes, by process name.
 
     Args:
         cluster: gives them resources.
-        plan_of: the plan of a service that is added while the run is active.
+        plan_of: returns the plan of a service that is added while the run is active.
         patience_s: seconds for the placement of the first processes, and for a host's answer.
     """
 
@@ -158,14 +158,14 @@ class PlacedServices:
         self._shared: SharedConfig | None = None
 
     async def place(self, plans: Sequence[PlacementPlan], advice: str = "") -> None:
-        """Reserve resources for all processes that the run begins with.
+        """Reserve resources for all processes at the start of the run.
 
         Args:
             plans: in the order of start.
             advice: of the error; the split that the cluster has devices for.
 
         Raises:
-            ConfigError: there is not enough; names resource and node.
+            ConfigError: resources are lacking; the error names resource and node.
         """
         for plan in plans:
             self._reserve(plan)
@@ -203,10 +203,10 @@ class PlacedServices:
                 return NodePlace(address, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
-        """Let every node get ready for its service.
+        """Prepare every node for its service.
 
         Raises:
-            ConfigError: nodes lack something; names all of them, with paths.
+            ConfigError: nodes lack something; the error names all of them, with paths.
             DeadlineError: a host does not answer.
         """
         self._shared = shared
@@ -224,7 +224,7 @@ class PlacedServices:
             raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
 
     async def start(self, spec: ServiceSpec) -> RemoteChild:
-        """Start a process where it was placed; place one that is added first.
+        """Start a process on its node; first place a process that is added later.
 
         A replica that its node cannot run is placed again, after a pause and with a warning.
 
@@ -248,7 +248,7 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def release(self, name: str) -> None:
-        """Give a service's resources back, together with its group's."""
+        """Release the resources of a service and its group."""
         placed = self._placements.pop(name, None)
         if placed is not None and not any(
             other.plan.name == placed.plan.name for other in self._placements.values()
@@ -256,7 +256,7 @@ class PlacedServices:
             self._cluster.give_back(placed.plan)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         for name in list(self._placements):
             self.release(name)
 

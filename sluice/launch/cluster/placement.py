@@ -18,7 +18,7 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 CPU, GPU, NPU = "CPU", "GPU", "NPU"
 MEMORY = "memory"
-"""Bytes; Ray knows it by this name."""
+"""Memory in bytes, by Ray's name."""
 # Resources that Ray keeps for itself.
 _RAYS_OWN = ("object_store_memory", "bundle")
 _RESOURCE_OF = {"cuda": GPU, "npu": NPU}
@@ -26,7 +26,7 @@ _RESOURCE_OF = {"cuda": GPU, "npu": NPU}
 
 @dataclass(frozen=True, slots=True)
 class PlacedProcess:
-    """One process of a group: its bundle, and the resources that it takes from it."""
+    """A process of a group: its bundle, and the resources that it takes from the bundle."""
 
     name: str
     bundle: int
@@ -39,9 +39,9 @@ class PlacementPlan:
 
     Args:
         name: unique in the run.
-        kind: of its processes.
-        bundles: resources of each.
-        strategy: of the bundles, among nodes.
+        kind: the kind of its processes.
+        bundles: the resources of each bundle.
+        strategy: how bundles are spread over nodes.
         members: the processes.
     """
 
@@ -54,7 +54,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """A live node: its address, and how much of each resource it has, and has free."""
+    """A live node: its address, and the total and free amount of each resource."""
 
     address: str
     total: Resources
@@ -62,7 +62,7 @@ class NodeCapacity:
 
 
 def accelerator(device: str | None, cluster: Resources) -> str | None:
-    """Return the resource that a process with this ``device`` key takes; None: it computes on CPUs.
+    """Return the resource that a process with this ``device`` key takes; None for CPUs.
 
     Args:
         device: as configured; None or ``auto`` takes what the cluster has, and NPUs first.
@@ -89,7 +89,7 @@ def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[Placem
 
 
 def reward_plan(extra: Demands) -> PlacementPlan:
-    """Return the reward service, alone.
+    """Return the group of the reward service.
 
     Raises:
         ConfigError: nothing is left of what it takes; as the other plans.
@@ -98,7 +98,7 @@ def reward_plan(extra: Demands) -> PlacementPlan:
 
 
 def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> PlacementPlan:
-    """Return one bundle for each of the trainer's nodes, with all of that node's ranks."""
+    """Return the trainer's group: a bundle per node, with all ranks of that node."""
     own = _computing(
         config.sluice.trainer.torch_threads, accelerator(config.trainer.device, cluster), 1
     )
@@ -115,7 +115,7 @@ def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> Place
 def replica_plan(
     config: RunConfig, cluster: Resources, extra: Demands, number: int
 ) -> PlacementPlan:
-    """Return one replica, which comes and goes without the others."""
+    """Return the group of a replica, which comes and goes independently."""
     kind = accelerator(config.sluice.rollout.device, cluster)
     own = _computing(config.sluice.rollout.torch_threads, kind, replica_devices(config))
     return _single(replica_name(number), "rollout", _demand("rollout", own, extra))
@@ -125,7 +125,7 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
     """Return resources by kind of service, from ``rollout=NPU:8`` and the like.
 
     Raises:
-        ConfigError: one of them has another form, or names a resource that Ray keeps for itself.
+        ConfigError: an entry has another form, or names a resource that Ray reserves.
     """
     found: dict[Kind, dict[str, float]] = {}
     for text in given:
@@ -204,7 +204,7 @@ def _is_amount(text: str) -> bool:
 
 
 class HostLostError(PeerError):
-    """A host will not come back; asking again cannot succeed."""
+    """A host will not come back; a retry cannot succeed."""
 
 
 class HostCalls(Protocol):
@@ -250,9 +250,9 @@ class Cluster(Protocol):
         ...
 
     async def is_reserved(self, plan: PlacementPlan, /, seconds: float) -> bool:
-        """Return whether the group's resources are there, at the latest after so many seconds."""
+        """Return whether the group's resources are reserved, waiting at most the given seconds."""
         ...
 
     def give_back(self, plan: PlacementPlan, /) -> None:
-        """End the group's hosts, with what they run, and free its resources."""
+        """End the group's hosts and their processes, and free its resources."""
         ...

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: groups are placed, then addresses are known, then it is planned."""
+"""Plan a run on a Ray cluster: first place its groups, which determines the addresses."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class RayOptions:
     """How a run uses a cluster.
 
     Args:
-        address: of its head, or `auto`.
+        address: address of its head, or `auto`.
         extra: resources that each process of a kind takes in addition to its devices and threads.
         patience_s: seconds for the placement of the run.
-        keys: of the launch, as the user set them; ``None``: its devices are not divided.
+        keys: keys of the launch as the user set them; ``None`` to leave devices undivided.
     """
 
     address: str = "auto"

@@ -1,3 +1,3 @@
-"""Keep processes: start them together, pass on their logs, restart them by policy, end them in
+"""Supervise processes: start them together, forward their logs, restart them by policy, end them in
 order. In: service specifications. Out: how the run ended.
 """

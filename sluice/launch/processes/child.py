@@ -1,4 +1,5 @@
-"""One started process: its output line by line, its end, and the end of all that it started."""
+"""A started process: its output line by line, its end, and the end of all processes that it
+started."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Child(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """Send SIGTERM to the process alone: it ends its children, in its own order."""
+        """Send SIGTERM to the process alone, which ends its children in order."""
 
     def kill(self) -> None:
         """Send SIGKILL to the process and to the rest of its group, ended or not."""
@@ -95,8 +96,8 @@ class Process(Protocol):
 class LocalChild(Child):
     """A process of this machine that leads its own session, so that Ctrl-C reaches its parent only.
 
-    Output and exit are watched apart: a process that it started may keep its output open after it
-    has ended, and that must not hide the end.
+    Output and exit are watched separately: a child may keep the output open after the process has
+    ended, which must not hide the end.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class LocalChild(Child):
 
 
 async def piped_output() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]:
-    """Return a reader, what closes it, and the descriptor that a process writes to; close both."""
+    """Return a reader, its transport, and the descriptor that a process writes to; close both."""
     read_end, write_end = os.pipe()
     output = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
     try:
@@ -188,7 +189,7 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
 
 
 class ProcessHost(Protocol):
-    """Starts processes, and keeps what they run on."""
+    """Starts processes, and holds their resources."""
 
     async def start(self, spec: ServiceSpec, /) -> Child:
         """Start a process; wait for resources, until the caller cancels.
@@ -200,7 +201,7 @@ class ProcessHost(Protocol):
         ...
 
     def release(self, name: str, /) -> None:
-        """Free what a process had that has ended and does not start again."""
+        """Free the resources of a process that has ended and does not start again."""
         ...
 
 
@@ -208,8 +209,8 @@ class ThisMachine:
     """Processes are children of this one."""
 
     async def start(self, spec: ServiceSpec) -> Child:
-        """Start it at once."""
+        """Start the process at once."""
         return await start_child(spec)
 
     def release(self, name: str) -> None:
-        """Do nothing: nothing was kept for it."""
+        """Do nothing: it held no resources."""

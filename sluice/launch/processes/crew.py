@@ -72,12 +72,12 @@ class Crew:
     Args:
         specs: in the order of start; the first one's crew is the name.
         log_dir: every process's output is appended to `<log_dir>/<name>.log`.
-        on_line: also takes each line with the process's name.
+        on_line: called with each line and the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
-        host: where they run.
+        host: starts the processes.
 
     Attributes:
-        restarts: how often the crew was started again, since it last ran for long.
+        restarts: number of restarts since the crew last ran for long.
         began_s: when its last start ended or failed, by the monotonic clock: it lives from then.
         released: set once it must not be started again.
         is_dismissed: whether it is leaving while the run is active.
@@ -155,21 +155,21 @@ class Crew:
             self._running.clear()
 
     def terminate(self) -> None:
-        """Send SIGTERM to all that run."""
+        """Send SIGTERM to all running processes."""
         for name, child in self._running.items():
             if not child.has_ended:
                 self._asked.add(name)
                 child.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL to all that run, and to all that they have started."""
+        """Send SIGKILL to all running processes and to all processes that they started."""
         self._asked.update(self.names_running())
         for child in self._running.values():
             child.kill()
         asyncio.get_running_loop().call_later(KILLED_S, self._given_up.set)
 
     def names_running(self) -> list[str]:
-        """Return the members that run."""
+        """Return the names of running members."""
         return [name for name, child in self._running.items() if not child.has_ended]
 
     async def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Run the processes of one run: ordered start, logs, restarts, one ordered end.
+"""Supervise the processes of a run: ordered start, logs, restarts, ordered end.
 
 A crew that may restart is started again after a growing pause, until it has failed too often in a
 row (a crash loop). Any other failure ends the run, with the last lines of that process; a needed
@@ -45,7 +45,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """One process of the run. `pid` is None while it waits to be started again."""
+    """A process of the run. `pid` is None while it waits for a restart."""
 
     name: str
     pid: int | None
@@ -60,11 +60,11 @@ class Supervisor:
     Args:
         specs: in the order of start.
         log_dir: every process's output goes to `<log_dir>/<name>.log`.
-        on_line: also takes each line with the process's name.
+        on_line: called with each line and the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
-        host: where they run; by default on this machine.
-        save: asks the run to save and to end, at the first SIGINT; returns false if the run cannot.
-            A second signal ends everything at once. ``None``: the first one does.
+        host: starts the processes; by default on this machine.
+        save: asks the run to save and end, at the first SIGINT; returns false if it cannot. A
+            second signal ends everything at once; with ``None`` the first one does.
         on_dismissed: takes the name of each process that was dismissed, once it has ended, even if
             it had to be killed and could leave nothing in order.
     """

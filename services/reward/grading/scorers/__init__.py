@@ -1,1 +1,2 @@
-"""Scorers. In: a response and the ground truth. Out: a score. They run in scorer processes only."""
+"""Built-in scorers. In: a response and the ground truth. Out: a score. They run only in scorer
+processes."""

@@ -1,4 +1,4 @@
-"""Scorers of the content of the last ``\\boxed{}``: MATH, and multiple choice."""
+"""Scorers that grade the content of the last ``\\boxed{}``: MATH and multiple choice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHOICES = "ABCDEFG"
 def math_score(solution: str, ground_truth: str) -> float:
     r"""Return 1 if the last ``\boxed{}`` is the reference answer, else 0 (verl's math_reward).
 
-    The whole response counts, and both sides are compared in their normal form. Quirks of verl are
-    kept, so that rewards compare: thousands separators are not removed, an ``\fbox`` never counts,
+    Read the whole response, and compare both sides in their normal form. Keep verl's quirks, so
+    that rewards are comparable: thousands separators are not removed, an ``\fbox`` never counts,
     and if ``\boxed 5`` (with a space) occurs anywhere, what follows its last occurrence is the
     answer.
     """
@@ -33,12 +33,12 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def choice_score(solution: str, ground_truth: str) -> float:
-    """Return 1 if exactly the reference's letters are chosen, else 0; without a box 0 (DianJin-R1).
+    """Return 1 if exactly the reference's letters are chosen, else 0; 0 without a box (DianJin-R1).
 
     Letters A to G count once and in any order; other characters do not count.
 
     Raises:
-        DataError: the reference holds no letter; a box without letters would be right.
+        DataError: the reference holds no letter, so a box without letters would be right.
     """
     reference = chosen(ground_truth)
     if not reference:

@@ -1,9 +1,9 @@
-"""A user's reward function: found, checked and wrapped. Runs in scorer processes only.
+"""Load, check and wrap the user's reward function. Runs only in scorer processes.
 
 `path` names a Python file (also as ``file://...``) or, as ``pkg://package.module`` or
 ``pkg://package/module``, an importable module (`verl/utils/import_utils.py`).
 The function is called as verl calls it: ``data_source``, ``solution_str``, ``ground_truth`` and
-``extra_info`` by keyword, and `reward_kwargs`, which win over these.
+``extra_info`` by keyword, plus `reward_kwargs`, which override these.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ KEY = "reward.custom_reward_function"
 
 
 class CustomScorer:
-    """A user's function, sync or async, behind a plain call.
+    """Calls the user's function, whether sync or async.
 
     One event loop serves all calls, so that an async function may keep connections open. It is
     closed with the scorer, at the latest when the process ends.
 
     Args:
-        kwargs: further arguments; they win over the arguments of the call.
+        kwargs: further arguments; they override those of the call.
     """
 
     def __init__(self, function: Callable[..., object], kwargs: Mapping[str, object]) -> None:
@@ -56,7 +56,7 @@ async def _result(waiting: Awaitable[object]) -> object:
 
 
 def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Scorer:
-    """Import what `path` names and wrap its function `name`.
+    """Import the file or module `path` and wrap its function `name`.
 
     Raises:
         ConfigError: the file or module is missing or fails to import, has no such function, or
@@ -93,7 +93,7 @@ def _check_signature(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     try:
         signature.bind(**dict.fromkeys((*CALL_KEYS, *kwargs)))

@@ -1,7 +1,7 @@
 """Question answering by exact match after normalisation (Search-R1; verl's searchR1 sources).
 
-The answer is what the last ``<answer>...</answer>`` holds. Case, punctuation, the articles a, an,
-the and runs of spaces do not count.
+The answer is the content of the last ``<answer>...</answer>``. The comparison ignores case,
+punctuation, the articles a, an, the, and repeated spaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    """Return 1 if right, else 0; 0.25 if right among more than ten answer tags (guessing).
+    """Return 1 if right, 0.25 if right with more than ten answer tags (guessing), else 0.
 
     Args:
         ground_truth: one answer; or, as JSON, a list of them or ``{"target": ...}`` with either.
@@ -38,9 +38,9 @@ def compute_score(solution: str, ground_truth: str) -> float:
 
 
 def last_tagged(text: str) -> str | None:
-    """Content of the last answer tag, each from its opening to the next closing one.
+    """Return the content of the last answer tag; a tag extends to the next closing tag.
 
-    Takes linear time, also where thousands of tags are opened and none is closed.
+    Take linear time even if thousands of tags are opened and none is closed.
     """
     tagged, start = None, 0
     while (opening := text.find(_OPENING, start)) >= 0:
@@ -59,7 +59,7 @@ def normalize(text: str) -> str:
 
 
 def targets(ground_truth: str) -> Sequence[str]:
-    """Return all accepted answers. Text that is not such JSON is itself the answer."""
+    """Return all accepted answers. Text that is not such JSON is the answer itself."""
     try:
         value = msgspec.json.decode(ground_truth, type=dict[str, object] | list[str])
     except msgspec.DecodeError:

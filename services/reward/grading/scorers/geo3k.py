@@ -1,9 +1,9 @@
 r"""The Geometry3K scorer: 0.9 for the answer and 0.1 for the form (verl's geo3k).
 
-The form is ``<think>...</think>`` first and a ``\boxed{}`` after it. The result is one number, so
-the metric ``acc`` holds the form as well, as in verl: a right answer in the wrong form is 0.9.
+The right form is ``<think>...</think>`` and then a ``\boxed{}``. The result is one number, so the
+metric ``acc`` includes the form, as in verl: a right answer in the wrong form has 0.9.
 
-Whether two answers mean the same (`same_value`) replaces mathruler's grader, without SymPy. The
+`same_value` compares answers in place of mathruler's grader, without SymPy. The
 rules, in order: one LaTeX normal form; one plain text (case, units, ``$`` and ``%`` aside); a tuple
 or interval agrees element by element; two plain fractions must be equal as written, once reduced;
 an integer agrees with an integer only; all else is compared by value, at three points if there are
@@ -59,9 +59,9 @@ def compute_score(solution: str, ground_truth: str) -> float:
 
 
 def has_form(solution: str) -> bool:
-    """Return whether the response begins with the thought and the other parts follow in order.
+    """Return whether the response begins with the thought and has the other parts in order.
 
-    Takes linear time: a pattern with as many gaps backtracks without end on repetitive text.
+    Take linear time; a regular expression with as many gaps may backtrack almost endlessly.
     """
     if not solution.startswith(_FORM_BEGINS):
         return False
@@ -75,7 +75,7 @@ def has_form(solution: str) -> bool:
 
 
 def same_value(answer: str, reference: str) -> bool:
-    """Return whether `answer` is right. Never raises; an endless answer must match literally."""
+    """Return whether `answer` is right. Never raise; an overlong answer must match literally."""
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
         return answer == reference
     if _spelled(answer) == _spelled(reference):

@@ -1,7 +1,7 @@
 """The GSM8K scorer: is the final number the reference number? (verl/utils/reward_score/gsm8k.py)
 
-``strict`` wants the data set's own form ``#### 72``; ``flexible`` takes the last number there is.
-Comparison is of text: ``72.0`` and ``72`` differ.
+``strict`` requires the data set's form ``#### 72``; ``flexible`` takes the last number. The
+comparison is textual: ``72.0`` and ``72`` differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compute_score(solution: str, ground_truth: str, *, method: Method = "strict"
 def final_number(text: str, method: Method) -> str | None:
     """Return the last number as text; ``None`` if there is none.
 
-    Only ``strict`` removes thousands separators: verl's flexible reading keeps them.
+    Only ``strict`` removes thousands separators, as in verl.
     """
     if method == "strict":
         marked = _MARKED_NUMBER.findall(text)

@@ -13,13 +13,14 @@ OPENING = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}``; ``None`` if there is none or its braces stay open."""
+    r"""Return the content of the last ``\boxed{...}``; ``None`` if there is none or its braces are
+    not closed."""
     start = text.rfind(OPENING)
     return None if start < 0 else braced(text, start + len(OPENING) - 1)
 
 
 def braced(text: str, start: int) -> str | None:
-    """Return the text between the brace at `start` and its partner; ``None`` if it has none."""
+    """Return the text between the brace at `start` and its closing brace; ``None`` without one."""
     depth = 0
     for end in range(start, len(text)):
         depth += (text[end] == "{") - (text[end] == "}")
@@ -47,11 +48,12 @@ _MAX_NAME_CHARS = 2
 
 
 class MalformedLatexError(ValueError):
-    """The answer has no normal form: a command at its end lacks its argument, or two units."""
+    """The answer has no normal form: a command lacks its argument, or there are two units."""
 
 
 def normal_form(answer: str) -> str:
-    r"""Spell `answer` without dress: spaces, units, degrees, percent, ``x=``, shorthand.
+    r"""Return `answer` in normal form: without spaces, units, degrees, percent, ``x=`` and
+    shorthand.
 
     Raises:
         MalformedLatexError: ``\frac`` or ``\sqrt`` without argument, or two ``\text{ unit}``.
@@ -72,7 +74,7 @@ def normal_form(answer: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Return whether both have one normal form; where one has none, whether they are one text."""
+    """Return whether both have the same normal form or, if one has none, the same text."""
     try:
         return normal_form(answer) == normal_form(reference)
     except MalformedLatexError:

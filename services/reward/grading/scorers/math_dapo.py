@@ -1,8 +1,8 @@
 """The DAPO mathematics scorer: is the last ``Answer:`` line the reference answer?
 
-Behaves as verl's `verl/utils/reward_score/math_dapo.py`, quirks included, so that rewards of a run
-compare with theirs: units and some words are deleted even where they belong to the answer, a
-trailing full stop is wrong, and only the end of a response counts.
+Behaves like `verl/utils/reward_score/math_dapo.py`, quirks included, so that rewards are
+comparable: units and some words are deleted even if they belong to the answer, a trailing full stop
+is wrong, and only the end of a response counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _REWRITES = (
 
 
 class MathScore(TypedDict):
-    """+1 or -1, whether it is right, and the extracted answer; `None` without a required box."""
+    """+1 or -1, whether the answer is right, and the extracted answer; `None` if a required box is
+    missing."""
 
     score: float
     acc: bool
@@ -66,9 +67,9 @@ def compute_score(
     r"""Grade one response.
 
     Args:
-        strict_box_verify: accept the last ``\boxed{}`` only, without normalisation.
-        boxed_fallback: without an ``Answer:`` line look for a ``\boxed{}`` as verl's main branch
-            does; false: such a response is wrong, as in verl 0.6.
+        strict_box_verify: accept only the last ``\boxed{}``, without normalisation.
+        boxed_fallback: without an ``Answer:`` line, look for a ``\boxed{}``, as verl's main branch
+            does; if false, such a response is wrong, as in verl 0.6.
     """
     tail = solution[-SCORED_CHARACTERS:]
     boxed = last_boxed(tail[-BOXED_CHARACTERS:])
@@ -81,7 +82,7 @@ def compute_score(
 
 
 def normalize_answer(answer: str) -> str:
-    """Strip units, spacing and LaTeX dress, in verl's order."""
+    """Strip units, spacing and LaTeX formatting, in verl's order."""
     answer = answer.split("=")[-1]
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)

@@ -1,7 +1,7 @@
-"""Values of small mathematical expressions in LaTeX or plain notation.
+"""Evaluate small mathematical expressions in LaTeX or plain notation.
 
-Numbers, ``+ - * / ^``, brackets, implicit products, ``\frac``, ``\\sqrt``, ``\\pi`` and single
-letters, which are unknowns. Nothing is executed, and length and nesting are bounded.
+It reads numbers, ``+ - * / ^``, brackets, implicit products, ``\frac``, ``\\sqrt``, ``\\pi`` and
+single letters, which are unknowns. Nothing is executed, and length and nesting are bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class NotAnExpressionError(ValueError):
-    """The text is no expression this module reads."""
+    """The text is not an expression that this module reads."""
 
 
 def tokens(text: str) -> list[str]:

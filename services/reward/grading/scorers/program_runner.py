@@ -1,7 +1,7 @@
-"""Run a program on test inputs, inside a sandbox, and write what it answers.
+"""Run a program on test inputs inside a sandbox, and write its answers.
 
-The sandbox gets this file as text and nothing else of sluice, so it imports the standard library
-only. It knows no expected output: whatever the program does to it, it can only spoil its own
+The sandbox gets only this file of sluice, as text, so it imports only the standard library. It
+knows no expected output: whatever a program does to it, it can only spoil the program's own
 answers. Input is a `Job` as JSON; output is `STARTED` and a line of JSON for each test.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 STARTED = "runner started"
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
-# What programs for these data sets may use without importing it.
+# Names that programs for these data sets may use without importing them.
 PREAMBLE = """
 from string import *
 from re import *
@@ -54,8 +54,8 @@ _CHUNK_BYTES = 1 << 16
 class Job(TypedDict):
     """A program and its tests.
 
-    `inputs` are texts for standard input, or, for the function `fn_name`, one argument a line as
-    JSON. All tests share `total_s` seconds; each has at most `test_s`.
+    `inputs` are texts for standard input or, for a function `fn_name`, its arguments as JSON, one a
+    line. All tests share `total_s` seconds; each has at most `test_s`.
     """
 
     program: str
@@ -67,7 +67,7 @@ class Job(TypedDict):
 
 
 def main() -> None:
-    """Answer the job on standard input."""
+    """Read the job from standard input and answer it."""
     job: Job = json.load(sys.stdin)
     ends_s = time.monotonic() + job["total_s"]
     namespace: dict[str, object] = {}
@@ -78,7 +78,7 @@ def main() -> None:
         left_s = ends_s - time.monotonic()
         if left_s <= 0:
             break
-        # An even share of what is left: a program that hangs on one test may solve the others.
+        # An even share of the remaining time: a program that hangs on one test may solve others.
         end, output = run_test(job, given, min(job["test_s"], left_s / (num_tests - test)))
         _say(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
 
@@ -89,7 +89,7 @@ def _say(line: str) -> None:
 
 
 def run_test(job: Job, given: object, limit_s: float) -> tuple[str, str]:
-    """Run the program once, in a process of its own; return how it ended and what it answered."""
+    """Run the program once, in a separate process; return how it ended and its answer."""
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as file:
         if job["fn_name"] is None:
@@ -114,9 +114,9 @@ def _answer(child: int, reader: int, limit_s: float, most_bytes: int) -> tuple[s
             output += chunk
             if chunk:
                 continue
-            time.sleep(_LOOK_S / 20)  # it closed its output, and will end soon
+            time.sleep(_LOOK_S / 20)  # it closed its output and will end soon
         elif status is not None:
-            break  # it has ended, and what it started holds the pipe
+            break  # it has ended, and a process that it started holds the pipe
         if status is None:
             pid, code = os.waitpid(child, os.WNOHANG)
             status = code if pid else None
@@ -181,14 +181,14 @@ def _scripted(program: str, namespace: dict[str, Any]) -> None:
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()  # programs print there what they have collected
+    atexit._run_exitfuncs()  # programs print collected results there
 
 
 _OPEN: Any = builtins.open
 
 
 def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as open
-    """Open a file; one to read that is not there has the test's input, such as input.txt."""
+    """Open a file; a missing file that is read, such as input.txt, holds the test's input."""
     try:
         return _OPEN(file, mode, *args, **kwargs)
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any
 def _called(job: Job, given: object, namespace: dict[str, Any]) -> object:
     """Return what the function returns; tuples become lists on their way out."""
     program, name = job["program"], job["fn_name"] or ""
-    namespace.pop(name, None)  # operator has an add, but the program has to have one
+    namespace.pop(name, None)  # the preamble's own, such as add
     exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
     lines = given.split("\n") if isinstance(given, str) else None
     arguments: Any = given if lines is None else [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""Programs against tests: codecontests, apps, codeforces and taco, as verl's prime_code grades them
+"""Grade programs by tests: codecontests, apps, codeforces and taco, like verl's prime_code
 (`verl/utils/reward_score/prime_code`), but each program runs in a sandbox.
 
 The sandbox gets the inputs and returns the outputs. Expected outputs never get there, so a program
@@ -23,11 +23,11 @@ from sluice.json_objects import DECODE_ERRORS
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Sandbox
 
 FIRST_TESTS = 10
-"""Tests whose share is the score."""
+"""The number of first tests; the score is the share of these that pass."""
 TEST_S = 10.0
 """Most seconds of one test."""
 _TEST_OUTPUT_BYTES, _OUTPUT_BYTES = 4 * MIB, 64 * MIB
-_BUDGET_SHARE, _KILL_SHARE = 0.8, 0.1  # of the sample's time: for tests, and until the kill
+_BUDGET_SHARE, _KILL_SHARE = 0.8, 0.1  # of the sample's time
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # numpy.allclose
 _RUNNER = Path(program_runner.__file__)
 _LANGUAGE = re.compile(r"\s*[A-Za-z]+\s*")
@@ -35,7 +35,7 @@ _LANGUAGE = re.compile(r"\s*[A-Za-z]+\s*")
 
 @dataclass(frozen=True, slots=True)
 class ProgramCases:
-    """Tests: inputs, each with its expected output; of the function `fn_name`, if there is one."""
+    """Test inputs with their expected outputs; for the function `fn_name`, if given."""
 
     inputs: Sequence[object]
     outputs: Sequence[object]
@@ -51,12 +51,11 @@ class _TestReport(msgspec.Struct):
 class ProgramTests:
     """Grades a response by the tests that its program passes.
 
-    The score is the share of the first ten tests. If all of them pass and the program does
-    not pass each later one, the score is 10/11. Tests for which the time is too short count as
-    failed.
+    The score is the share of the first ten tests that pass. If these all pass but a later test
+    fails, the score is 10/11. Tests that the time does not suffice for count as failed.
 
     Args:
-        limits: of a program; time and output are set here.
+        limits: limits of a program; its time and output limits are set here.
         item_timeout_s: wall-clock limit of one sample, after which its scorer is killed.
     """
 
@@ -88,7 +87,8 @@ class ProgramTests:
         return sum(passed) / considered
 
     def _verdicts(self, program: str, cases: ProgramCases, ends_s: float) -> list[bool | None]:
-        """Return for each test whether the answer is right; ``None``: there was no time for it."""
+        """Return for each test whether the answer is right; ``None`` if there was no time for
+        it."""
         left_s = ends_s - time.monotonic()
         if left_s <= 0:
             return [None] * len(cases.inputs)
@@ -108,7 +108,7 @@ class ProgramTests:
         )
         first_line, *lines = result.stdout.split(b"\n")
         if first_line.decode(errors="replace").strip() != program_runner.STARTED:
-            # Whatever the end: the program has not run yet.
+            # However it ended, the program has not run yet.
             said = result.stderr[-300:].decode(errors="replace").strip()
             raise SandboxUnavailableError(
                 f"Python did not start the tests ({result.end}, exit code {result.exit_code}): "
@@ -151,8 +151,8 @@ def _lists(found: object) -> tuple[list[object], list[object]]:
 
 
 def program_of(response: str) -> str:
-    """Return the program in a response: the last block of Python, or the first block of none named
-    language, or the whole text."""
+    """Return the program in a response: the last Python block, else the first block without a
+    language, else the whole text."""
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
     if "```" not in response:
@@ -171,7 +171,8 @@ def _split(cases: ProgramCases, number: int) -> tuple[ProgramCases, ProgramCases
 
 
 def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
-    """Judge the runner's lines. The program may have written some: the first of a test counts."""
+    """Grade the runner's lines. The program may have written some, so the first of each test
+    counts."""
     verdicts: dict[int, bool | None] = {}
     for line in lines:
         try:
@@ -198,8 +199,8 @@ def _verdict(answer: _TestReport, cases: ProgramCases) -> bool | None:
 def is_same_output(output: str, expected: str) -> bool:
     """Return whether a program's output is the expected one.
 
-    Spaces around the whole and around each line do not count, nor do empty lines; lines that are
-    numbers, not all of them integers, may differ by a relative 1e-5.
+    Ignore spaces around the text and around each line, and empty lines; lines of numbers, not all
+    integers, may differ by a relative 1e-5.
     """
     lines = output.splitlines()
     whole = expected.strip()
@@ -230,7 +231,8 @@ def _is_close(found: float, wanted: float) -> bool:
 
 
 def is_same_value(answer: str, expected: object) -> bool:
-    """Return whether a function's value, as JSON, is the expected one, which may be in a list."""
+    """Return whether a function's value, as JSON, is the expected one, which may be wrapped in a
+    list."""
     try:
         value = json.loads(answer)
         wanted = json.loads(expected) if isinstance(expected, str) else expected
@@ -242,7 +244,7 @@ def is_same_value(answer: str, expected: object) -> bool:
 
 
 def refused(_response: str, _ground_truth: str) -> float:
-    """Stand for the scorer where no sandbox is; never grade.
+    """Replace the scorer if there is no sandbox: always raise.
 
     Raises:
         ConfigError: always.

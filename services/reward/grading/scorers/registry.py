@@ -1,4 +1,4 @@
-"""Which scorer grades which data source: verl's default routing, and the user's own routes."""
+"""Choose the scorer of a data source: by the user's routes, else by verl's default routing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RULES: Mapping[str, Rule] = {
     MATH_VERIFY: symbolic_math.compute_score,
     PROGRAM_TESTS: program_tests.refused,
 }
-"""Built-in scorers by the name that routes use."""
+"""Built-in scorers, by the name that routes use."""
 
 TAILS: Mapping[str, int] = {
     **dict.fromkeys(
@@ -60,7 +60,7 @@ TAILS: Mapping[str, int] = {
     ),
     **dict.fromkeys(("gsm8k", "gsm8k_flexible"), gsm8k.SCORED_CHARACTERS),
 }
-"""Scorers that look at the last characters of a response only, and at how many."""
+"""Scorers that read only the last characters of a response, and how many they read."""
 
 _REMEDY = (
     "set reward.custom_reward_function.path to a Python file that defines "
@@ -79,8 +79,8 @@ def scorer_for(
 
     Args:
         json_truth: the ground truth as JSON; empty if the row holds text.
-        routes: the user's, by data source or beginning (``aime*``); they win over verl's.
-        programs: grades programs in the configured sandbox; ``None``: there is none.
+        routes: the user's routes, by data source or prefix (``aime*``); they override verl's.
+        programs: grades programs in the configured sandbox; ``None`` without one.
 
     Raises:
         DataError: no built-in scorer knows it, it needs a sandbox and there is none, the scorer's
@@ -105,12 +105,12 @@ def scorer_for(
 
 
 def scored_characters(data_source: str, routes: Mapping[str, str]) -> int | None:
-    """Return how many last characters of a response its scorer reads; ``None``: all or none."""
+    """Return how many of a response's last characters its scorer reads; ``None``: all or none."""
     return TAILS.get(_name(data_source, routes) or "")
 
 
 def check_routes(routes: Mapping[str, str]) -> None:
-    """Refuse routes to scorers that do not exist; errors as in `scorer_for`."""
+    """Refuse routes to unknown scorers; raise as `scorer_for` does."""
     for name in routes.values():
         _rule(name)
 
@@ -132,7 +132,7 @@ def _no_route(data_source: str) -> str:
 
 
 def _reads(name: str, json_truth: str) -> bool:
-    """Return whether a scorer compares with a list or a mapping."""
+    """Return whether a scorer accepts a list or a mapping as ground truth."""
     if name == EXACT_MATCH:
         return exact_match.targets(json_truth) not in ([], [json_truth])
     return name == PROGRAM_TESTS

@@ -1,7 +1,8 @@
-"""A reward model behind HTTP as a scorer: send a question, read one number, refuse all else.
+"""Use a reward model behind HTTP as a scorer: send a question, read one number, refuse any other
+reply.
 
-It runs in a scorer process like any other, so that a hanging connection ends with its process at
-the latest. Speaks OpenAI's chat completions, which vLLM, SGLang and others serve.
+It runs in a scorer process like any scorer, so a hanging connection ends with the process. It calls
+OpenAI's chat completions, which vLLM, SGLang and others serve.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class _Completion(msgspec.Struct):
 
 
 class RewardModelScorer:
-    """Grades by a model's reply.
+    """Grades a response by a model's reply.
 
-    Of the matches of `score_pattern` in the reply the last counts (its first group, if it has one);
-    a number outside `min_score`..`max_score` is refused. Of the template only the placeholders of
-    `filled` are replaced; other braces stay.
+    The last match of `score_pattern` in the reply counts (its first group, if it has one). A number
+    outside `min_score`..`max_score` is refused. In the template, only the placeholders of `filled`
+    are replaced; other braces stay.
 
     Args:
         settings: address, name and question of the model.
         item_timeout_s: wall-clock limit of one sample; all attempts fit into 90% of it.
 
     Raises:
-        ConfigError: a setting is impossible; names its key.
+        ConfigError: a setting is invalid; the error names its key.
     """
 
     def __init__(self, settings: RewardModelConfig, item_timeout_s: float) -> None:
@@ -78,7 +79,7 @@ class RewardModelScorer:
 
         Raises:
             PeerError: the model gave no usable answer in time.
-            DataError: the template names a key that the row does not hold.
+            DataError: the template names a key that the row lacks.
         """
         values = {**call, "response": solution_str, "question": question}
         prompt = filled(self._settings.prompt_template or DEFAULT_TEMPLATE, values)
@@ -117,7 +118,7 @@ def filled(template: str, values: Mapping[str, object]) -> str:
     ``{extra_info.KEY}``.
 
     Raises:
-        DataError: ``{extra_info.KEY}`` of a row without that key.
+        DataError: the row lacks the KEY of a ``{extra_info.KEY}``.
     """
 
     def value(placeholder: re.Match[str]) -> str:
@@ -140,7 +141,7 @@ def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelConfig)
     """Return the last number that `pattern` finds.
 
     Raises:
-        PeerError: there is none, it is not finite, or it lies outside the bounds.
+        PeerError: there is none, it is not finite, or it is out of bounds.
     """
     match = None
     for match in pattern.finditer(reply):  # noqa: B007  the last one counts

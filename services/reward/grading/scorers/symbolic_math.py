@@ -1,4 +1,4 @@
-"""Mathematical equivalence by the package math-verify (optional; the only file that loads it).
+"""Grade by mathematical equivalence with math-verify (optional; only this file loads it).
 
 Replaces verl's prime_math on the Numina sources, and grades any source routed to it.
 """
@@ -20,7 +20,7 @@ def check_installed(purpose: str) -> None:
     """Check that the package is installed.
 
     Raises:
-        DataError: it is not installed; names `purpose` and the remedy.
+        DataError: it is not installed; the error names `purpose` and the remedy.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The decoder: what turns tokens into logits for the generation loop."""
+"""The decoder, which turns tokens into logits for the generation loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefilledPrompts:
-    """Keys and values of some prompts, computed together and padded on the right.
+    """Keys and values of prompts that were computed together, padded on the right.
 
     Attributes:
         layers: per layer keys and values, each [prompts, kv heads, padded length, head dim]; empty
             for a decoder without a cache.
-        routing: [prompts, padded length, layers, experts per token]; ``None`` if it is not kept.
+        routing: [prompts, padded length, layers, experts per token]; ``None`` if not kept.
     """
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -36,7 +36,7 @@ class PrefilledPrompts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPrefix:
-    """Tokens that a prompt begins with, and a copy of their state.
+    """The first tokens of a prompt, and a copy of their state.
 
     Attributes:
         tokens: [tokens], at least one.
@@ -57,10 +57,10 @@ class DecodeBatch:
 
     Attributes:
         token_ids: [rows] int64, each row's newest token.
-        positions: [rows] int64, where that token stands (0-based).
+        positions: [rows] int64, that token's position (0-based).
         length: how far attention looks; above every position.
         history: [rows, >= length] int64, all tokens of each row up to its position.
-        shifts: [rows] int64, what rotary embeddings add to `positions` after a prompt with images
+        shifts: [rows] int64, offset of rotary positions to `positions` after a prompt with images
             (`RopePositions.shift`); ``None`` if no row has one.
     """
 
@@ -72,7 +72,7 @@ class DecodeBatch:
 
 
 class Decoder(ABC):
-    """Prefill and decode over slots; without other words, a decoder keeps no state of a row."""
+    """Prefill and decode over slots. By default a decoder keeps no state of a row."""
 
     @abstractmethod
     def prefill(
@@ -82,7 +82,7 @@ class Decoder(ABC):
 
         Args:
             prompts: each a prompt without its last token, or one with response tokens after it.
-            images: of each prompt; empty if none has any.
+            images: the images of each prompt; empty if no prompt has any.
 
         Raises:
             NotImplementedError: a prompt has images, which this decoder does not read.
@@ -93,20 +93,20 @@ class Decoder(ABC):
         """Prefill one prompt without images, and return the logits after each token.
 
         Returns:
-            its state, and logits [tokens, vocab].
+            the prompt's state, and logits [tokens, vocab].
         """
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """Compute the state of prompts that begin with known tokens: only of those that follow.
+        """Compute the state of the tokens after each prompt's known prefix.
 
         Args:
-            known: of each prompt, from `keep`.
+            known: the known prefix of each prompt, from `keep`.
             prompts: each longer than its known prefix.
         """
         raise NotImplementedError("a decoder that keeps no prefix gets none")
 
     def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
-        """Return a copy of a row's state of its first `tokens`; ``None`` if there is none."""
+        """Return a copy of the state of a row's first `tokens`; ``None`` without state."""
         return None
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:  # noqa: B027
@@ -120,4 +120,4 @@ class Decoder(ABC):
         """Add each row's newest token to its state; return the next logits, [rows, vocab]."""
 
     def refresh(self) -> None:  # noqa: B027
-        """Take over changed model weights. The rows' state stays."""
+        """Adopt changed model weights. Keep the rows' state."""

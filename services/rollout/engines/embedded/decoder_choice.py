@@ -1,4 +1,4 @@
-"""Choose the fastest decoder that provably computes what the model computes.
+"""Choose the fastest decoder whose logits match the model's.
 
 Each candidate decodes a few tokens of random sequences under random weights, and its logits are
 compared with the model's own forward pass. An architecture with an unusual detail thus costs speed,
@@ -35,20 +35,20 @@ def choose_decoder(
     max_model_len: int,
     candidates: tuple[DecoderClass, ...] = (FusedDecoder, GenericDecoder),
 ) -> Decoder:
-    """Return the first of `candidates` that fits the model, else one that recomputes everything.
+    """Return the first of `candidates` that matches the model, else one that recomputes everything.
 
     The model's weights are arbitrary afterwards.
 
     Raises:
-        ConfigError: the device has no memory for the slots; or none fits a model that reads
-            images, which recomputing would read at each step.
+        ConfigError: the device has no memory for the slots; or none matches a model with images,
+            which recomputation would read at each step.
     """
     # Candidates are in the order of their speed.
     _scramble(model)
     trial = _Trial(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
         name = getattr(candidate, "__name__", str(candidate))
-        decoder = None  # without the memory of one that failed
+        decoder = None  # frees the memory of a failed candidate
         try:
             decoder = candidate(model, slots, max_model_len)
             error = trial.relative_error(decoder)
@@ -83,7 +83,8 @@ def choose_decoder(
 
 
 def _scramble(model: PreTrainedModel) -> None:
-    """Set weights that make every part of the model visible: initial ones have zeros and ones."""
+    """Set random weights, so that every part affects the logits: initial ones contain zeros and
+    ones."""
     generator = torch.Generator(model.device).manual_seed(_SEED)
     with torch.inference_mode():
         for parameter in model.parameters():
@@ -120,7 +121,7 @@ class _Trial:
             ]
             prefilled = decoder.prefill(prompts)
             decoder.insert(prefilled, rows, rows)
-            # The other halves again, behind what was kept of the first ones.
+            # Compute the second halves again, after the kept first halves.
             halves = [
                 decoder.keep(row, prompt[: prompt.size // 2])
                 for row, prompt in enumerate(prompts)

@@ -1,14 +1,14 @@
 """The embedded engine: any Hugging Face causal language model, in this process, on torch alone.
 
 Consumes: commands, as coroutines that the service's event loop begins in the engine's thread.
-Produces: chunks, posted to the streams of the requests.
+Produces: chunks, posted to the requests' streams.
 Waits for: the thread that receives weights; steps wait for nothing. A turn of the thread's event
     loop runs one step (`loop`); without work there is no turn. An idle engine waits a moment for
     other requests to come with the first.
 Unblocked by: any command.
 On failure: the first unexpected error ends the loop; every running generation and every later call
     gets it.
-On shutdown: what runs is aborted and delivered, then the thread ends.
+On shutdown: running samples are aborted and delivered, then the thread ends.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
 
     name = "torch"
     slots_may_wait = False
-    abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
+    abort_timeout_s = None  # it aborts between two steps, and may recover if it hangs
 
     def __init__(self, loop: GenerationLoop, language_model: CausalLM, inbox: WeightInbox) -> None:
         super().__init__(language_model.layout, language_model.image_prompts)
@@ -92,9 +92,9 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """Build the model in this thread: torch sets device and threads per thread.
 
         Raises:
-            CheckpointError: a file of weights that it is to serve is missing or damaged.
+            CheckpointError: a file of the weights to serve is missing or damaged.
             ConfigError: the path holds no model, or its results depend on the rest of the batch
-                and must not.
+                although they must not.
         """
         device = select_device(settings.device)
         device.set_device()
@@ -172,7 +172,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             return await received
         except asyncio.CancelledError:
             # The inbox's thread cannot be interrupted; without the group its call fails soon.
-            if self._inbox.epoch == epoch:  # else the next epoch has begun, and left this one
+            if self._inbox.epoch == epoch:  # otherwise the next epoch has begun and left this one
                 self._inbox.leave(f"the call was cancelled while {phase}")
             raise
         finally:
@@ -188,10 +188,10 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         return stall_s
 
     async def swap(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str) -> float:
-        """Take new weights between two steps; return the seconds without a token.
+        """Swap to new weights between two steps; return the seconds without a token.
 
         Raises:
-            WeightSyncError: they do not fit the model; the old weights stay.
+            WeightSyncError: the weights do not fit the model; the old weights stay.
             EngineError: the engine is broken.
         """
         started = time.perf_counter()
@@ -204,7 +204,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             self._inbox.leave(reason)
 
     async def close(self) -> None:
-        """End what runs and deliver it; no step follows."""
+        """Abort and deliver running samples; run no further step."""
         self._is_closed = True
         self._inbox.close()
         if self._broken is None:
@@ -214,7 +214,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Change the loop; then let steps follow, if there is work.
+        """Change the loop; then schedule steps if there is work.
 
         Raises:
             EngineError: the engine is broken, perhaps by an unexpected error of the change, after
@@ -252,10 +252,10 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         events.call_soon(self._turn)
 
     def _gathers(self) -> bool:
-        """Let an idle engine wait for requests that come together, as for a train batch.
+        """Make an idle engine wait for requests that arrive together, as for a train batch.
 
-        Steps and prefills of a few rows take nearly as long as steps of many, and would take the
-        processor from the event loop that brings the other requests.
+        Steps and prefills of a few rows take nearly as long as those of many, and would slow the
+        event loop that receives the other requests.
         """
         may_wait = self._num_gathered < self.loop.queued < self.loop.slots
         if not may_wait or time.monotonic() >= self._gather_until_s:

@@ -1,9 +1,9 @@
-"""A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) with few calls.
+"""A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) with few kernel calls.
 
-Query, key and value projections are one matrix, and so are gate and up. The model's own parameters
-become views of them, so weights that are copied into the model arrive here too. Where the model's
+The query, key and value projections form one matrix, and so do gate and up. The model's parameters
+become views of these matrices, so weights copied into the model arrive here too. If the model's
 parameters point to other memory, the matrix is that memory, or a copy if its parts are not
-neighbours. Rotary tables are computed once. Prefill stops at the last layer's keys and values,
+contiguous. Rotary tables are computed once. Prefill stops at the last layer's keys and values,
 since it needs no logits.
 """
 

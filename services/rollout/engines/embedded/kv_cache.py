@@ -46,16 +46,16 @@ CacheShape = tuple[int, int, int]
 """Layers, KV heads, head dim."""
 NAME = "sluice_slots"
 _MOST_MASKED = 1 << 27
-"""Most places of the mask by which new tokens see the prompt; a whole prompt needs no mask."""
+"""Most elements of the mask for new tokens after a known prefix; a whole prompt needs no mask."""
 
 
 class SlotCache:
     """Keys and values of all layers, in one tensor.
 
     Args:
-        shape: of the model; all layers have the same, and keys the dim of values.
+        shape: the model's shape; equal for all layers, and for keys and values.
         slots: rows.
-        max_model_len: positions a row may have.
+        max_model_len: most positions of a row.
 
     Raises:
         ConfigError: the device has no memory for them.
@@ -74,7 +74,7 @@ class SlotCache:
         size = (layers, slots, self.heads, 2, max_model_len, dim)
         try:
             self._stack = torch.zeros(size, dtype=dtype, device=device)
-        except RuntimeError as error:  # as which a CPU reports that it has no memory, too
+        except RuntimeError as error:  # also raised by a CPU without memory
             raise ConfigError(
                 f"actor_rollout_ref.rollout.max_num_seqs={slots}: the cache of so many rows of "
                 f"max_model_len {max_model_len} takes {math.prod(size) * dtype.itemsize / 1e9:.1f} "
@@ -158,7 +158,7 @@ class CausalBias:
 
 
 class SlotDecoder(Decoder):
-    """What decoders with a slot cache share; subclasses set their device first."""
+    """Base of decoders with a slot cache; subclasses set their device first."""
 
     _device: torch.device
 
@@ -179,7 +179,7 @@ class SlotDecoder(Decoder):
     ) -> torch.Tensor:
         """Compute the state of padded tokens, [prompts, longest]; `forward` collects it.
 
-        Return the logits after each token, [..., vocab], but only with `to_end`.
+        With `to_end`, return the logits after each token, [..., vocab].
         """
 
     def prefill(
@@ -268,16 +268,16 @@ def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> t
 
 
 class Extension:
-    """New tokens of prompts behind their known ones.
+    """New tokens of prompts after their known prefixes.
 
     Args:
-        known: of each prompt.
+        known: the known prefix of each prompt.
         prompts: each longer than its known prefix.
-        device: where the model is.
+        device: the model's device.
 
     Attributes:
         token_ids: [prompts, most new tokens] int64, padded on the right.
-        positions: of them; those of padding lie below the longest prompt too.
+        positions: their positions; those of padding also lie below the longest prompt.
     """
 
     def __init__(
@@ -473,10 +473,10 @@ def register() -> None:
 
 
 class KeptPrefixes:
-    """Prefixes by the name of their conversation; the least recently used ones leave first.
+    """Kept prefixes by conversation name; the least recently used are dropped first.
 
     Args:
-        max_tokens: of all prefixes together; 0: nothing is kept.
+        max_tokens: most tokens of all prefixes together; 0 keeps none.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -486,7 +486,7 @@ class KeptPrefixes:
         self._by_name: dict[str, list[KnownPrefix]] = {}
 
     def put(self, name: str, prefix: KnownPrefix) -> None:
-        """Keep a prefix, unless it alone is beyond the bound."""
+        """Keep a prefix, unless it alone exceeds the bound."""
         if len(prefix.tokens) > self.max_tokens:
             return
         while self.num_tokens + len(prefix.tokens) > self.max_tokens:
@@ -517,7 +517,7 @@ class KeptPrefixes:
         return best.cut(shared)
 
     def clear(self) -> None:
-        """Forget all: other weights computed them."""
+        """Drop all prefixes, since other weights computed them."""
         self._names.clear()
         self._by_name.clear()
         self.num_tokens = 0
@@ -531,7 +531,7 @@ class KeptPrefixes:
 
 
 def _num_shared(first: TokenRow, second: TokenRow) -> int:
-    """Return how many tokens two rows begin with alike."""
+    """Return the length of the common prefix of two token rows."""
     most = min(len(first), len(second))
     differs = np.flatnonzero(first[:most] != second[:most])
     return int(differs[0]) if differs.size else most

@@ -44,7 +44,7 @@ _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
 
 _Prefilled = tuple[PrefilledPrompts, list[int]]
-"""Prompts that were computed together, and their indexes among the given ones."""
+"""Prompts that were prefilled together, and their indexes among the given prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class EmbeddedEngineSettings(EngineSettings):
         batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
         keeps_prefixes: an ended sample's keys and values serve the next turn of its conversation.
             Not with `batch_invariant`: a kept prefix differs from a computed one in the last bits.
-        with_routing: keep the experts of each token, for requests that ask for them.
+        with_routing: keep the experts of each token for requests that ask for them.
     """
 
     batch_invariant: bool = False
@@ -75,9 +75,9 @@ class PrefillUnit:
 
     Attributes:
         tokens: the prompt, and earlier tokens of a sample that is continued.
-        samples: those that still wait.
+        samples: the samples that still wait.
         run: their request.
-        prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
+        prefilled: location of the state of ``tokens[:-1]``, once computed.
     """
 
     tokens: TokenRow
@@ -87,7 +87,7 @@ class PrefillUnit:
 
 
 Admitted = tuple[PrefillUnit, tuple[RunningSample, ...]]
-"""A unit, and its samples that enter now."""
+"""A unit and those of its samples that enter now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class PrefillQueue:
     waiting: int = 0
 
     def append(self, unit: PrefillUnit) -> None:
-        """Take a unit with at least one sample."""
+        """Queue a unit with at least one sample."""
         place = len(self._units)
         priority = unit.run.request.priority
         while place and self._units[place - 1].run.request.priority < priority:
@@ -132,7 +132,7 @@ class PrefillQueue:
         return admissions
 
     def remove(self, unwanted: Callable[[RunningSample], bool]) -> list[RunningSample]:
-        """Take the samples that fulfil `unwanted` out of the queue."""
+        """Remove the samples for which `unwanted` is true."""
         removed: list[RunningSample] = []
         for unit in self._units:
             removed.extend(sample for sample in unit.samples if unwanted(sample))
@@ -142,7 +142,7 @@ class PrefillQueue:
         return removed
 
     def forget_prefilled(self) -> None:
-        """Prefill waiting units again: the weights have changed."""
+        """Drop prefilled states of waiting units, since the weights have changed."""
         for unit in self._units:
             unit.prefilled = None
 
@@ -150,7 +150,7 @@ class PrefillQueue:
 def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]]:
     """Yield indexes of prompts to prefill together, of similar length and within the budget.
 
-    The budget counts tokens with padding; 0 puts each prompt in a batch of its own.
+    The budget counts tokens with padding; 0 puts each prompt into a separate batch.
     """
     order = np.argsort(lengths, kind="stable")
     batch: list[int] = []
@@ -168,11 +168,11 @@ class GenerationLoop:
 
     Attributes:
         version: the policy version that serves; ``None`` before the first weights.
-        digest: of its weights.
+        digest: the digest of the weights.
         generated_tokens: sampled since the start.
-        prompt_tokens: tokens of prompts that entered since the start, those of samples that share
-            a prefill once.
-        reused_tokens: those of them that an earlier turn of their conversation had computed.
+        prompt_tokens: tokens of prompts that entered since the start, counted once for samples that
+            share a prefill.
+        reused_tokens: those of `prompt_tokens` that an earlier turn had computed.
         runs: requests with samples that have not ended.
         weights: the model's.
         device: of the model.
@@ -228,7 +228,7 @@ class GenerationLoop:
         return self._table.busy > 0 or self._queue.waiting > 0
 
     def submit(self, run: EmbeddedRun) -> None:
-        """Queue a request's samples; one that is complete already ends at once."""
+        """Queue a request's samples; end samples that are complete already."""
         self.runs.add(run)
         request = run.request
         prompt = request.prompt_token_ids.astype(np.int64)
@@ -276,7 +276,7 @@ class GenerationLoop:
         self._end(run)
 
     def abort_all(self) -> None:
-        """End every sample with what it has."""
+        """End every sample with the tokens it has."""
         for sample in self._queue.remove(lambda _: True):
             self._deliver(sample, FinishReason.ABORTED)
         for row in self._table.occupied():
@@ -290,7 +290,7 @@ class GenerationLoop:
         Raises:
             WeightSyncError: the tensors do not fit the model; the old weights stay.
 
-        Any other error came half-way: the weights are a mixture, and the loop must end.
+        After any other error the weights are a mixture, and the loop must end.
         """
         self.weights.check(tensors)
         # A chunk has one version: tokens of the old weights must leave before the new ones sample.
@@ -372,12 +372,12 @@ class GenerationLoop:
         return prompt_logprobs(logits[: prompt_length - 1], unit.tokens[1:prompt_length])
 
     def _prefill_units(self, new: Sequence[PrefillUnit]) -> None:
-        """Compute the states of units, each from what is known of its conversation."""
+        """Compute the states of units, each from its longest kept prefix."""
         whole: list[PrefillUnit] = []
         continued: list[tuple[PrefillUnit, KnownPrefix]] = []
         for unit in new:
             self.prompt_tokens += len(unit.tokens) - 1
-            # Equal tokens of images do not mean equal images.
+            # Equal image tokens do not imply equal images.
             name = "" if unit.run.images is not None else unit.run.request.affinity
             known = self._kept.take(name, unit.tokens[:-1])
             if known is None:
@@ -426,7 +426,7 @@ class GenerationLoop:
         tokens, logprobs = sample_tokens(logits, self._plan, uniform)
         stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
         self.generated_tokens += table.rows
-        # A stop wins over the limit where both hold.
+        # If both hold, stop wins over the limit.
         for row in np.flatnonzero(stopped | full).tolist():
             self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
         for row in table.streaming_rows():
@@ -436,7 +436,7 @@ class GenerationLoop:
             self._hand_out_partials(now)
 
     def _plan_partials(self, entered: Iterable[EmbeddedRun]) -> None:
-        """Set when requests whose samples enter hand out tokens of unfinished samples."""
+        """Schedule the hand-out of unfinished samples' tokens for requests whose samples enter."""
         for run in entered:
             if run.pace.interval_s is not None and math.isinf(run.due):
                 run.due = time.perf_counter() + run.pace.interval_s
@@ -458,7 +458,7 @@ class GenerationLoop:
         assert sample is not None
         tokens, logprobs = self._table.take(row)
         routing = None
-        # An aborted sample is computed again where it continues.
+        # A sample that continues elsewhere is computed again there.
         if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
             routing = self._routing(row)
         if sample.owner.request.affinity and reason is not FinishReason.ABORTED:

@@ -1,4 +1,4 @@
-"""A decoder that keeps the experts that a model's routers choose, for samples that carry them."""
+"""A decoder that records the experts that a model's routers choose, for samples that need them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class RoutedDecoder(Decoder):
-    """Another decoder, beside the experts of every row's tokens; a kept prefix would have none.
+    """Wraps a decoder and records the experts of every row's tokens. It keeps no prefixes, which
+    would lack experts.
 
     Args:
         decoder: runs the model.

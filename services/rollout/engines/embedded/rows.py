@@ -30,11 +30,11 @@ class EmbeddedRun(EngineRun):
     """A request in the loop.
 
     Attributes:
-        images: the prompt's, as an `ImagePrompt`, or ``None``.
+        images: the prompt's `ImagePrompt`, or ``None``.
         remaining: samples that have not ended.
         due: when tokens of unfinished samples are handed out next, in seconds of
             `time.perf_counter`: at the pace's interval from the first step on.
-        owes_prompt: whether the logprobs of its prompt are still to be computed.
+        owes_prompt: whether the logprobs of its prompt must still be computed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunningSample:
         prompt_length: tokens of `tokens` that are the prompt.
         length_limit: prompt plus response tokens at which it ends.
         stop_ids: tokens that end it.
-        key: its random stream.
+        key: the key of its random stream.
         watch: looks for strings that end it; it has seen the earlier tokens.
     """
 

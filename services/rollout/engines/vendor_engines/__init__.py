@@ -1,4 +1,4 @@
-"""What the adapters of vLLM and SGLang share; all of it is sluice's own code.
+"""The shared code of the adapters of vLLM and SGLang; all of it is sluice's own.
 
 The core in the event loop of the vendor's client, the run of one request, how the vendor's
 processes receive weights, and their end. Requests come in through `engine`, run in `request`, and

@@ -1,4 +1,4 @@
-"""A vendor's engine: what all vendors share.
+"""The core of a vendor's engine, shared by all vendors.
 
 `VendorCore` lives in the event loop of the vendor's client; `ThreadedEngine` is what the service's
 event loop sees of it. Weights go straight to the workers of the vendor's engine; each is a rank of
@@ -9,7 +9,7 @@ Waits for: the vendor's processes, each call with a deadline.
 On failure: if one sample fails, its request fails. If a swap fails half-way, the weights that would
     sample the next token are unknown; if it cannot resume, nothing is sampled. In both cases every
     running request fails, and the engine stays broken.
-On shutdown: what runs is aborted and delivered, then the vendor's processes end.
+On shutdown: running samples are aborted and delivered, then the vendor's processes end.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def described_model(settings: VendorSettings) -> CausalLM:
 def check_files(folder: Path, described: CausalLM) -> None:
     """Refuse files without all weights of a model, which a vendor's engine might make up.
 
-    Files whose names transformers does not write are the vendor's to judge.
+    Files with names that transformers does not write are left to the vendor.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         described: the model, without memory.
 
     Raises:
@@ -96,26 +96,26 @@ def check_files(folder: Path, described: CausalLM) -> None:
 
 
 class VendorClient(WorkerCalls, Protocol):
-    """What all cores use of their vendor's client.
+    """The methods of a vendor's client that all cores use.
 
     All calls raise EngineError if the vendor's engine fails, or does not answer in time.
     """
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds; 0: not known."""
+        """Capacity of the KV cache in tokens; 0 if unknown."""
         ...
 
     async def pause(self, *, recomputes: bool) -> None:
-        """Stop sampling; earlier tokens have reached their consumers when this returns.
+        """Stop sampling; return after earlier tokens have reached their consumers.
 
         Args:
-            recomputes: running samples recompute their cache when they continue.
+            recomputes: make running samples recompute their cache when they continue.
         """
         ...
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         ...
 
     async def close(self) -> None:
@@ -127,16 +127,16 @@ class VendorCore(EngineCore[RequestRun]):
     """The engine and the weights that it serves.
 
     Args:
-        client: the vendor's.
-        layout: of the model's checkpoint.
-        settings: of the engine.
-        image_prompts: of the model; ``None`` if it takes no images.
+        client: the vendor's client.
+        layout: the layout of the model's checkpoint.
+        settings: the engine's settings.
+        image_prompts: prepares images for the model; ``None`` if it takes none.
     """
 
     slots_may_wait = True
     abort_timeout_s = 30.0
     first_goes_ahead = False
-    """Whether the others wait until the first sample has put the prompt into the prefix cache."""
+    """Whether other samples wait until the first has put the prompt into the prefix cache."""
     version: int | None = None
     digest: str = ""
     generated_tokens: int = 0
@@ -163,7 +163,7 @@ class VendorCore(EngineCore[RequestRun]):
         self._may_begin.set()
 
     async def open(self, device: str) -> None:
-        """Prepare the workers for weights; sample with those of the model's files if asked to.
+        """Prepare the workers for weights; serve those of the model's files if configured.
 
         Args:
             device: kind of device that the vendor computes on.
@@ -185,13 +185,13 @@ class VendorCore(EngineCore[RequestRun]):
             if settings.serves_model_files:
                 await self._note_weights(FILES_VERSION)
                 self.version, self.digest = FILES_VERSION, FILES_DIGEST
-        except BaseException:  # its processes end with this one only, and this one may live on
+        except BaseException:  # its processes end only with this one, which may live on
             await self.client.close()
             raise
         self.kv_tokens = self.client.kv_tokens
 
     def _break(self, error: EngineError) -> None:
-        """Cancel all runs: their tokens would carry the version of other weights."""
+        """Cancel all runs, since their tokens would carry a wrong version."""
         self._broken = error
         for run in self._runs:
             run.cancel()
@@ -222,7 +222,7 @@ class VendorCore(EngineCore[RequestRun]):
         return self.version
 
     def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
-        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
+        """Count sampled tokens, prompt tokens and prompt tokens from the cache."""
         self.generated_tokens += sampled
         self.prompt_tokens += prompt
         self.reused_tokens += cached
@@ -260,12 +260,13 @@ class VendorCore(EngineCore[RequestRun]):
         return RequestRun(number, request, pace, self, stream, images)
 
     def catch_up(self) -> None:
-        """Take the tokens of all samples that were sampled so far; see `RequestRun.catch_up`."""
+        """Take all tokens sampled so far; see `RequestRun.catch_up`."""
         for run in self._runs:
             run.catch_up()
 
     async def wait_to_begin(self) -> None:
-        """Wait until no swap is under way: the serving weights sample what is sent then."""
+        """Wait until no swap is running, so that the serving weights sample the requests sent
+        next."""
         while not self._may_begin.is_set():  # it may be cleared before a waiter gets its turn
             await self._may_begin.wait()
 
@@ -347,7 +348,7 @@ class VendorCore(EngineCore[RequestRun]):
             self._may_begin.clear()
             try:
                 await self.client.pause(recomputes=self.settings.recompute_kv)
-                self.catch_up()  # what came so far is the old version's
+                self.catch_up()  # tokens so far belong to the old version
                 await self._take(version, digest)
             finally:
                 if self._broken is None:
@@ -372,7 +373,7 @@ class VendorCore(EngineCore[RequestRun]):
         self.version, self.digest = version, digest
 
     async def _note_weights(self, version: int) -> None:
-        """Prepare for the samples of weights that the model has taken."""
+        """Prepare for samples of the weights that the model has taken."""
 
     async def _resume(self, version: int) -> None:
         """Resume; an engine that stayed paused would take new samples and never end them."""
@@ -384,14 +385,14 @@ class VendorCore(EngineCore[RequestRun]):
             raise broken from error
 
     async def wake(self) -> None:
-        """Bring back what a sleep freed, and sample again; by default there is no sleep.
+        """Restore the memory that a sleep freed and resume sampling; by default there is no sleep.
 
         Raises:
             EngineError: the memory is not there; the engine is broken.
         """
 
     async def close(self) -> None:
-        """End what runs, deliver it, and end the vendor's processes."""
+        """Abort and deliver running samples, and end the vendor's processes."""
         try:
             for run in self._runs:
                 self._give_up(run)

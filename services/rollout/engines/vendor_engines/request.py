@@ -1,7 +1,8 @@
-"""One request in the event loop of a vendor's client, until all of its samples have finished.
+"""Run a request in the event loop of a vendor's client until all its samples have finished.
 
-Each sample is a request of the vendor's own. The samples share the prompt's prefill through the
-vendor's prefix cache, and each one ends alone: at a stop token, a stop string, or a length limit.
+Each sample is a separate request to the vendor's engine. The samples share the prompt's prefill
+through the vendor's prefix cache, and each ends separately: at a stop token, a stop string or a
+length limit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _COUNT_INTERVAL_S = 0.25
-"""Between counts of a request's new tokens, at most."""
+"""Longest interval between counts of a request's new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class SamplingChoice:
     """How to generate one sample; `top_k` -1 is off, `temperature` 0 is greedy.
 
     Attributes:
-        prompt_logprobs: the prompt's are reported, too.
+        prompt_logprobs: report the prompt's logprobs, too.
     """
 
     temperature: float
@@ -65,7 +66,7 @@ class Delta:
         version_spans: the vendor's account of versions, in the last delta.
         routing: experts of the prompt and all tokens but the last, in the last delta, if the vendor
             notes them.
-        prompt_logprobs: of the prompt that was sent, in one delta of a sample that wants them.
+        prompt_logprobs: logprobs of the sent prompt, in one delta of a sample that wants them.
     """
 
     token_ids: Sequence[int]
@@ -109,8 +110,8 @@ class VendorSample:
         watch: looks for strings that end it.
         versions: the version that sampled each token.
         num_posted: tokens that went to the consumer.
-        token_ids: tokens that did not yet.
-        logprobs: of `token_ids`.
+        token_ids: tokens not posted yet.
+        logprobs: logprobs of `token_ids`.
         prefill_known: whether its prompt was counted.
     """
 
@@ -130,7 +131,7 @@ class VendorSample:
 
 
 class _Core(Protocol):
-    """What a run uses of `vendor_engines.engine.VendorCore`, which makes it."""
+    """The methods of `vendor_engines.engine.VendorCore` that a run uses."""
 
     first_goes_ahead: bool
     settings: VendorSettings
@@ -149,7 +150,7 @@ class RequestRun(EngineRun):
     """Samples one request. All methods are called in the event loop of the vendor's client.
 
     Args:
-        number: of the request, unique in this engine.
+        number: the request's number, unique in this engine.
         vendor: the core of the vendor's engine.
         stream: takes the chunks.
         images: of the request's prompt.
@@ -181,7 +182,8 @@ class RequestRun(EngineRun):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether every token has to come when it is sampled: it is streamed, or may end a string.
+        """Whether every token is needed as soon as it is sampled, to stream it or to find stop
+        strings.
 
         The tokens of all other requests are read together: when a sample ends, at intervals, and
         before weights change.
@@ -189,7 +191,7 @@ class RequestRun(EngineRun):
         return self.pace.every_token or bool(self.request.sampling.stop)
 
     def catch_up(self) -> None:
-        """Take the tokens that were sampled so far; the weights that serve sampled them."""
+        """Take the tokens sampled so far, all by the serving weights."""
         if self.reads_tokens:
             return
         for sample in self.open:
@@ -197,7 +199,7 @@ class RequestRun(EngineRun):
                 self._take(sample, delta)
 
     def cancel(self) -> None:
-        """Abort what runs."""
+        """Abort running samples."""
         # An aborted sample's tokens are counted too, except those that SGLang's scheduler holds:
         # they are in no account.
         self.catch_up()
@@ -336,7 +338,7 @@ class RequestRun(EngineRun):
     def _routing(
         self, sample: VendorSample, delta: Delta, reason: FinishReason
     ) -> RoutedExperts | None:
-        """Return the experts of a finished sample, if they are wanted and of exactly its tokens.
+        """Return the experts of a finished sample, if wanted and complete.
 
         A vendor may lose some, such as those of a prompt that has left its caches. Where weights
         changed within the sample and the cache was computed again, vLLM reports the first passes'
@@ -384,7 +386,7 @@ class RequestRun(EngineRun):
 
 
 def _new_chunks(sample: VendorSample, *, singly: bool) -> list[SampleChunk]:
-    """Return a sample's tokens that were not posted yet, and mark them as posted.
+    """Return a sample's unposted tokens and mark them as posted.
 
     A chunk holds one token, or neighbours of one version: a busy client posts several at once.
     """

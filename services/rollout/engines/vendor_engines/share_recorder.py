@@ -1,9 +1,9 @@
-"""Which part of each weight a worker of a vendor's engine reads, and how its loader gets it.
+"""Find the part of each weight that a worker of a vendor's engine reads, and feed it to the loader.
 
-The model's own loader shows which part that is. It gets tensors without memory, into a copy of the
-model without memory, and what it does with them is noted: a view of a tensor is followed, and
-whatever reads a view needs all of it. So a loader may cut, turn and split tensors as it likes; at
-worst the whole tensor is needed.
+To find that part, run the model's own loader with tensors without memory, on a copy of the model
+without memory, and record its operations: views are followed, and an operation that reads a view
+needs all of it. So a loader may slice, transpose and split tensors in any way; at worst the whole
+tensor is needed.
 
 A version's weights then come as packed parts, but the loader expects whole tensors and reads the
 worker's part of them. So each tensor that came in part, or with an adapter, is put into memory of

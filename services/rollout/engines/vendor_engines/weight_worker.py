@@ -1,4 +1,4 @@
-"""What sluice adds to each process that computes for a vendor's engine: receive weights, check
+"""The code that sluice adds to each worker process of a vendor's engine: receive weights, check
 them, and load them into the model.
 """
 
@@ -46,7 +46,7 @@ class ModelLoader(Protocol):
 
         Args:
             tensors: the weights on the wire.
-            as_in_files: makes of them what `load` expects.
+            as_in_files: converts them to the form that `load` expects.
         """
         ...
 
@@ -70,8 +70,8 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
 class WeightWorker:
     """Methods that `worker_group.WorkerGroup` calls by name, with plain values.
 
-    The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
-    while nothing is sampled.
+    The worker's loop samples tokens. Only `sluice_apply` blocks it, and is called while nothing is
+    sampled.
     """
 
     sluice_features: ModelLoader | None = None
@@ -91,7 +91,7 @@ class WeightWorker:
         raise NotImplementedError
 
     def sluice_forming(self) -> AbstractContextManager[object]:
-        """Return what is entered while a group with other processes is formed here."""
+        """Return the context to enter while a group with other processes is formed."""
         return nullcontext()
 
     def sluice_begin(self, begin: bytes) -> Outcome:

@@ -1,8 +1,8 @@
-"""The workers of one engine as one receiver of weights: all of them have a version, or none.
+"""The workers of an engine as one receiver of weights: either all have a version, or none.
 
 Each worker is a rank of a transfer group, and receives and proves the share of the weights that its
-model reads. The replica's digest is made of the parts of all workers; a part that several of them
-have counts once.
+model reads. The replica's digest covers the parts of all workers; a part that several workers have
+counts once.
 
 Consumes: answers of each worker, by rank. Produces: one outcome for the replica.
 Waits for: the workers' threads, by polling.
@@ -124,8 +124,8 @@ class WorkerGroup:
             slowest.
 
         Raises:
-            WeightSyncError: a worker failed, or has other bytes than another one in a part that
-                both have; names it.
+            WeightSyncError: a worker failed, or two workers differ in a part that both have; names
+                it.
         """
         phase, self.staged = f"staging version {version}", _NOTHING_STAGED
         outcomes = await self._outcomes(phase, "sluice_stage", version)

@@ -1,4 +1,5 @@
-"""One forward and backward pass as tensors, packed without padding, and its attention's layout.
+"""The tensors of one forward and backward pass, packed without padding, and the layout of
+attention.
 
 A prompt is packed once, followed by its rows. A prompt sees itself, a row its prompt and itself.
 Attention runs over blocks of padded sequences, or over all sequences end to end where the device
@@ -47,11 +48,11 @@ _AMPERE = (8, 0)
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Sequences attended together, B of them, padded to one length.
+    """B sequences that are attended together, padded to one length.
 
     A row's keys are those of its prompt, padded on the left, then its own. `prompt_visible` is True
-    where one is no padding, bool [B, prompt keys]; ``None`` means causal, with keys and queries at
-    the same positions.
+    at keys that are no padding, bool [B, prompt keys]; ``None`` means causal attention with keys
+    and queries at the same positions.
     """
 
     query_shape: tuple[int, int]  # [B, queries]
@@ -66,16 +67,16 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathering:
-    """What is gathered into each of P places from T, and the way back for gradients.
+    """Indices that gather T values into P places, and those that return the gradients.
 
-    Places that repeat something only to be full have no gradient.
+    Places that only repeat a value as a filler have no gradient.
     """
 
-    index: torch.Tensor  # int64 [P], what comes to each place
-    back: torch.Tensor  # int64 [T], a place of each
-    unused: torch.Tensor  # int64 [U], which of T have no place with a gradient
+    index: torch.Tensor  # int64 [P], the value in each place
+    back: torch.Tensor  # int64 [T], a place of each value
+    unused: torch.Tensor  # int64 [U], values without a place that has a gradient
     more: torch.Tensor  # int64 [M], further places with a gradient
-    of_more: torch.Tensor  # int64 [M], what came to them
+    of_more: torch.Tensor  # int64 [M], the values in those places
 
     @classmethod
     def of(
@@ -85,7 +86,7 @@ class Gathering:
         device: torch.device,
         more: Positions | None = None,
     ) -> Gathering:
-        """Return the gathering of what is at `positions`; -1: nothing, and nowhere.
+        """Return the gathering of the values at `positions`; -1 marks an empty place.
 
         Args:
             positions: int64 [P].
@@ -110,7 +111,7 @@ class Gathering:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedSequences:
-    """All sequences end to end, in packed order: every packed token is one query.
+    """All sequences end to end, in packed order; every packed token is a query.
 
     A row's keys are its prompt's and then its own. Attention is causal, with the last query at the
     last key.
@@ -125,12 +126,12 @@ class RaggedSequences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """All blocks, and what is gathered into their places, which are counted through all blocks.
+    """All blocks, and the gathering into their places, which are numbered across all blocks.
 
     `queries` and `keys` are gathered from the T packed tokens, `outputs` from the queries' places.
-    `ragged` is there on devices that have a kernel for it, unless every block is causal: then
-    kernels for equally long sequences are faster. With a `share` this rank has a part of the tokens
-    outside of attention.
+    `ragged` is set on devices with a kernel for it, unless every block is causal: then kernels for
+    sequences of equal length are faster. With a `share`, this rank has only a part of the tokens
+    outside attention.
     """
 
     blocks: tuple[AttentionBlock, ...]
@@ -142,15 +143,16 @@ class PackedLayout:
     share: SequenceShare | None = None
 
     def for_one_pass(self) -> PackedLayout:
-        """Return a copy whose masks live as long as a pass: they are quadratic in the length."""
+        """Return a copy whose masks live only for a pass, since they are quadratic in the
+        length."""
         return replace(self, blocks=tuple(replace(block) for block in self.blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """The packed positions in a block, -1 for padding.
+    """The packed positions of a block, -1 for padding.
 
-    An output is read from the queries' places `first` on, for each member as many as it has tokens.
+    Outputs are read from the queries' places from `first` on, as many as each member has tokens.
     """
 
     queries: Positions  # [B, queries]
@@ -181,10 +183,10 @@ def build_layout(
     if has_ragged_kernel(device) and any(one.visible is not None for one in blocks):
         ends = sorted(sequences, key=lambda s: s.start)
         used = ends[-1].start + ends[-1].length
-        if used < num_tokens:  # the kernel leaves what is in no sequence undefined
+        if used < num_tokens:  # the kernel leaves tokens outside all sequences undefined
             ends.append(AttendedSequence(used, 0, used, num_tokens - used))
         ragged = _end_to_end(ends, num_tokens, device)
-    # Nothing reads the outputs of padding, and of prompts that a block of rows computes again.
+    # Nothing reads the outputs of padding, or of prompts that a block of rows computes again.
     read = np.full(offset, -1)
     tokens = np.flatnonzero(output >= 0)
     read[output[tokens]] = tokens
@@ -207,7 +209,7 @@ def _on_device(block: _Padded, device: torch.device) -> AttentionBlock:
 
 
 def has_ragged_kernel(device: torch.device) -> bool:
-    """Return whether attention takes sequences end to end there."""
+    """Return whether the device has a kernel for sequences end to end."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _AMPERE
@@ -275,7 +277,8 @@ def _block(members: Sequence[AttendedSequence]) -> _Padded:
 
 
 def _causal_block(members: Sequence[AttendedSequence]) -> _Padded:
-    """Return a block of prompt plus row: it needs no mask, but runs prompts' queries per row."""
+    """Return a block of prompt plus row: it needs no mask, but computes the prompt's queries for
+    each row."""
     width = max(member.prompt_length + member.length for member in members)
     index = np.full((len(members), width), -1)
     for line, member in zip(index, members, strict=True):
@@ -310,13 +313,13 @@ def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRouting:
-    """The engine's experts of packed tokens, on the CPU: a pass takes them to its device.
+    """The engine's experts of packed tokens, on the CPU; a pass copies them to its device.
 
-    Of a pipeline they are those in the layers of this stage.
+    In a pipeline they are those of this stage's layers.
 
     Attributes:
         experts: [layers, T, experts per token], uint8 or int16.
-        known: bool [T]; where false, the numbers in `experts` mean nothing.
+        known: bool [T]; where false, `experts` is meaningless.
     """
 
     experts: torch.Tensor
@@ -332,8 +335,8 @@ class MicroBatch:
     position. A row may have no tokens. `batch_rows` and `columns` locate each token in a table
     [rows of the train batch, most sampled tokens of a row].
 
-    Ranks that share the sequence have the same N tokens, but each has its own part of the input
-    tokens (T is then their number), and `predecessors` only of the labels `own`.
+    Ranks that share the sequence have the same N labels, but each has a part of the input tokens (T
+    is the size of that part) and only the `predecessors` of the labels `own`.
     """
 
     row_indices: tuple[int, ...]  # [R] into the mini-batch's rows
@@ -350,7 +353,7 @@ class MicroBatch:
     images: PackedImages | None = None
     own: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
     routing: PackedRouting | None = None  # None: no row came with experts
-    source: str = ""  # of all rows, where a run has several
+    source: str = ""  # the source of all rows, if a run has several
 
     @property
     def num_rows(self) -> int:
@@ -372,9 +375,9 @@ def build_micro_batch(
 
     Args:
         images: images of prompts, by `TrainingRow.group`.
-        share: this rank's part of the sequence; None: all of it.
-        pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
-        image_ranks: divide the images; ``None``: those of `share`.
+        share: this rank's part of the sequence; None for all of it.
+        pad_to: pad T to a multiple of this with tokens 0, whose results nothing reads.
+        image_ranks: the ranks that divide the images; ``None`` for those of `share`.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.
     pieces = place(rows, plan.pieces)
@@ -422,7 +425,7 @@ def pack_rows(
     share: SequenceShare | None = None,
     pad_to: int = 1,
 ) -> MicroBatch:
-    """Pack all rows, which are given by group; one at least holds a token."""
+    """Pack all rows, given by group; at least one holds a token."""
     sizes = [row.size for row in rows]
     (plan,) = plan_micro_batches(sizes, range(len(rows)), rows_per_micro=len(rows))
     micro_batch = build_micro_batch(rows, plan, device, share=share, pad_to=pad_to)
@@ -451,7 +454,7 @@ def _pack_routing(
     by_layer = experts.transpose(1, 2, 0)
     if share is not None:
         by_layer, known = share.cut(by_layer), share.cut(known)
-    # torch gathers by few kinds of numbers; those of experts fit into 15 bits.
+    # torch gathers only a few dtypes; expert numbers fit into 15 bits.
     small = np.uint8 if first.dtype == np.uint8 else np.int16
     ordered = np.ascontiguousarray(by_layer.transpose(0, 2, 1), dtype=small)
     return PackedRouting(torch.from_numpy(ordered), torch.from_numpy(known))

@@ -1,7 +1,7 @@
 """The rows of a mini-batch, and the places of their tokens in a packed sequence.
 
-A row is a sample: an answer to the group's prompt, or an episode of one or more paths. Of the ranks
-that share a sequence each encodes some of its images.
+A row is a sample: an answer to the group's prompt, or an episode of one or more paths. Each of the
+ranks that share a sequence encodes some of its images.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class TrainingRow:
     token_ids: TokenIds  # [tokens], sampled
     behavior_logprobs: Logprobs  # [tokens]
     prompt_routing: RoutedExperts | None = None  # the engine's experts of the prompt
-    routing: RoutedExperts | None = None  # and of the response but its last token
-    turns: tuple[Turn, ...] = ()  # of an episode; none: the tokens are an answer to the prompt
+    routing: RoutedExperts | None = None  # and of the response without its last token
+    turns: tuple[Turn, ...] = ()  # of an episode; empty if the tokens are an answer to the prompt
 
     @property
     def size(self) -> RowSize:
-        """Return the row's size for packing; its tokens may be absent."""
+        """Return the row's size for packing, even if its tokens are absent."""
         prompt = int(self.prompt_token_ids.size)
         if not self.turns:
             return RowSize(self.group, prompt, int(self.token_ids.size))
@@ -59,11 +59,11 @@ class TrainingRow:
 
     @property
     def num_trained(self) -> int:
-        """Return the tokens in the loss."""
+        """Return the number of tokens in the loss."""
         return int(self.token_ids.size)
 
     def paths(self) -> list[PathTokens]:
-        """Return the sequences to compute; none where no token is trained."""
+        """Return the sequences to compute; empty if no token is trained."""
         if not self.turns:
             return [PathTokens.of_response(self.token_ids)] if self.token_ids.size else []
         return [path_tokens(self.turns, path) for path in training_paths(self.turns)]
@@ -73,7 +73,7 @@ class TrainingRow:
 class AttendedSequence:
     """Packed positions ``[start, start + length)``. They see a prompt, and themselves causally.
 
-    The prompt has `prompt_length` positions from `prompt_start` on; 0: there is none.
+    The prompt has `prompt_length` positions from `prompt_start` on; 0 for no prompt.
     """
 
     prompt_start: int
@@ -100,7 +100,7 @@ class PlacedPath:
 
     @property
     def behavior_logprobs(self) -> Logprobs:
-        """Return theirs, [labels]."""
+        """Return the behavior logprobs of the labels, [labels]."""
         return self.row.behavior_logprobs[self.tokens.columns]
 
     @property
@@ -114,7 +114,7 @@ class PlacedPath:
 class PlacedPiece:
     """The prompt of a group at packed positions ``[start, start + length)``, and its rows' paths.
 
-    The prompt has no length where no path follows it.
+    The prompt has length 0 if no path follows it.
     """
 
     start: int
@@ -133,7 +133,7 @@ class PlacedPiece:
 
     @property
     def sequences(self) -> Iterator[AttendedSequence]:
-        """Yield the prompt, where a path follows it, and the paths."""
+        """Yield the prompt, if a path follows it, and the paths."""
         if self.length:
             yield AttendedSequence(self.start, 0, self.start, self.length)
         # A response of one token is only a label.
@@ -147,10 +147,9 @@ def training_rows(
 ) -> list[TrainingRow]:
     """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
 
-    They have the engine's experts of `routed_layers`, counted among those with experts; ``None``:
-    of no layer.
-    A prompt has the experts of the group's first sample with any: passes of other samples may have
-    chosen others, and rows share a prompt however they are packed.
+    They have the engine's experts of `routed_layers`, counted among the layers with experts;
+    ``None`` for no layer. A prompt has the experts of the group's first sample that has any: other
+    samples may have other choices, but rows share one packed prompt.
     """
     rows: list[TrainingRow] = []
     for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
@@ -181,7 +180,7 @@ def _routed(
 
 
 def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PlacedPiece]:
-    """Place each prompt once, then its rows' paths; pieces and rows without any are left out."""
+    """Place each prompt once, then its rows' paths; leave out pieces and rows without paths."""
     placed: list[PlacedPiece] = []
     cursor = 0
     for piece in pieces:
@@ -235,16 +234,18 @@ def packed_inputs(
 class PackedImages:
     """Images in the order of their tokens.
 
-    Pixels stay in host memory until the pass: they take far more memory than their tokens. Of ranks
-    that train the same rows, each encodes some of the images, whose tokens may be those of others.
+    Pixels stay in host memory until the pass, since they take far more memory than their tokens.
+    Ranks that train the same rows divide the images; a rank may encode images whose tokens belong
+    to another rank.
 
     Attributes:
         pixel_values: [patches, numbers per patch] float32, on the CPU; ``None`` if this rank
             encodes no image.
         grid_thw: [images, 3] int64, on the CPU.
         is_image: [1, T] bool, on the device.
-        sent: image tokens that this rank encodes for each rank of the share; ``None``: no share.
-        received: image tokens of this rank's part of the tokens that each rank encodes.
+        sent: number of image tokens that this rank encodes for each rank of the share; ``None``
+            without a share.
+        received: number of this rank's image tokens that each rank encodes.
         share: the ranks that divide the images.
     """
 
@@ -301,14 +302,16 @@ def pack_images(
 
 
 def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Return the rank that encodes each image: neighbors, by about equal numbers of tokens."""
+    """Return the rank that encodes each image: consecutive images, with about equal numbers of
+    tokens."""
     middles = 2 * np.cumsum(sizes) - sizes
     found: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
     return found
 
 
 def _common(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
-    """Return how many of the numbers between ``ours[rank]`` and the next each rank has too."""
+    """Return for each rank how many numbers of this rank's interval of `ours` lie in that
+    rank's."""
     first, end = np.maximum(theirs[:-1], ours[rank]), np.minimum(theirs[1:], ours[rank + 1])
     found: list[int] = np.maximum(end - first, 0).tolist()
     return found

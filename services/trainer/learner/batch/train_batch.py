@@ -34,13 +34,13 @@ from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 class BatchTable:
     """The batch's rows in the order of its groups and their rollouts.
 
-    W is the most tokens that were sampled for one, in all of its turns.
+    W is the largest number of tokens sampled for a row, over all turns.
     """
 
     rewards: Tensor  # float32 [rows]
     group_index: Tensor  # int64 [rows]
     mask: Tensor  # bool [rows, W], true at tokens
-    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan without one
     turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last token
 
 
@@ -62,9 +62,9 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
 
 
 def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor | None:
-    """Return the rewards of turns as a table; ``None``: no turn has any.
+    """Return the rewards of turns as a table; ``None`` if no turn has a reward.
 
-    What a turn without tokens earned follows from those before: it is at their last token.
+    The reward of a turn without tokens is placed at the last token before it.
     """
     rollouts = [one for group in batch.groups for one in group.rollouts]
     found: dict[tuple[int, int], float] = {}
@@ -97,7 +97,7 @@ def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
 def reward_components(
     batch: TrainBatch, names: Sequence[str], device: torch.device
 ) -> Mapping[str, Tensor]:
-    """Return named values of the scorer, float32 [rows] each.
+    """Return the scorer's named values, float32 [rows] each.
 
     Raises:
         ConfigError: a sample lacks a value.
@@ -118,7 +118,7 @@ def reward_components(
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """Sizes of a model: layers with experts, experts of a layer, and those that a token gets."""
+    """Sizes of a model: layers with experts, experts per layer, and experts per token."""
 
     layers: int
     num_experts: int
@@ -129,15 +129,16 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
     """Refuse samples whose experts are not those of their tokens in this model.
 
     Args:
-        shape: of the trained model; ``None``: it has no experts that passes could follow.
+        shape: the sizes of the trained model; ``None`` if it has no experts that passes could
+            follow.
 
     Raises:
-        PeerError: names group, sample or prompt, and numbers.
+        PeerError: names the group, the sample or prompt, and the numbers.
     """
     for group in batch.groups:
         prompt_tokens = group.prompt_token_ids.size
         parts = [("prompt", prompt_tokens, group.prompt_routing)]
-        # The last token has been through no pass. An empty response has no routing of its own.
+        # No pass has read the last token. An empty response has no routing.
         parts += [
             (
                 f"sample {one.sample_index}",
@@ -182,7 +183,8 @@ def gather_tokens(
 ) -> Tensor:
     """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
 
-    Each token is one rank's, so a sum over ranks puts the table together; it is 0 off the mask.
+    Each token belongs to one rank, so a sum over ranks assembles the table; it is 0 outside the
+    mask.
     """
     values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
     for micro_batch, tokens in found:
@@ -211,12 +213,12 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchCut:
-    """The way a train batch is cut; either `token_budget` or `rows_per_micro` is set.
+    """How to cut a train batch; either `token_budget` or `rows_per_micro` is set.
 
-    `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
-    With a `shuffle_seed`, groups are permuted first. A micro-batch is padded to a multiple of
-    `pad_to` tokens. The engine's experts come with it for `routed_layers`, counted among those with
-    experts; ``None``: none come.
+    `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them. With
+    a `shuffle_seed`, groups are permuted first. A micro-batch is padded to a multiple of `pad_to`
+    tokens. It includes the engine's experts of `routed_layers`, counted among the layers with
+    experts; ``None`` for none.
     """
 
     mini_batch_groups: int
@@ -242,8 +244,8 @@ def split_batch(
 
     Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
     stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
-    per mini-batch; of ranks that share sequences each decodes those that it encodes. Rows of the
-    batch in `skipped` are in no micro-batch.
+    per mini-batch; a rank that shares sequences decodes only the images that it encodes. Rows of
+    the batch in `skipped` are in no micro-batch.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches, or a group has images and
@@ -265,7 +267,7 @@ def own_rows(
 ) -> set[int]:
     """Return the numbers of the samples that `split_batch` reads on this rank.
 
-    Lengths alone decide, so that tokens may be absent.
+    Only lengths matter, so tokens may be absent.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches.
@@ -279,7 +281,8 @@ def own_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shares:
-    """A mini-batch divided over ranks: `of_ranks` are indices in `rows`, which leave some out."""
+    """A mini-batch divided over ranks: `of_ranks` holds indices into `rows`, without skipped
+    rows."""
 
     groups: Sequence[TrainGroup]
     all_rows: Sequence[TrainingRow]
@@ -323,7 +326,7 @@ def _mini_batch(
     missing = [rows[index].number for index in own if is_absent(rows[index].token_ids)]
     assert not missing, f"samples {missing} are another rank's"
     of_sources: dict[str, list[int]] = {}
-    for index in own:  # each source has its loss, so a pass has rows of one
+    for index in own:  # each source has its own loss, so a pass holds rows of one source
         of_sources.setdefault(groups[rows[index].group].source, []).append(index)
     plans = [
         (source, planned)
@@ -364,7 +367,7 @@ def _images(
 ) -> dict[int, ImagePrompt]:
     """Return the images of the planned rows' prompts, by index in the mini-batch.
 
-    They are decoded where a micro-batch packs their pixels, at most once.
+    They are decoded at most once, when a micro-batch packs their pixels.
     """
     own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
     with_images = [index for index in own if groups[index].images]

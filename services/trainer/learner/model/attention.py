@@ -1,4 +1,4 @@
-"""Attention over packed sequences, as a function of transformers' models.
+"""Attention over packed sequences, as an attention function for transformers' models.
 
 Linear layers, norms and embeddings of the model run on the packed tokens. Only attention gathers
 them into the blocks of a `PackedLayout` and brings the results back into packed order, or calls
@@ -30,7 +30,7 @@ from sluice.errors import ConfigError
 PACKED_ATTENTION = "sluice_packed"
 varlen_attn: Any = None
 _VARLEN_OPTIONS: frozenset[str] = frozenset()
-with suppress(ImportError):  # torch 2.9 has none, and that of 2.10 another signature
+with suppress(ImportError):  # missing in torch 2.9, with another signature in 2.10
     from torch.nn.attention.varlen import varlen_attn
 
     _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -59,10 +59,10 @@ def packed_attention(
         value: [1, kv heads, T, value dim].
         attention_mask: must be ``None``; the layout defines which token sees which.
         scaling: factor on the scores; ``None``: 1 / sqrt(head dim).
-        packed_layout: passed to the model's forward, which passes it on.
+        packed_layout: the layout, passed on by the model's forward.
 
     Returns:
-        [1, T, heads, value dim], and no weights.
+        [1, T, heads, value dim], and ``None`` for attention weights.
 
     Raises:
         ConfigError: the model does not pass the layout on, or its attention needs a feature that
@@ -89,7 +89,7 @@ def packed_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
 ) -> Tensor:
-    """Attend over all tokens of some heads; shapes as of `packed_attention`."""
+    """Attend over all tokens of some heads; shapes as in `packed_attention`."""
     if layout.ragged is not None and _takes_ragged(query, value):
         return _attend_ragged(query, key, value, layout.ragged, scaling)
     blocks = layout.blocks
@@ -131,8 +131,8 @@ class _GatheringContext(FunctionCtx):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather [T, ...] into [P, ...]. Gradients add up only where something is gathered more than
-    once, as prompts are that rows share: a GPU's atomic sums are slow.
+    """Gather [T, ...] into [P, ...]. Only gradients of values gathered more than once (prompts that
+    rows share) are added up, since a GPU's atomic sums are slow.
     """
 
     @staticmethod
@@ -152,11 +152,11 @@ class _Gathered(torch.autograd.Function):
 def _gather(states: Tensor, gathering: Gathering, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Gather states [1, heads, T, dim] into blocks of shapes [B, L]: [B, heads, L, dim] each.
 
-    One call gathers all blocks, and one brings their gradients back. In a pass without gradients
-    this holds more memory than block after block would: all blocks of a layer at once.
+    One call gathers all blocks, and one returns their gradients. Without gradients this needs more
+    memory than gathering block by block: all blocks of a layer at once.
     """
     heads = states.shape[1]
-    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # a view of what a projection made
+    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # a view of a projection's output
     rows: Tensor = _Gathered.apply(packed, gathering)  # type: ignore[no-untyped-call]
     parts = rows.split([math.prod(shape) for shape in shapes])
     return [
@@ -169,7 +169,7 @@ def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scaling: float | None
 ) -> Tensor:
     if block.mask is not None and query.device.type != "cpu":
-        # With a mask, accelerators use fused kernels only for equal numbers of heads.
+        # With a mask, accelerators have fused kernels only for equal numbers of heads.
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
@@ -194,9 +194,9 @@ def _takes_ragged(query: Tensor, value: Tensor) -> bool:
 def _attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, ragged: RaggedSequences, scaling: float | None
 ) -> Tensor:
-    """Attend over sequences end to end; shapes as of `packed_attention`."""
+    """Attend over sequences end to end; shapes as in `packed_attention`."""
     queries, keys, values = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    # Grouped heads are an option since torch 2.12; before, the kernel takes them as they are.
+    # Since torch 2.12 grouped heads are an option; before, the kernel accepts them as they are.
     grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
     output: Tensor = varlen_attn(
         queries,

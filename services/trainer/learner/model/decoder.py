@@ -1,17 +1,17 @@
-"""The trainer's own decoder layers, in place of those of transformers.
+"""The trainer's own decoder layers, which replace those of transformers.
 
 transformers builds, reads and saves a model, which keeps its class, configuration, embeddings,
-rotation of positions, last norm and head. `use_own_layers` puts a `DecoderLayer` where each decoder
-layer was, and the layer takes over the parameters: names, tied weights and weight files stay those
-of transformers. One class computes all `FAMILIES`, because biases, and norms of queries and keys,
-are there or not. Vision towers keep their layers.
+rotary embedding, last norm and head. `use_own_layers` replaces each decoder layer by a
+`DecoderLayer` with the same parameters: names, tied weights and weight files stay those of
+transformers. One class covers all `FAMILIES`, with biases and query and key norms as options.
+Vision towers keep their layers.
 
-The own layers give attention its layout without a detour, never make the host wait for a device,
-and are cut around attention into parts that can be compiled. A test compares their logprobs and
+These layers pass the layout directly to attention, never make the host wait for a device, and
+consist of parts before and after attention that can be compiled. A test compares their logprobs and
 gradients with those of transformers' layers.
 
-Weights that ranks divide among them are stored as DTensors, but products are of plain tensors: that
-takes less than half of the time on the host, and says where ranks communicate
+Weights that ranks divide are stored as DTensors, but matrix products use plain tensors: that takes
+less than half of the host's time and makes communication explicit
 (`services.trainer.learner.rank_shares`).
 """
 
@@ -48,10 +48,11 @@ FAMILIES = frozenset(
         "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
     }
 )
-"""transformers' decoder layers that have an own one, by class below ``transformers.models``."""
+"""transformers' decoder layers that `DecoderLayer` replaces, by class below
+``transformers.models``."""
 
 VALUE_HEADS = ("score", "classifier")
-"""Names of a critic's head, one output a token, in the models of transformers."""
+"""Names of a critic's head, with one output per token, in transformers' models."""
 
 _MODELS = "transformers.models."
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -84,7 +85,7 @@ def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
         if compiled:
             own.compile_parts()
         parent.register_module(name, own)
-    # Shards and recomputing go by the names of layers.
+    # Sharding and recomputation find layers by class name.
     model._no_split_modules = {*(model._no_split_modules or ()), DecoderLayer.__name__}
 
 
@@ -94,7 +95,7 @@ def _class(module: nn.Module) -> str:
 
 
 def _unknown(layer: Any) -> set[str]:  # noqa: ANN401 - transformers' layers have no common type
-    """Return the parts of a layer that the own one would not compute."""
+    """Return the parts of a layer that `DecoderLayer` does not compute."""
     parts = {name for name, _ in layer.named_children()}
     inner = dict(layer.self_attn.named_children())
     foreign = {name for name in _PROJECTIONS if type(inner.get(name)) is not nn.Linear}
@@ -102,10 +103,10 @@ def _unknown(layer: Any) -> set[str]:  # noqa: ANN401 - transformers' layers hav
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Attention, then the multilayer perceptron or the experts, each after a norm and added.
+    """Attention, then the MLP or the experts, each with a norm before it and a residual connection.
 
     Args:
-        theirs: the layer of transformers; its parameters become this one's.
+        theirs: the layer of transformers, whose parameters this one takes over.
     """
 
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
@@ -136,9 +137,9 @@ class DecoderLayer(GradientCheckpointingLayer):
         return self._after_attention(hidden, attended)
 
     def compile_parts(self) -> None:
-        """Compile the layer but attention, whose blocks differ from pass to pass, and experts.
+        """Compile the layer except experts and attention, whose blocks differ between passes.
 
-        Layers share compiled code. A second number of tokens makes the code one for any number.
+        Layers share compiled code. A second number of tokens recompiles it for any number.
         """
         self._heads = torch.compile(self._heads)  # type: ignore[method-assign]
         if isinstance(self.mlp, GatedMlp):
@@ -154,7 +155,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotated queries and keys; several query heads may share a key head.
+    """Causal attention with rotary embedding and grouped query heads.
 
     Attributes:
         tensor: the ranks that divide the heads among them.
@@ -178,8 +179,8 @@ class Attention(nn.Module):
         """Return queries, keys and values of this rank's heads, [1, heads, T, head dim] each.
 
         Args:
-            hidden: [1, T, width]; where ranks divide the heads, this rank's part of the tokens.
-            cos: [1, T, head dim]; equal halves.
+            hidden: [1, T, width]; if ranks divide the heads, this rank's part of the tokens.
+            cos: [1, T, head dim]; both halves are equal.
             sin: the same.
         """
         if self.tensor is not None:
@@ -190,7 +191,7 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        # The sign goes to the sines, which all heads share.
+        # Negate the sines, which all heads share, instead of the states.
         first, second = sin.unsqueeze(-2).chunk(2, dim=-1)
         cos, sin = cos.unsqueeze(-2), torch.cat((-first, second), dim=-1)
         query, key = (_rotated(states, cos, sin).transpose(1, 2) for states in (query, key))
@@ -218,7 +219,8 @@ class Attention(nn.Module):
         return attended
 
     def output(self, attended: Tensor) -> Tensor:
-        """Return what attention adds to this rank's tokens [1, t, width], of [1, T, heads, dim]."""
+        """Return what attention adds to this rank's tokens, [1, t, width], from [1, T, heads,
+        dim]."""
         found: Tensor = self.o_proj(attended.flatten(2))
         return found if self.tensor is None else self.tensor.scatter(found)
 
@@ -229,7 +231,7 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class GatedMlp(nn.Module):
-    """A multilayer perceptron with a gate (Shazeer 2020).
+    """A gated MLP (Shazeer 2020).
 
     Attributes:
         tensor: the ranks that divide its inner width among them.
@@ -253,16 +255,17 @@ class GatedMlp(nn.Module):
 
 
 def _mlp(theirs: nn.Module) -> nn.Module:
-    """Return the own perceptron; experts stay those of transformers."""
+    """Return the trainer's own MLP; experts stay those of transformers."""
     parts = {name for name, _ in theirs.named_children()}
     return GatedMlp(theirs) if parts == _GATED_MLP else theirs
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """Return what this rank computes with: its part of a weight, or all of one that is not cut.
+    """Return the plain tensor that this rank computes with: its part of a weight, or a whole weight
+    that is not cut.
 
-    Ranks that cut a layer use a weight that is not cut for other tokens, or for other parts of a
-    sum. So its gradient is the sum of theirs: in the dtype of the pass if the step has only this
+    Ranks that cut a layer apply an uncut weight to different tokens, or to different parts of a
+    sum. So its gradient is the sum over these ranks: in the dtype of the pass if the step has only
     one, else in float32, as passes add up.
     """
     if not isinstance(weight, DTensor):
@@ -273,7 +276,7 @@ def own_part(weight: Tensor) -> Tensor:
 
 
 def value_head(model: nn.Module) -> nn.Module | None:
-    """Return a critic's head; ``None``: the model is a policy."""
+    """Return a critic's head; ``None`` for a policy."""
     return next((one for name, one in model.named_children() if name in VALUE_HEADS), None)
 
 
@@ -281,8 +284,8 @@ class Linear(nn.Linear):
     """A linear layer that ranks may divide among them.
 
     Attributes:
-        cut: the dimension of its weight that ranks cut: 0, its outputs; 1, its inputs, so that the
-            output is a part of a sum over ranks; ``None``: every rank has all.
+        cut: the dimension of the weight that ranks cut: 0, the outputs; 1, the inputs, so that the
+            output is a part of a sum over ranks; ``None`` if every rank has the whole weight.
     """
 
     cut: int | None = None
@@ -300,14 +303,14 @@ class Linear(nn.Linear):
 
 def own_linear(theirs: nn.Linear) -> Linear:
     """Return a layer with the same parameters."""
-    # Without memory: the parameters are those of the other.
+    # Without memory: it takes over the parameters of the other layer.
     found = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")
     found.weight, found.bias = theirs.weight, theirs.bias
     return found
 
 
 class FloatRmsNorm(nn.Module):
-    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019)."""
+    """RMSNorm computed in float32 (Zhang and Sennrich 2019)."""
 
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
         super().__init__()
@@ -316,5 +319,5 @@ class FloatRmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., width] like `hidden`."""
-        # vLLM and transformers round before they weigh; SGLang weighs first by default.
+        # vLLM and transformers round before they apply the weight; SGLang rounds after, by default.
         return rms_norm(hidden, self.weight.shape, eps=self.eps) * own_part(self.weight)

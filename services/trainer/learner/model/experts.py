@@ -1,4 +1,4 @@
-"""Mixture of experts: the block of Qwen3-MoE, whose experts may lie on several ranks
+"""Mixture of experts: the block of Qwen3-MoE, with experts on one or several ranks
 (docs/architecture.md, "Ranks that divide the experts").
 
     probabilities = softmax(tokens @ gate.weight.T)    float32 [tokens, experts]
@@ -43,12 +43,12 @@ _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
 _ROW_BYTES = 16
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.9 has none
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # missing in torch 2.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpertRows:
-    """Where a layer's rows go: a row is a token at one of its experts.
+    """How a layer's rows are routed over ranks: a row is a token at one of its experts.
 
     Args:
         counts: int64 [ranks, experts / ranks], rows for each of this rank's experts, by sender.
@@ -63,15 +63,15 @@ class _ExpertRows:
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    """The choices of one pass, by the layer's place among the layers with experts.
+    """The choices of one pass, by the index of the layer among those with experts.
 
-    Without any, layers choose by their routers, or take those `given` where there are any, and note
-    it here.
+    Without `experts`, each layer takes the choices `given`, if any, or those of its router, and
+    stores them here.
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
         given: the engine's experts of these tokens, in the layers of this stage.
-        is_exchanged: `rows` are those of the next pass already.
+        is_exchanged: `rows` already belong to the next pass.
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
@@ -81,22 +81,22 @@ class Routing:
 
 
 class RoutingTape:
-    """The routing of a model's current pass, and how much work each expert got.
+    """The routing of a model's current pass, and the load of each expert.
 
-    Every pass begins with a new routing, unless `follow` has given it one.
+    Every pass starts with a new routing, unless `follow` has set one.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.current = Routing()
         self.num_layers = 0
-        """The number of layers with experts, those of other stages of a pipeline too."""
-        self.own = slice(None)  # those of them that this stage has
+        """The number of layers with experts, including those of other pipeline stages."""
+        self.own = slice(None)  # the layers with experts of this stage
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
         self.tensor: TensorShare | None = None
-        """The ranks that divide the tokens of a line between layers; None: each has all."""
+        """The ranks that divide packed tokens between layers; None if each has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
-        """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
+        """Exchanges counts [ranks, ...] by receiver for counts by sender; a dry run replaces it."""
         self._num_experts = num_experts
         self._next: Routing | None = None
         self._load: dict[int, Tensor] = {}
@@ -104,7 +104,7 @@ class RoutingTape:
         self._agreed: Tensor | None = None
 
     def follow(self, routing: Routing | None) -> None:
-        """Give the next pass its routing; all ranks of the group must have choices, or none."""
+        """Set the routing of the next pass; either all ranks of the group have choices, or none."""
         self._next = routing
 
     def begin(self) -> None:
@@ -114,15 +114,15 @@ class RoutingTape:
             self.exchange([self.current])
         elif not self.current.experts:
             self.current.rows.clear()
-        self.current.is_exchanged = False  # for one pass: other ranks' passes differ in the next
+        self.current.is_exchanged = False  # for one pass only: the next pass of other ranks differs
 
     def exchange(self, routings: Sequence[Routing]) -> None:
-        """Exchange the counts of passes to come, whose choices are complete.
+        """Exchange the counts of later passes whose choices are complete.
 
-        The host reads them here and not in the passes. Collective over `group`.
+        The host reads them here instead of in the passes. Collective over `group`.
 
         Args:
-            routings: one for each pass, in order; equally many on all ranks.
+            routings: one for each pass, in order; the same number on all ranks.
         """
         found = [(one, layer) for one in routings for layer in sorted(one.experts)]
         if not found:
@@ -132,9 +132,9 @@ class RoutingTape:
             one.rows[layer], one.is_exchanged = rows, True
 
     def note(self, layer: int, experts: Tensor) -> None:
-        """Note what a layer has chosen, int64 [tokens, k], or the engine in its place."""
+        """Record a layer's choices, int64 [tokens, k], or the engine's in their place."""
         experts = self._of_engine(layer, experts)
-        # Kept for a whole batch where passes replay: bytes count.
+        # Kept for a whole batch if passes replay, so keep it small.
         small = torch.uint8 if expert_dtype(self._num_experts).itemsize == 1 else torch.int16
         self.current.experts[layer] = experts.to(small)
         counts = self._counted(experts)
@@ -143,7 +143,7 @@ class RoutingTape:
         (self.current.rows[layer],) = self._exchanged(counts[None])
 
     def _of_engine(self, layer: int, chosen: Tensor) -> Tensor:
-        """Return the engine's experts where they are known, and what the layer has chosen else."""
+        """Return the engine's experts where known, else the layer's choices."""
         given = self.current.given
         if given is None:
             return chosen
@@ -159,9 +159,9 @@ class RoutingTape:
         return torch.where(known, experts, chosen)
 
     def take_agreement(self, device: torch.device) -> Tensor:
-        """Return how many of the engine's experts the routers chose too, and of how many.
+        """Return how many of the engine's experts the routers also chose, and the total.
 
-        Both since the last call, int64 [2].
+        Both count since the last call, int64 [2].
         """
         agreed, self._agreed = self._agreed, None
         return torch.zeros(2, dtype=torch.int64, device=device) if agreed is None else agreed
@@ -169,7 +169,7 @@ class RoutingTape:
     def take_load(self, device: torch.device) -> Tensor:
         """Return rows by layer and expert since the last call, int64 [layers, experts].
 
-        A rank without rows has had none.
+        It is 0 on a rank without rows.
         """
         load, self._load = self._load, {}
         none = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
@@ -182,7 +182,7 @@ class RoutingTape:
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
     def _exchanged(self, counts: Tensor) -> list[_ExpertRows]:
-        """Return where rows go, of layers whose counts are int64 [layers, experts]."""
+        """Return the rows of layers whose counts are int64 [layers, experts]."""
         if self.group is None:
             return [_ExpertRows(one[None], [], []) for one in counts]
         # [layers, experts] -> [ranks, layers, experts / ranks]
@@ -194,14 +194,14 @@ class RoutingTape:
 
 
 class Router(nn.Module):
-    """The router's weight [experts, hidden]; computes in float32 whatever its dtype."""
+    """The router, with weight [experts, hidden]; computes in float32 for any dtype."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return probabilities, float32 [tokens, experts], of tokens [tokens, hidden]."""
+        """Return probabilities, float32 [tokens, experts], for tokens [tokens, hidden]."""
         logits = nn.functional.linear(tokens.float(), own_part(self.weight).float())
         return logits.softmax(-1)
 
@@ -214,7 +214,7 @@ class _Half(nn.Module):
 
 class ExpertAdapter(nn.Module):
     """Adapters of one projection of all experts of a block: ``lora_A.weight`` [experts, rank, in]
-    and ``lora_B.weight`` [experts, out, rank], whose rows are not written yet.
+    and ``lora_B.weight`` [experts, out, rank], not initialized yet.
 
     Args:
         shape: of the experts' weights, [experts, out, in].
@@ -238,7 +238,7 @@ class ExpertAdapter(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return what is added to the output [n, out] of rows [n, in]; `ends` as in `_products`."""
         a, b = own_part(self.lora_A.weight), own_part(self.lora_B.weight)
-        # Grouped products take matrices whose rows are multiples of so many bytes.
+        # Grouped products need matrices whose row size is a multiple of this many bytes.
         missing = -self.rank % (_ROW_BYTES // a.itemsize)
         if missing:
             a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
@@ -246,7 +246,7 @@ class ExpertAdapter(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks of equal shapes; on each rank its own of them."""
+    """Gated feed-forward networks of equal shape; each rank has its own experts."""
 
     def __init__(self, config: PreTrainedConfig, *, is_compiled: bool = False) -> None:
         super().__init__()
@@ -273,8 +273,8 @@ class Experts(nn.Module):
         """Return each row's output [n, hidden].
 
         Args:
-            rows: [n, hidden], in the order of their experts.
-            counts: int64 [experts of this rank], their rows.
+            rows: [n, hidden], sorted by expert.
+            counts: int64 [experts of this rank], rows per expert.
         """
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
@@ -295,10 +295,10 @@ class SparseExperts(nn.Module):
     """The block of a decoder layer: router and experts.
 
     Args:
-        config: with transformers' names: ``num_experts``, ``num_experts_per_tok``,
+        config: has transformers' names: ``num_experts``, ``num_experts_per_tok``,
             ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
-        layer: its place among the blocks of the whole model.
-        is_compiled: compile what is not a product of matrices; layers share the code.
+        layer: its index among the blocks of the whole model.
+        is_compiled: compile everything but matrix products; layers share the code.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class SparseExperts(nn.Module):
 
     @torch.no_grad()
     def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
-        """Return the experts of each token, int64 [tokens, k], and where its rows go."""
+        """Return the experts of each token, int64 [tokens, k], and how its rows are routed."""
         if self.layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
             self._tape.note(self.layer, best)
@@ -357,7 +357,7 @@ class SparseExperts(nn.Module):
             computed: Tensor = self.experts(spread, counts[0])
             return computed
         there = all_to_all(spread, group, rows.sent, rows.received)
-        # What came is in order of sender, then expert.
+        # Received rows are ordered by sender, then by expert.
         number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
         order = by_row.argsort(stable=True)
@@ -396,11 +396,11 @@ def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
 
 
 def check_own_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
-    """Refuse a setting for a model without own experts.
+    """Refuse a setting for a model without the trainer's own experts.
 
     Args:
-        setting: key and value.
-        otherwise: the value that such a model takes.
+        setting: the key and value.
+        otherwise: the value that such a model needs.
 
     Raises:
         ConfigError: names family, setting and remedy.
@@ -430,7 +430,7 @@ def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
 
 
 def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
-    """Return choices for a pass over made-up tokens, beside ranks whose passes have theirs."""
+    """Return choices for an idle pass, for use beside ranks whose passes replay choices."""
     blocks, tape = list(expert_blocks(model)), routing_tape(model)
     if tape is None or not blocks:
         return None
@@ -441,14 +441,14 @@ def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
 
 
 def routing_tape(model: nn.Module) -> RoutingTape | None:
-    """Return the tape of a model with own experts."""
+    """Return the routing tape of a model with the trainer's own experts."""
     tape: RoutingTape | None = getattr(model, _TAPE, None)
     return tape
 
 
 @contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """Leave the experts' loads as they are, whatever is chosen inside the block."""
+    """Do not count the experts' load inside the block."""
     tape = routing_tape(model)
     if tape is None:
         yield
@@ -461,9 +461,9 @@ def uncounted(model: nn.Module) -> Iterator[None]:
 
 
 def balance_metrics(load: Tensor) -> Mapping[str, float]:
-    """Return how unevenly experts are loaded, by verl's formulas of ``rollout/moe``.
+    """Return the load balance of experts, by verl's formulas of ``rollout/moe``.
 
-    A layer's violation is an expert's load over the mean load, less 1: 0 if all have the same.
+    A layer's violation is an expert's load over the mean load, minus 1: 0 for equal loads.
 
     Args:
         load: [layers, experts], rows of all ranks.
@@ -478,10 +478,11 @@ def balance_metrics(load: Tensor) -> Mapping[str, float]:
 
 
 def agreement_metrics(agreement: Tensor) -> Mapping[str, float]:
-    """Return the share of the engine's experts that the routers chose too; none if it gave none.
+    """Return the share of the engine's experts that the routers also chose; empty without such
+    experts.
 
     Args:
-        agreement: int64 [2], their number and the number of the engine's, of all ranks.
+        agreement: int64 [2], the number of equal choices and of the engine's, over all ranks.
     """
     agreed, given = agreement.tolist()
     return {"actor/moe/engine_agreement": agreed / given} if given else {}
@@ -496,7 +497,7 @@ def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows [n, in] of each expert by its weight: [experts, out, in] -> [n, out]."""
     rows = rows.to(weights.dtype)
-    if not len(rows):  # no token came to this rank; CUDA's kernels refuse products over no rows
+    if not len(rows):  # no token came to this rank; CUDA kernels refuse products over no rows
         return rows @ weights[0].t()
     if _grouped_mm is not None and weights.dtype in _GROUPED_DTYPES:
         found: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
@@ -565,10 +566,10 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
     """Return the sum of each token's rows [n, hidden], in their dtype.
 
     Args:
-        rows: in the order of their experts.
+        rows: sorted by expert.
         places: int64 [tokens, k], the rows of each token.
     """
-    # One expert of every token at a time, or float32 rows would take several times their memory.
+    # One expert of every token at a time: float32 rows would take several times the memory.
     total = rows.new_zeros((len(places), rows.shape[1]), dtype=torch.float32)
     for place in places.unbind(1):
         total += rows.index_select(0, place)

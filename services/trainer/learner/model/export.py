@@ -1,7 +1,7 @@
 """Write a model as a Hugging Face folder, all ranks together, in any layout.
 
-Each rank writes one file: a share of the tensors, whole and by their published names, whose rows it
-gets bucket by bucket. So no rank holds more than two buckets beside its own parts.
+Each rank writes one file with a share of the tensors, whole and by their published names, and
+receives their rows bucket by bucket. So no rank holds more than two buckets beside its own parts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _STEM = "model"
 _PHASE = "writing the model's files"
 
 Published = Sequence[tuple[str, Sizes]]
-"""Published tensors, in the order of the bytes of the parameter that they make."""
+"""The published tensors that make a parameter, in the order of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A file of a model: parameters, and the tensors that stand in it."""
+    """A file of a model: its parameters, and the tensors that it stores."""
 
     parameters: tuple[str, ...]
     tensors: Mapping[str, tuple[Sizes, torch.dtype]]
@@ -57,15 +57,16 @@ def write_model(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[None]:
-    """Write configuration and weights, a bucket at a time; equally many parts on all ranks.
+    """Write configuration and weights, bucket by bucket, with the same number of parts on all
+    ranks.
 
-    Tensors that transformers publishes in another form than that of its parameters (but for
-    experts, one tensor each) are made on rank 0, which then holds the whole model.
+    If transformers publishes tensors in a form other than its parameters (except experts, one
+    tensor each), rank 0 makes them and then holds the whole model.
 
     Args:
         model: its own weights are not read.
         parts: this rank's `local_part` of every tensor of the files.
-        directory: of the same, on all ranks.
+        directory: the folder, the same on all ranks.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -96,7 +97,7 @@ def write_files(
 ) -> Iterator[None]:
     """Write a file on each of the first ranks; arguments and errors as in `write_model`."""
     buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
-    # A rank that cannot open its file must not leave the others in an exchange: hence a part here.
+    # Opening is a part of its own, so that a rank that fails leaves no other in an exchange.
     if parallel.rank >= len(files):
         yield
         yield from _exchange(buckets, parts, directory, parallel, None)
@@ -108,9 +109,9 @@ def write_files(
 
 
 def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str, Published] | None:
-    """Return the tensors of a model's files by parameter; None: they are made in another way.
+    """Return the tensors of a model's files by parameter; None if they are made in another way.
 
-    Empty tensors stand for the weights while transformers names them.
+    Use empty tensors as weights while transformers names them.
     """
     meta = _empty(directory)
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
@@ -135,7 +136,7 @@ def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str
 
 
 def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors of a model, maybe without memory, in the form of transformers' files."""
+    """Return all tensors of a model, which may lack memory, in the form of transformers' files."""
     whole = model
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     if not tensors.keys() <= own or not hasattr(model, "_weight_conversions"):
@@ -220,7 +221,7 @@ def _write_converted(
             whole.setdefault(rows.name, []).append(found.pop(0).cpu())
         yield
     if parallel.rank:
-        # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.
+        # As many parts as on rank 0, so that the ranks' next exchanges coincide.
         yield from (None for _ in _published(model, _empty(directory)))
         return
     state = {name: torch.cat(rows).view(directory[name].own_shape) for name, rows in whole.items()}

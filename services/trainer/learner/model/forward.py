@@ -1,8 +1,8 @@
-"""Forward passes over a packed micro-batch: logprobs, entropies and values of response tokens, and
-the check that packing changes none of them.
+"""Forward passes over a packed micro-batch: compute logprobs, entropies and values of response
+tokens, and check that packing does not change them.
 
 FSDP gathers a model's shards only around its own ``forward``. A pass for logprobs calls the model's
-parts, so a sharded model gets it as a method that FSDP treats like ``forward``.
+parts, so a sharded model gets that pass as a method that FSDP treats like ``forward``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ROW_TOKENS = (6, 9)
 
 
 class EntropyUse(StrEnum):
-    """The use of a pass's entropy; only a bonus has a gradient."""
+    """How a pass uses its entropy; only a bonus has a gradient."""
 
     NONE = "none"
     METRIC = "metric"
@@ -55,10 +55,10 @@ class EntropyUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPass:
-    """One pass over a micro-batch on the model's device; a critic's pass reads nothing else.
+    """A pass over a micro-batch on the model's device; a critic's pass reads only the micro-batch.
 
-    Logits are divided by `temperature`, that of sampling. Sums of squared probabilities have no
-    gradient. A complete `routing` is followed, another one completed.
+    Logits are divided by the sampling `temperature`. Sums of squared probabilities have no
+    gradient. The pass follows a complete `routing` and completes an incomplete one.
     """
 
     micro_batch: MicroBatch
@@ -75,7 +75,7 @@ def token_outputs(
 
     Args:
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
-        entering: of a pipeline's last stage: what the stage before has computed.
+        entering: for a pipeline's last stage: the hidden states of the stage before.
     """
     found: tuple[Tensor | None, ...] = _begin(model, one.routing)(
         one.micro_batch,
@@ -89,10 +89,10 @@ def token_outputs(
 
 
 def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | None) -> Tensor:
-    """Run a pipeline's stage, but not the last one; return the hidden states of this rank's tokens.
+    """Run a pipeline stage other than the last; return the hidden states of this rank's tokens.
 
     Args:
-        entering: hidden states [1, t, width]; ``None``: it is the first stage.
+        entering: hidden states [1, t, width]; ``None`` for the first stage.
     """
     (found,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
     hidden: Tensor = found
@@ -100,7 +100,7 @@ def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | Non
 
 
 def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN401 - as FSDP's
-    """Return `_token_pass` of a model that is about to make a pass."""
+    """Return `_token_pass` of a model, ready for a pass."""
     advance()
     if (tape := routing_tape(model)) is not None:
         tape.follow(routing)
@@ -108,18 +108,18 @@ def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN
 
 
 def gather_in_passes(model: PreTrainedModel) -> None:
-    """Make `token_outputs` gather the shards of a sharded model, as its own forward does."""
+    """Make `token_outputs` gather the shards of a sharded model, as the model's forward does."""
     setattr(model, _GATHERING_PASS, MethodType(_token_pass, model))
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
 def set_head(model: PreTrainedModel, *, in_float32: bool, is_compiled: bool) -> None:
-    """Let `token_outputs` compute logits in float32, and compile its arithmetic on them.
+    """Make `token_outputs` compute logits in float32, and compile its arithmetic on them.
 
-    Where the device multiplies halves into float32, gradients of the logits are rounded to the
-    weight's dtype and nothing else is; elsewhere a pass holds a float32 copy of the head, and its
-    gradients are float32 too. MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of
-    differences between engine and trainer.
+    If the device multiplies bfloat16 into float32, only gradients of the logits are rounded to the
+    weight's dtype; otherwise a pass holds a float32 copy of the head, with float32 gradients.
+    MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of differences between engine
+    and trainer.
     """
     setattr(model, _HEAD, (in_float32, is_compiled))
 
@@ -133,9 +133,9 @@ def _token_pass(
     temperature: float = 1.0,
     **wanted: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release.
+    """Return the fields of `TokenStatistics` as a tuple, in which every FSDP release finds tensors.
 
-    Return a critic's values; return hidden states, if another stage comes after this one.
+    For a critic return values; on a stage before the last return hidden states.
     """
     hidden = _last_hidden(model, micro_batch, entering)
     if not is_last:
@@ -201,15 +201,15 @@ def _last_hidden(
 
 
 def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFeatures]:
-    """Return what stands at this rank's tokens of images, encoded here or by another rank."""
+    """Return the embeddings of this rank's image tokens, encoded here or by another rank."""
     device, pixels, grid = images.is_image.device, images.pixel_values, images.grid_thw
     if pixels is None:
-        # Gathering weights, and the gradients' way back to them, are collective.
+        # Gathering weights and reducing their gradients are collective.
         pixels, grid = _blank_image(model)
     found = encode_images(model, pixels.to(device), grid.to(device))
     if images.share is None or images.sent is None:
         return found
-    # One exchange for all: what a layer adds is as wide as an embedding.
+    # One exchange for all: a layer adds features as wide as an embedding.
     rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in found])
     mine = all_to_all(rows[: sum(images.sent)], images.share.group, images.sent, images.received)
     embeddings, *added = mine.chunk(1 + len(found[0].added), dim=-1)
@@ -219,7 +219,7 @@ def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFea
 def _head(model: PreTrainedModel) -> LinearHead:
     linear: Any = model.get_output_embeddings()
     settings = model.config.get_text_config()
-    # Names of Cohere and of Granite. What other families do is found by `check_packing`.
+    # Names in Cohere and Granite. `check_packing` finds what other families do.
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
     bias = getattr(linear, "bias", None)
@@ -233,11 +233,11 @@ def _head(model: PreTrainedModel) -> LinearHead:
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:
-    """Return an image that no token refers to, for a pass without images of a sharded model.
+    """Return an image that no token refers to, for passes of a sharded model without images.
 
     Gathering is collective: if one rank runs the vision tower, all must. Here its gradients are 0
-    instead of missing, which FSDP2 does not take in a step's first pass. ``None``: the model is
-    whole, or it reads no images.
+    instead of missing, which FSDP2 does not accept in a step's first pass. ``None`` if the model is
+    whole or reads no images.
     """
     if not hasattr(model, _GATHERING_PASS) or model.config.model_type not in FAMILIES:
         return None
@@ -273,17 +273,18 @@ def check_packing(
     naming_failures: AbstractContextManager[object] | None = None,
     share: SequenceShare | None = None,
 ) -> None:
-    """Compare logprobs of a few made-up rows, packed together and by the model's logits of each.
+    """Compare logprobs of a few synthetic rows, packed together and computed from the model's
+    logits one by one.
 
     Some model families use their own attention, carry state from token to token, or change logits
     after the head. They would run on packed tokens without any error and learn nonsense. Collective
     if the model is sharded.
 
     Args:
-        naming_failures: names errors of other ranks, as opposed to errors of the model.
+        naming_failures: context that turns failures of other ranks into errors that name them.
 
     Raises:
-        ConfigError: they differ by more than rounding.
+        ConfigError: the logprobs differ by more than rounding.
         DeadlineError, PeerError: from `naming_failures`.
     """
     rows = _made_up_rows(model.config.get_text_config().vocab_size)
@@ -329,7 +330,7 @@ def _packed(
 
 
 def _logprobs_by_logits(model: PreTrainedModel, row: TrainingRow) -> Tensor:
-    """Return logprobs [N] as the model's own forward gives them."""
+    """Return logprobs [N] from the model's own forward."""
     alone = _packed(model, [row])
     outputs = model(
         input_ids=alone.input_ids,

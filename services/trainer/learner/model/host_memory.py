@@ -1,4 +1,4 @@
-"""Keep tensors in host memory while nothing computes with them.
+"""Offload tensors to host memory while nothing computes with them.
 
 A tensor stays the same object: only its storage is emptied and filled again, as FSDP2 does with
 gathered weights.
@@ -15,42 +15,42 @@ from torch.distributed.tensor import DTensor
 
 
 class HostMemory:
-    """Copies of tensors that are away from their device."""
+    """Copies of tensors that are offloaded from their device."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def move_out(self, tensors: Iterable[Tensor], *, wait: bool = True) -> None:
-        """Copy tensors to the host and free their memory on the device; twice does no harm.
+        """Copy tensors to the host and free their device memory; repeating the call is harmless.
 
         Args:
             tensors: whole or sharded, each with storage of its own.
-            wait: until the copies are complete. Otherwise they are when the device's current
-                stream is, and nobody may read them before.
+            wait: wait until the copies are complete. Otherwise they are complete when the device's
+                current stream is, and must not be read before.
         """
         for tensor in tensors:
             own = _local(tensor)
             storage = own.untyped_storage()
-            # On the CPU, numpy may have taken hold of it to write a checkpoint: it stays.
+            # On the CPU it stays, since numpy may refer to it to write a checkpoint.
             if id(tensor) in self._copies or not storage.nbytes() or not storage.resizable():
                 continue
             content = _bytes(own)
-            # Pinned, so that copies run at the speed of the bus. Only CUDA keeps pinned memory
-            # until its copies are complete, dropped or not: elsewhere copies block.
+            # Pinned, for copies at bus speed. Only CUDA keeps dropped pinned memory until its
+            # copies are complete: elsewhere copies block.
             pinned = own.device.type == "cuda"
             copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
             copy.copy_(content, non_blocking=not wait and pinned)
             if not wait and own.device.type != "cpu":  # the memory is free after the copy
                 own.record_stream(torch.get_device_module(own.device).current_stream())
-            self._copies[id(tensor)] = (tensor, copy)  # the tensor too: its id stays taken
+            self._copies[id(tensor)] = (tensor, copy)  # keeps the tensor's id from being reused
             storage.resize_(0)
 
     def bring_back(self, tensors: Iterable[Tensor], *, wait: bool = True) -> None:
-        """Give tensors their memory and values again; those that are not away stay as they are.
+        """Restore the memory and values of tensors; skip those that are not offloaded.
 
         Args:
-            wait: until the values are there. Otherwise they are when the device's current stream
-                has reached this call.
+            wait: wait until the values are restored. Otherwise they are when the device's current
+                stream reaches this call.
         """
         for tensor in tensors:
             if id(tensor) in self._copies:
@@ -60,7 +60,7 @@ class HostMemory:
                 _bytes(own).copy_(copy, non_blocking=not wait and copy.is_pinned())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor, or the copy of it if the tensor is away.
+        """Return this rank's part of a tensor, or its copy if the tensor is offloaded.
 
         It is valid until the tensor is next moved or changed.
         """
@@ -81,7 +81,7 @@ class HostMemory:
 
     @contextmanager
     def present(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Bring tensors that are away back to their device for the block."""
+        """Restore offloaded tensors to their device inside the block."""
         away = [one for one in tensors if id(one) in self._copies]
         self.bring_back(away)
         try:
@@ -90,7 +90,7 @@ class HostMemory:
             self.move_out(away)
 
     def forget(self) -> None:
-        """Drop all copies, of tensors that are no longer used."""
+        """Drop all copies; their tensors must be out of use."""
         self._copies.clear()
 
 
@@ -100,6 +100,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return all bytes of a tensor's storage, a view."""
+    """Return a view of all bytes of a tensor's storage."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage())

@@ -57,9 +57,9 @@ class Stage(StageRanks):
 
     Attributes:
         layers: numbers of the model's layers that it holds.
-        twin: the rank of the other stage that holds the same part of the embedding.
-        width: of hidden states.
-        dtype: of hidden states.
+        twin: the rank of another stage that holds the same part of the embedding.
+        width: the width of hidden states.
+        dtype: the dtype of hidden states.
     """
 
     layers: range
@@ -72,9 +72,9 @@ class Stage(StageRanks):
 class LoadedModel:
     """A model on the CPU.
 
-    With `files` its weights are not read yet: their memory is reserved, but not used. Sharding
-    reads what a rank keeps. With a `stage` it has only the layers of that stage; then `outline` has
-    the parameters of the whole model, without memory, and `total` is their `sum`.
+    With `files` its weights are not read yet: their memory is reserved but unused, and sharding
+    reads what a rank keeps. With a `stage` it has only that stage's layers; then `outline` has the
+    parameters of the whole model, without memory, and `total` is their `sum`.
     """
 
     model: PreTrainedModel
@@ -84,7 +84,8 @@ class LoadedModel:
     total: float | None = None
 
     def sum(self) -> float:
-        """Return a sum over the weights that were read, or are to be, to compare ranks by it."""
+        """Return a sum over the weights, read already or not, by which ranks compare their
+        weights."""
         if self.total is not None:
             return self.total
         return weight_sum(self.model) if self.files is None else self.files.probe()
@@ -101,9 +102,9 @@ def load_policy(
     would differ from those of the same weights elsewhere.
 
     Args:
-        precision: master dtype, and dtype of forward and backward.
+        precision: the master dtype and the dtype of passes.
         max_tokens: longest prompt plus response, to check sliding windows.
-        is_sharded: several ranks may share it, so that weights are read when it is sharded.
+        is_sharded: ranks may shard it; then sharding reads the weights.
 
     Raises:
         ConfigError: the path holds no complete causal language model, or the trainer does not
@@ -122,12 +123,13 @@ def load_policy(
 def load_critic(
     model: ModelConfig, precision: FsdpConfig, max_tokens: int, *, is_sharded: bool = False
 ) -> LoadedModel:
-    """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
+    """Load a critic like a policy, with a value head of one output instead of the language-model
+    head.
 
     If the files hold no such head, torch's global generator initializes it.
 
     Raises:
-        ConfigError: the model has no head that `value_head` finds, or as `load_policy`.
+        ConfigError: `value_head` finds no head in the model; also as in `load_policy`.
     """
     dtype = DTYPES[precision.model_dtype]
     loaded = _loaded(model, dtype, is_sharded=is_sharded, is_critic=True)
@@ -150,7 +152,7 @@ def build_policy(
 
 
 def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
-    # Frozen weights have no use for more bits than the passes compute with.
+    # Frozen weights need no more precision than the passes use.
     return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
 
 
@@ -165,7 +167,7 @@ def _built(
     config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
 ) -> PreTrainedModel:
     family = _family(config.model_type, is_critic=is_critic)
-    with no_init_weights():  # initialization would write all of the memory
+    with no_init_weights():  # initialization would touch all of the memory
         built: PreTrainedModel = family.from_config(
             config,
             dtype=dtype,
@@ -191,14 +193,14 @@ def _set_up_passes(
 def prepare_policy(
     model: PreTrainedModel, config: ActorRolloutRefConfig, first_layer: int = 0
 ) -> None:
-    """Add adapters, freeze what is not trained, and choose what backward passes recompute.
+    """Add adapters, freeze untrained weights, and choose what backward passes recompute.
 
     Args:
         model: not cut into stages yet.
-        first_layer: of this rank's stage.
+        first_layer: number of the first layer of this rank's stage.
 
     Raises:
-        ConfigError: the model has nothing that a setting names.
+        ConfigError: a setting names something that the model lacks.
     """
     actor = config.actor
     recompute_as_configured(model, actor.megatron.override_transformer_config, first_layer)
@@ -277,7 +279,7 @@ def _unread(
         config = AutoConfig.from_pretrained(
             model.path, **head, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-        if hasattr(config, "quantization_config"):  # weights are not what they seem
+        if hasattr(config, "quantization_config"):  # the files hold quantized weights
             return None
         loaded = _built(config, model, dtype, is_critic=is_critic)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
@@ -295,7 +297,7 @@ def _unread(
         for module in sorted({name.rpartition(".")[0] for name in heads}):
             loaded._init_weights(loaded.get_submodule(module))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError):
-        return None  # reading it as a whole says what is wrong
+        return None  # reading it as a whole reports what is wrong
     except SafetensorError:
         return None
     return LoadedModel(loaded, files)
@@ -323,11 +325,12 @@ def _read(
 
 
 def weight_sum(model: torch.nn.Module) -> float:
-    """Return the sum of a whole model's weights without adapters, to compare ranks by it."""
+    """Return the sum of a whole model's weights without adapters, by which ranks compare their
+    weights."""
     weights = [one.detach() for name, one in model.named_parameters() if not is_adapter(name)]
     return sum(float(one.double().sum()) for one in weights)
 
 
 def _is_value_head(name: str) -> bool:
-    """Return whether a weight is a value head's, which a language model's files do not have."""
+    """Return whether a weight belongs to a value head, which a language model's files lack."""
     return name.split(".", 1)[0] in VALUE_HEADS

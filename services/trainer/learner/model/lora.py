@@ -5,8 +5,8 @@ scale is alpha / rank. A begins as torch initializes a linear layer, B with zero
 policy is the model. The layers' weights keep their names; an adapter's are ``X.lora_A.weight`` and
 ``X.lora_B.weight``, which peft's files have behind ``base_model.model.``
 (https://github.com/huggingface/peft), so that engines and peft read a checkpoint's
-``lora_adapter`` folder. Each expert of a mixture is adapted like three linear layers of its own;
-those of a block lie in one tensor, as their weights do (`sluice.weights.adapters`).
+``lora_adapter`` folder. Each expert of a mixture is adapted like three separate linear layers; the
+adapters of a block form one tensor, like its weights (`sluice.weights.adapters`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AdaptedLinear(Linear):
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
-        # Without memory: the parameters are those of the layer.
+        # Without memory: it takes over the parameters of the layer.
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
@@ -80,15 +80,15 @@ class AdaptedLinear(Linear):
 def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> None:
     """Freeze the model and add the adapters to train, new ones or those of `lora_adapter_path`.
 
-    torch's global generator initializes new ones. Those of experts have their values after
-    `begin_expert_adapters`.
+    torch's global generator initializes new ones. `begin_expert_adapters` initializes those of
+    experts later.
 
     Args:
         model: not sharded yet.
 
     Raises:
-        ConfigError: no layer is named, or one that takes no adapter, or the adapter at
-            `lora_adapter_path` is another model's; names key, value and remedy.
+        ConfigError: no layer is named, a named layer takes no adapter, or the adapter at
+            `lora_adapter_path` belongs to another model; the error names key, value and remedy.
     """
     model.requires_grad_(requires_grad=False)
     layers = _layers(model)
@@ -135,11 +135,11 @@ def _add_saved(
 
 @torch.no_grad()
 def begin_expert_adapters(model: nn.Module) -> None:
-    """Give the experts' adapters their first values: after sharding, each rank only its own.
+    """Initialize the experts' adapters after sharding, on each rank only its own.
 
-    New ones are made expert by expert. Those of `lora_adapter_path`, like those of a checkpoint,
-    each rank first reads whole into host memory. An expert's new A follows from the seed of torch's
-    global generator and its name: it is the same in every layout.
+    New ones are made expert by expert. Each rank reads those of `lora_adapter_path`, like those of
+    a checkpoint, whole into host memory first. An expert's new A depends on the seed of torch's
+    global generator and its name, so it is the same in every layout.
     """
     saved: Mapping[str, Tensor] = getattr(model, _SAVED, {})
     generator = torch.Generator()
@@ -161,7 +161,7 @@ def begin_expert_adapters(model: nn.Module) -> None:
 
 
 def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> None:
-    """Set this rank's part of a half of an adapter from the tensors that it has in files."""
+    """Set this rank's part of one half (A or B) of an adapter from its tensors in files."""
     names = names_in_files(name, parameter.shape[0])
     if not is_of_experts(_layer(name)):
         assign(parameter, of_file(name))
@@ -173,7 +173,7 @@ def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> Non
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Compute as the model that was loaded, inside the block."""
+    """Disable the adapters inside the block, to compute as the loaded model."""
     adapted = list(adapted_layers(model).values())
     for layer in adapted:
         layer.is_on = False
@@ -185,7 +185,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear | ExpertAdapter]:
-    """Return the layers with an adapter, by name; empty for a model that is trained as a whole."""
+    """Return the layers with an adapter, by name; empty if all weights are trained."""
     kinds = (AdaptedLinear, ExpertAdapter)
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, kinds)}
 
@@ -196,14 +196,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def of_adapters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return those of the parameters that are A and B of an adapted layer."""
+    """Return those parameters that are A or B of an adapted layer."""
     return {name: one for name, one in parameters.items() if is_adapter(name)}
 
 
 def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the parameters as `sluice.weights.adapters` wants them: every B times its scale.
+    """Return the parameters in the form of `sluice.weights.adapters`: every B times its scale.
 
-    A product is computed each time that it is read, so that not all of them lie in memory.
+    A product is computed each time it is read, so that memory does not hold all products.
     """
     scales = {f"{n}{B_SUFFIX}": layer.scale for n, layer in adapted_layers(model).items()}
     return _Scaled(parameters, scales)
@@ -227,9 +227,9 @@ class _Scaled(Mapping[str, Tensor]):
 
 
 def _layers(model: PreTrainedModel) -> dict[str, int]:
-    """Return the layers that take an adapter, and for how many experts each stands.
+    """Return the layers that take an adapter, and how many experts each represents.
 
-    All but the head, whose logits are computed from its weight in blocks.
+    The head takes none, since logits are computed from its weight in blocks.
     """
     head = model.get_output_embeddings()
     found: dict[str, int] = {}
@@ -243,7 +243,7 @@ def _layers(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _has_other_experts(model: nn.Module) -> bool:
-    """Return whether a model has experts that are not the trainer's own, which take no adapter."""
+    """Return whether a model has experts other than the trainer's own; these take no adapter."""
     own = any(isinstance(one, Experts) for one in model.modules())
     return not own and any(".experts." in name for name, _ in model.named_parameters())
 
@@ -265,7 +265,7 @@ def _layer(name: str) -> str:
 
 
 def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Published]:
-    """Return the tensors of a file by the half of an adapter that they make, in order."""
+    """Return the tensors of a file by the half of an adapter that they belong to, in order."""
     return {
         name: [
             (ADAPTER_PREFIX + one, tuple(parameter.shape[-2:]))
@@ -276,7 +276,7 @@ def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Publ
 
 
 def _differences(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Return what keeps `found` from being the adapters of a model that has `parameters`."""
+    """Return why `found` cannot be the adapters of a model with `parameters`."""
     wanted = {
         one.removeprefix(ADAPTER_PREFIX): shape
         for tensors in adapter_tensors(parameters).values()
@@ -321,7 +321,7 @@ def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConf
 
 
 def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
-    """Return the layers that are named; of those of experts, all by their names in files.
+    """Return the named layers; those of experts by their names in files.
 
     Raises:
         ConfigError: some experts of a block are named and others are not.
@@ -359,7 +359,7 @@ def write_config(
     """Write the configuration of a model's adapters as peft does.
 
     Args:
-        parameters: A and B of all adapted layers, those of other stages too.
+        parameters: A and B of all adapted layers, including those of other stages.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -372,7 +372,7 @@ def write_config(
 
 @torch.no_grad()
 def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Parameter]) -> float:
-    """Replace the adapters in place; in shards this rank's part.
+    """Replace the adapters in place, or this rank's part of them.
 
     Args:
         outline: the parameters of all stages.
@@ -381,7 +381,7 @@ def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Param
         the sum of all their elements, to compare ranks by one number.
 
     Raises:
-        CheckpointError: the folder holds no adapter, or those of other layers.
+        CheckpointError: the folder holds no adapter, or adapters of other layers.
     """
     saved, parameters = read_adapter(folder), adapter_parameters(model)
     problems = _differences(of_adapters(outline), saved.tensors)

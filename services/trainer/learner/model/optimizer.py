@@ -1,4 +1,5 @@
-"""AdamW over a model's gradients, whole or sharded: clipped, with the rate of the train batch."""
+"""AdamW over a model's gradients, whole or sharded, with clipping and a learning rate per train
+batch."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _PART_BYTES = 128 << 20
-"""Of parameters, or one that is larger: AdamW's moments of two parts are on the device."""
+"""Bytes of parameters in a part (a larger one is a part alone): AdamW's moments of two parts are on
+the device."""
 
 
 class FlatGradients:
     """Gradients of parameters that each rank holds whole: one buffer per dtype.
 
-    Each parameter's `grad` is a view into it, so that one collective sums over ranks and one write
-    clears. `buffers` must be summed over ranks before a step.
+    Each parameter's `grad` is a view into it, so one collective sums over ranks and one write
+    clears it. `buffers` must be summed over ranks before a step.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -74,8 +76,8 @@ class ShardedGradients:
 
     Args:
         parameters: this rank's shards.
-        tied: one of them that another stage of a pipeline holds too, and the rank that has the same
-            shard there.
+        tied: a parameter that another pipeline stage also holds, and the rank with the same shard
+            there.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ShardedGradients:
         self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
-        """Set 0 for parameters that no backward pass reached; sum over stages what they share."""
+        """Set missing gradients to 0; sum the gradients of parameters that stages share."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -102,7 +104,7 @@ class ShardedGradients:
             phase = "summing the gradient of the embedding over the first and the last stage"
             if own.numel():
                 self._parallel.exchange([(own.contiguous(), twin)], [(other, twin)], phase)
-                own.add_(other)  # the same bits on both
+                own.add_(other)  # bitwise equal on both ranks
 
     def zero(self) -> None:
         """Drop the gradients; the next backward pass makes new ones."""
@@ -125,7 +127,8 @@ class ShardedGradients:
             gradient.mul_(factor)
 
     def _holders(self, parameter: nn.Parameter) -> int:
-        """Return how many ranks hold each of a parameter's elements; a mesh has all of a stage."""
+        """Return how many ranks hold each element of a parameter; a mesh has all ranks of a
+        stage."""
         if not isinstance(parameter, DTensor):
             return self._parallel.world_size
         mesh = parameter.device_mesh
@@ -146,11 +149,11 @@ Gradients: TypeAlias = FlatGradients | ShardedGradients
 
 
 class _OwnPartsAdamW(torch.optim.AdamW):
-    """AdamW of this rank's parts of sharded parameters, as plain tensors.
+    """AdamW on this rank's parts of sharded parameters, as plain tensors.
 
-    The update is one of each element alone, so the bits are those of torch's. But torch would
-    first find out how each tensor of its lists is cut, in a time in proportion to their number: a
-    second before the first step of 400 parameters, and 6 ms in each later one.
+    The update is elementwise, so its bits equal those of torch. But torch would first examine the
+    sharding of each tensor, in time proportional to their number: for 400 parameters a second
+    before the first step and 6 ms in each later one.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -169,13 +172,13 @@ class ModelOptimizer:
     """AdamW, stepped once per mini-batch.
 
     Args:
-        named_parameters: trained parameters by name, tied ones once. Frozen ones are not among
-            them and get neither moments nor gradients.
+        named_parameters: trained parameters by name, tied ones once. Frozen ones are left out and
+            get neither moments nor gradients.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
-        host_share: least share of the moments to keep in host memory. While a step changes those
-            of one part of the parameters, those of the next come to the device and those of the
-            last leave it.
+        host_share: least share of the moments to keep in host memory. While a step updates one part
+            of the parameters, the moments of the next part move to the device and those of the
+            previous part leave it.
 
     Attributes:
         rate_factor: multiplies the scheduled learning rate; rollbacks lower it.
@@ -261,7 +264,7 @@ class ModelOptimizer:
             return
         groups, away = self._adamw.param_groups, set(self._away)
         device = torch.get_device_module(self._away[0].device)
-        # Always the same two: freed memory belongs to the stream that it was allocated on.
+        # Always the same two streams: freed memory belongs to the stream of its allocation.
         self._streams = self._streams or (device.Stream(), device.Stream())
         (inward, outward), moved = self._streams, device.Event()
 
@@ -276,7 +279,7 @@ class ModelOptimizer:
                 device.current_stream().wait_stream(inward)
                 self._adamw.param_groups = [group]
                 self._adamw.step()
-                # The next part comes while this one leaves; the one before has left.
+                # The next part arrives while this one leaves; the previous one has left.
                 moved.synchronize()
                 bring_back(number + 1)
                 outward.wait_stream(device.current_stream())
@@ -286,19 +289,20 @@ class ModelOptimizer:
                     )
                     moved.record()
         finally:
-            device.synchronize()  # the copies on the host may be read from here on
+            device.synchronize()  # from here on the copies on the host may be read
             self._adamw.param_groups = groups
 
     def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the tensors of AdamW's state that are as large as their parameter."""
+        """Return the tensors of AdamW's state that have their parameter's shape."""
         states = (self._adamw.state[one] for one in parameters if one in self._adamw.state)
         return [state[name] for state in states for name in MOMENTS if name != "step"]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before a step.
+        """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before the
+        first step.
 
-        Of a sharded parameter they are this rank's part. Moments on the host are read there. The
-        next step changes all of them.
+        For a sharded parameter they are this rank's part. Offloaded moments are read from the host.
+        The next step changes all of them.
         """
         return {
             f"{name}.{moment}": self._host.read(self._adamw.state[parameter][moment])
@@ -308,7 +312,7 @@ class ModelOptimizer:
         }
 
     def load_state(self, state: StateFiles, elsewhere: Collection[str] = ()) -> None:
-        """Load this rank's part of the tensors of `state_tensors`.
+        """Load this rank's part of the tensors that `state_tensors` returned.
 
         Args:
             elsewhere: names of parameters that only other ranks train.
@@ -367,7 +371,7 @@ def _parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _divided(
     parameters: Iterable[nn.Parameter], share: float
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the first parameters, at least this share of the bytes on this rank, and the rest."""
+    """Return the first parameters, with at least this share of the rank's bytes, and the rest."""
     found = list(parameters)
     sizes = [local_part(one).nbytes for one in found]
     wanted, number = share * sum(sizes), 0

@@ -1,4 +1,4 @@
-"""Lists of micro-batches through a model: one by one, or through the stages of a pipeline
+"""Run lists of micro-batches through a model: one by one, or through the stages of a pipeline
 (docs/architecture.md, "Stages").
 
 A pipeline runs one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
@@ -9,8 +9,8 @@ three stages and four micro-batches, forward 1-4, backward a-d:
     stage 2   . 1 2 . a 3 b 4 c . d
     stage 3   . . 1 a 2 b 3 c 4 d
 
-A model in one piece is the last stage, and the first. What travels is a rank's own part of the
-tokens: a rank talks to the ranks that have its place in the neighboring stages.
+A model without stages counts as first and last stage. A rank sends its own part of the tokens to
+the ranks with its place in the neighboring stages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Outputs = TypeVar("Outputs", TokenStatistics, Tensor)
-"""What a pass computes on the last stage: statistics of a policy's tokens, or a critic's values."""
+"""The output of a pass on the last stage: statistics of a policy's tokens, or a critic's values."""
 Read: TypeAlias = Callable[[int, Outputs], None]
 Loss: TypeAlias = Callable[[int, Outputs], Tensor]
 Made = TypeVar("Made")
@@ -56,22 +56,22 @@ class _InFlight:
     """A micro-batch between its forward and its backward pass on this stage."""
 
     entering: Tensor | None
-    leaving: GradientEdge  # without the output, whose memory is free when it is sent
+    leaving: GradientEdge  # without the output, whose memory is freed once it is sent
     routing: Routing | None
 
 
 class Passes(ABC, Generic[Outputs]):
-    """Runs lists of passes of one model, equally many on every rank. Collective.
+    """Runs lists of passes of one model, the same number on every rank. Collective.
 
     Each pass of a sharded model gathers its layers from all ranks, and each stage waits for the one
-    before. So a rank with fewer micro-batches than the busiest one adds idle passes: over a made-up
+    before. So a rank with fewer micro-batches than the busiest one adds idle passes over a dummy
     row, with gradient 0. Ranks that hold a whole model add none.
 
     Args:
-        model: whole, sharded, or a stage of it.
-        shards: of the model; ``None``: this rank holds it whole.
+        model: a whole or sharded model, or a stage of it.
+        shards: the model's shards; ``None`` if this rank holds it whole.
         device: gets the inputs of idle passes.
-        stage: this rank's; ``None``: the only one, with all layers.
+        stage: this rank's stage; ``None`` without a pipeline.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Passes(ABC, Generic[Outputs]):
         self._parallel, self._device = parallel, device
         self._before, self._after = (None, None) if stage is None else (stage.before, stage.after)
         self._own = self._left = 0
-        self._idle_routings: Iterator[Routing] = iter(())  # where other ranks' passes follow one
+        self._idle_routings: Iterator[Routing] = iter(())  # if others replay
         self._tape = routing_tape(model)
         if self._tape is not None:
-            own = [one.layer for one in expert_blocks(model)]  # none: all its layers are dense
+            own = [one.layer for one in expert_blocks(model)]  # none if all its layers are dense
             self._tape.own = slice(own[0], own[-1] + 1) if own else slice(0)
 
     @abstractmethod
     def _run_last(self, one: TokenPass, entering: Tensor | None) -> Outputs:
-        """Run the last stage; `entering` is what the stage before has computed, if there is one."""
+        """Run the last stage; `entering` is the output of the stage before, if any."""
 
     def begin(self, own: int) -> None:
-        """Prepare for `own` passes: without gradients, or the passes of one optimizer step."""
+        """Prepare for `own` passes, either without gradients or of one optimizer step."""
         self._idle_routings = iter(())
         # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
@@ -105,11 +105,11 @@ class Passes(ABC, Generic[Outputs]):
 
     @property
     def num_idle(self) -> int:
-        """Return how many idle passes this rank adds to its own ones, before they begin."""
+        """Return how many idle passes this rank adds; call it before the passes begin."""
         return max(0, self._left - self._own)
 
     def follow_idle(self, routings: Iterable[Routing]) -> None:
-        """Give the idle passes their routings, in order."""
+        """Set the routings of the idle passes, in order."""
         self._idle_routings = iter(routings)
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class Passes(ABC, Generic[Outputs]):
         """Run passes without gradients, as many as `begin` was given.
 
         Args:
-            read: gets the number and the outputs of each; of a pipeline on the last stage only.
+            read: gets the number and outputs of each pass; in a pipeline only on the last stage.
         """
 
         def read_own(number: int, outputs: Outputs) -> None:
@@ -136,9 +136,9 @@ class Passes(ABC, Generic[Outputs]):
         """Run the passes of one optimizer step forward and backward; gradients add up.
 
         Args:
-            passes: of this rank, as many as `begin` was given.
-            loss: returns the loss of a pass by its number and outputs; of a pipeline it is called
-                on the last stage only.
+            passes: this rank's passes, as many as `begin` was given.
+            loss: returns the loss of a pass from its number and outputs; in a pipeline called only
+                on the last stage.
         """
 
         def loss_or_zero(number: int, outputs: Outputs) -> Tensor:
@@ -153,7 +153,7 @@ class Passes(ABC, Generic[Outputs]):
         warm = 0 if stage is None else min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
-            """Return the output, which nothing else keeps."""
+            """Return the output, without keeping a reference to it."""
             if entering is not None:
                 entering.requires_grad_()
             leaving = self._forward(passes[number], entering, partial(loss, number))
@@ -195,7 +195,7 @@ class Passes(ABC, Generic[Outputs]):
     def _forward(
         self, one: TokenPass, entering: Tensor | None, finish: Callable[[Outputs], Made]
     ) -> Tensor | Made:
-        """Return what the next stage gets; on the last one, what `finish` makes of the outputs."""
+        """Return the input of the next stage; on the last stage, what `finish` returns."""
         if self._after is None:
             return finish(self._run_last(one, entering))
         return hidden_states(self._model, one, entering)
@@ -206,9 +206,9 @@ class Passes(ABC, Generic[Outputs]):
             self._left -= 1
             self._shards.sum_gradients(self._left == 0)
         if self._tape is not None and one.routing is not None:
-            # A layer that is recomputed follows the choices of its own pass, not of a later one's.
+            # A recomputed layer must follow the choices of its own pass, not of a later one.
             self._tape.current = one.routing
-        torch.autograd.backward(one.leaving, gradient)  # adds to those of earlier micro-batches
+        torch.autograd.backward(one.leaving, gradient)  # adds to earlier micro-batches' gradients
         return None if one.entering is None else one.entering.grad
 
     def _received(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:

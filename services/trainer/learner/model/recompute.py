@@ -1,7 +1,8 @@
-"""Which activations the backward pass recomputes, and where the others wait for it.
+"""Choose which activations the backward pass recomputes, and where the others are kept.
 
-Megatron's words (`megatron.core.transformer.TransformerConfig`): ``full`` recomputes layers, all of
-them (``uniform``) or the first ones (``block``); ``selective`` recomputes modules of every layer.
+In Megatron's terms (`megatron.core.transformer.TransformerConfig`), ``full`` recomputes layers, all
+of them (``uniform``) or the first ones (``block``); ``selective`` recomputes modules of every
+layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _KEY = "actor_rollout_ref.actor.megatron.override_transformer_config"
-# Attention keeps no scores for the backward pass, so there is nothing of it to recompute.
+# Attention keeps no scores for the backward pass, so it has nothing to recompute.
 _MODULES: dict[str, tuple[str, ...]] = {
     "core_attn": (),
     "layernorm": ("input_layernorm", "post_attention_layernorm"),
@@ -39,11 +40,11 @@ def recompute_layers(model: PreTrainedModel, count: int | None = None, first: in
 
     Args:
         model: in evaluation mode.
-        count: how many layers; all if ``None``, with those of a vision tower.
-        first: number of the first one.
+        count: how many layers; ``None`` for all, including those of a vision tower.
+        first: number of the first of these layers.
 
     Raises:
-        ConfigError: the model's family cannot.
+        ConfigError: the model's family does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
@@ -62,7 +63,7 @@ def recompute_as_configured(
     """Apply Megatron's keys, which override `enable_gradient_checkpointing`.
 
     Args:
-        first_layer: of a pipeline's stage, whose layers ``block`` counts.
+        first_layer: first layer of the pipeline stage, from which ``block`` counts.
 
     Raises:
         ConfigError: a value is missing or names no module; names key, value and remedy.
@@ -86,10 +87,10 @@ def recompute_as_configured(
 
 
 def keep_inputs_on_host(model: PreTrainedModel) -> None:
-    """Let the inputs of recomputed layers wait in host memory for the backward pass.
+    """Keep the inputs of recomputed layers in host memory until the backward pass.
 
     Raises:
-        ConfigError: no layer is recomputed, so more than inputs would have to move.
+        ConfigError: no layer is recomputed, so there are no inputs to move.
     """
     layers = [layer for layer in _layers(model) if layer.training]
     if not layers:
@@ -108,12 +109,12 @@ class _HostInput:
     def __init__(self, hidden: Tensor) -> None:
         self._hidden: Tensor | None = hidden
         self._device, self._has_gradient = hidden.device, hidden.requires_grad
-        pinned = hidden.device.type == "cuda"  # or the copy would not run beside kernels
+        pinned = hidden.device.type == "cuda"  # otherwise the copy would not overlap with kernels
         self._copy = torch.empty_like(hidden, device="cpu", pin_memory=pinned)
         self._copy.copy_(hidden.detach(), non_blocking=True)
 
     def take(self) -> Tensor:
-        """Return it; the first call lets go of the tensor."""
+        """Return the input; the first call drops the reference to the tensor."""
         hidden, self._hidden = self._hidden, None
         if hidden is not None:
             return hidden

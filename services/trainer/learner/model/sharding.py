@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meshes:
-    """The ranks that share the parts of a model.
+    """The meshes of ranks that share the parts of a model.
 
     Attributes:
         layers: see `DataParallel.shard_mesh`.
         experts: see `DataParallel.expert_mesh`.
-        tower: of a vision tower, which is whole where ranks cut layers; ``None``: as `layers`.
+        tower: mesh of a vision tower, which is whole if ranks cut layers; ``None`` for `layers`.
     """
 
     layers: DeviceMesh
@@ -61,7 +61,7 @@ class Shards:
     sums_once: bool
 
     def sum_gradients(self, wanted: bool) -> None:
-        """Set whether the next backward pass sums gradients over ranks, or a later one does.
+        """Set whether the next backward pass sums gradients over ranks.
 
         Until then each rank holds whole gradients, which takes memory but saves communication.
         """
@@ -71,7 +71,7 @@ class Shards:
     def reshard(self) -> None:
         """Drop gathered weights after a forward pass without a backward pass.
 
-        Otherwise the next pass would use them, although a step has changed the shards.
+        Otherwise the next pass would use them after a step has changed the shards.
         """
         for module in _sharded_modules(self.model):
             module.reshard()
@@ -89,12 +89,12 @@ def shard_model(
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
 
-    One unit is a layer: a module of a class that the model family lists as not to be split.
-    Experts that ranks divide are a unit of their own. The rest (embedding, head, last norm) is one
-    more unit, whole from forward to backward.
+    A unit is a layer: a module of a class that the model family lists as not to be split. Experts
+    that ranks divide are a separate unit. The rest (embedding, head, last norm) is one more unit,
+    whole from forward to backward.
 
     Args:
-        model: moves to the meshes' device layer by layer; for one with ``tensor`` cut already.
+        model: moves to the meshes' device layer by layer; cut already if a mesh has ``tensor``.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32, but see
             `own_part`.
@@ -138,7 +138,8 @@ def shard_model(
 
 
 def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the ranks that share the same part of each weight, and those that cut it, if any."""
+    """Return the mesh that shares the same part of each weight, and the one that cuts it, if
+    any."""
     if TENSOR_DIM not in (mesh.mesh_dim_names or ()):
         return mesh, None
     sharing = mesh[SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, SHARD_DIM]
@@ -155,14 +156,14 @@ def _shard_tower(
 
 
 def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., object]) -> None:
-    """Divide a layer's experts over ranks, and shard each rank's over those with the same ones."""
+    """Divide a layer's experts over ranks, and shard each part over the ranks that hold it."""
     if mesh.size(mesh.ndim - 1) > 1:
         block.divide(mesh[EXPERT_DIM])
     over = mesh[EXPERT_SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, EXPERT_SHARD_DIM]
     ranks = mesh.size(mesh.ndim - 2)
 
     def place(parameter: nn.Parameter) -> Shard:
-        # Whole experts, or some ranks would hold several and others none.
+        # Divide whole experts; otherwise some ranks would hold several and others none.
         experts, rows = parameter.shape[0] // mesh.size(mesh.ndim - 1), parameter.shape[1]
         return Shard(1 if experts % ranks and rows % ranks == 0 else 0)
 

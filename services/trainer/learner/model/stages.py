@@ -1,7 +1,7 @@
 """The part of a model that one stage of a pipeline holds (docs/architecture.md, "Stages").
 
-``model.layers.7`` is the model's layer 7 on whichever stage it is. Where embedding and head are one
-weight, both stages hold it, and sum its gradient (`ShardedGradients`).
+``model.layers.7`` is the model's layer 7 on any stage. If embedding and head are one weight, the
+first and last stage hold it and sum its gradient (`ShardedGradients`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def own_stage(
     cut: TransformerOverrides | None,
     parallel: DataParallel,
 ) -> Stage | None:
-    """Return the stage that this rank holds; ``None``: there is no pipeline.
+    """Return the stage that this rank holds; ``None`` without a pipeline.
 
     Args:
-        model: whole, weights read or not.
-        cut: which layers make a stage; ``None``: the model has only those of this stage.
+        model: the whole model, with weights read or not.
+        cut: which layers form a stage; ``None`` if the model has only this stage's layers.
 
     Raises:
         ConfigError: the model cannot be cut, or its layers do not divide.
@@ -73,10 +73,10 @@ def own_stage(
 
 
 def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOverrides) -> None:
-    """Refuse a stage with nothing to train, whichever it is, on every rank.
+    """Refuse a pipeline with a stage that has nothing to train, on every rank.
 
     Args:
-        model: whole, with its adapters; what is frozen is known.
+        model: the whole model with adapters, and weights frozen as configured.
 
     Raises:
         ConfigError: names the stage and the remedy.
@@ -99,11 +99,11 @@ def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOver
 
 
 def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
-    """Drop what other stages hold; the model is changed in place.
+    """Drop what other stages hold, in place.
 
     Args:
-        loaded: with its adapters, not sharded yet; what is frozen is known.
-        stage: this rank's; ``None``: nothing is dropped.
+        loaded: the model with adapters, and weights frozen as configured, not sharded yet.
+        stage: this rank's stage; ``None`` drops nothing.
     """
     if stage is None:
         return loaded
@@ -115,7 +115,7 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
             delattr(decoder.layers, str(number))
     if stage.before is not None and vision_tower(model) is not None:
         base.visual = None
-    # Of the last stage the embedding is only the head's weight.
+    # On the last stage the embedding is only the head's weight.
     if stage.before is not None and stage.twin is None:
         model.set_input_embeddings(nn.Identity())
     if stage.after is not None:
@@ -134,7 +134,7 @@ def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def _layers_with_images(model: PreTrainedModel) -> int:
-    """Return to how many of the first layers Qwen3-VL's vision tower adds (DeepStack)."""
+    """Return the number of first layers that Qwen3-VL's vision tower adds to (DeepStack)."""
     vision = getattr(model.config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -147,7 +147,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
 def tied_weight(
     model: PreTrainedModel, trained: Mapping[str, nn.Parameter], stage: Stage | None
 ) -> tuple[nn.Parameter, int] | None:
-    """Return the embedding, if another stage trains it too, and the rank with the same part."""
+    """Return the embedding, if another stage also trains it, and the rank with the same part."""
     if stage is None or stage.twin is None:
         return None
     embedding: Any = model.get_input_embeddings()

@@ -36,13 +36,13 @@ _BY_INPUTS = ("o_proj", "down_proj")
 
 
 def tensor_share(model: nn.Module) -> TensorShare | None:
-    """Return this rank's part of a model whose layers are cut."""
+    """Return this rank's share of a model whose layers are cut."""
     share: TensorShare | None = getattr(model, _SHARE, None)
     return share
 
 
 def check_cuttable(model: PreTrainedModel, size: int) -> None:
-    """Refuse a model whose layers so many ranks cannot cut.
+    """Refuse a model whose layers this number of ranks cannot cut.
 
     Raises:
         ConfigError: names family, numbers and remedy.
@@ -81,17 +81,17 @@ def check_cuttable(model: PreTrainedModel, size: int) -> None:
 
 
 def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
-    """Let a model's modules compute with parts of their weights; `cut_weights` makes those.
+    """Make a model's modules compute with parts of their weights, which `cut_weights` makes.
 
     Args:
-        model: `check_cuttable`, not sharded yet.
+        model: has passed `check_cuttable`, not sharded yet.
     """
     base: Any = model.get_decoder()
     for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
         if isinstance(block, Attention | GatedMlp):
             block.tensor = share
             _cut_layers(block)
-    if isinstance(base.embed_tokens, nn.Embedding):  # a stage may lack it, and norm and head
+    if isinstance(base.embed_tokens, nn.Embedding):  # a stage may lack it, as well as norm and head
         base.embed_tokens = CutEmbedding(base.embed_tokens, share)
     if hasattr(base.norm, "variance_epsilon"):
         base.norm = FloatRmsNorm(base.norm)
@@ -110,8 +110,8 @@ def cut_weights(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep only this rank's parts of a module's weights, on the mesh's device.
 
     Args:
-        module: its weights that are DTensors already stay as they are.
-        mesh: of the ranks that cut, one dimension.
+        module: weights that are DTensors already stay as they are.
+        mesh: one-dimensional, of the ranks that cut.
     """
     cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones are one
     for owner in module.modules():
@@ -128,7 +128,7 @@ def _part(whole: nn.Parameter, dimension: int | None, mesh: DeviceMesh) -> nn.Pa
     if is_cut:
         own = own.chunk(mesh.size(), dimension or 0)[mesh.get_local_rank()]
     placement = Shard(dimension or 0) if is_cut else Replicate()
-    # Cut by columns it would keep its rows' distance.
+    # A cut by columns would keep the whole tensor's row stride.
     own = own.to(mesh.device_type).contiguous()
     # The last rank may have fewer rows of the vocabulary than the others.
     part = DTensor.from_local(
@@ -144,7 +144,7 @@ def _cut_layers(block: nn.Module) -> None:
 
 
 def _cut(layer: nn.Module | None, dimension: int) -> None:
-    """Let ranks cut a linear layer's weight, and that half of its adapter that follows it."""
+    """Make ranks cut a linear layer's weight and the matching half of its adapter."""
     if isinstance(layer, Linear):
         layer.cut = dimension
     half = getattr(layer, "lora_A" if dimension else "lora_B", None)
@@ -176,7 +176,7 @@ class CutEmbedding(nn.Module):
 
 
 class CutHead(nn.Module):
-    """The head of a part of the vocabulary. Passes compute with its weight, and not with it."""
+    """The head of a part of the vocabulary. Passes use its weight instead of calling it."""
 
     cut = 0
 
@@ -196,7 +196,7 @@ class CutHead(nn.Module):
         return whole[: self.weight.shape[0]].t().unsqueeze(0)
 
     def part(self) -> VocabularyPart:
-        """Return what statistics over the whole vocabulary need from other ranks."""
+        """Return the vocabulary part, by which statistics are combined over ranks."""
         most = _most_rows(self.weight, self._share)
         return VocabularyPart(self._share.rank * most, most, self._maximum, self._total)
 
@@ -208,5 +208,5 @@ class CutHead(nn.Module):
 
 
 def _most_rows(weight: Tensor, share: TensorShare) -> int:
-    """Return the rows of the vocabulary on each rank; the last may have fewer."""
+    """Return the vocabulary rows per rank; the last rank may have fewer."""
     return -(-weight.shape[0] // share.size)

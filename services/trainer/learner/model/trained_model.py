@@ -1,9 +1,9 @@
-"""One model of this rank with its optimizer, whole or in shards, and its files in a checkpoint.
+"""A model on this rank with its optimizer, whole or sharded, and its checkpoint files.
 
 A checkpoint's ``actor`` or ``critic`` folder holds:
 
     huggingface/            config, weights and tokenizer; any Hugging Face tool loads it
-    lora_adapter/           instead of those weights, the adapters of a run that trains only them
+    lora_adapter/           instead of the weights: the adapters, if the run trains only these
     optimizer*.safetensors  AdamW's moments and counts by parameter name, of several ranks' in
                             pieces that optimizer.index.json lists
     extra_state.json        random generators, number of skipped optimizer steps
@@ -73,7 +73,7 @@ CRITIC_SHARDING = "critic.fsdp"
 OPTIMIZER_STEM = "optimizer"
 OPTIMIZER_INDEX = "optimizer.index.json"
 EXTRA_STATE_FILE = "extra_state.json"
-# What reading a damaged or hostile file of numbers and names may raise.
+# Errors that reading a damaged or hostile file may raise.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -116,13 +116,13 @@ def _from_hex(state: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModel:
-    """A model of this rank and its optimizer.
+    """A model on this rank and its optimizer.
 
-    `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied
-    ones once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
-    `initial_sum` is `LoadedModel.sum`. `places` says which rank holds which part
-    of each parameter. `outline` has the parameters of all stages; those of others have no memory.
-    `host` has the values of parameters that are away from their device.
+    `parameters` are those of the model, or of this rank's `stage`, whole or sharded, tied ones
+    once; the optimizer has the trained ones. `shards` is ``None`` for a whole model. `initial_sum`
+    is `LoadedModel.sum`. `places` says which rank holds which part of each parameter. `outline` has
+    the parameters of all stages; those of other stages have no memory. `host` holds the values of
+    offloaded parameters.
     """
 
     model: PreTrainedModel
@@ -137,15 +137,15 @@ class TrainedModel:
 
 
 class PolicyState:
-    """A model's checkpoint, ready to be written: after this, training may continue.
+    """A snapshot of a model for a checkpoint: once it is made, training may continue.
 
-    Collective, as is all its work.
+    Its construction and all its methods are collective.
 
     Args:
-        directory: new or empty.
-        trained: its weights are written in their dtype.
+        directory: a new or empty folder.
+        trained: the model; its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
-        copies: copy this rank's parts to the host now; else they are read where they are.
+        copies: copy this rank's parts to the host now; otherwise read them in place.
     """
 
     def __init__(
@@ -191,25 +191,25 @@ class PolicyState:
         yield from write_files(target, ADAPTER_STEM, files, self._weights, places, parallel)
 
     def write_rest(self, parallel: DataParallel) -> Iterator[None]:
-        """Write the optimizer's state and, on rank 0, everything else; sends nothing."""
+        """Write the optimizer's state and, on rank 0, everything else, without communication."""
         yield from write_state(
             self._directory, OPTIMIZER_STEM, self._moments, self._moment_places, parallel
         )
         if parallel.rank:
             return
-        # Copied, not saved again: transformers might write them in another form.
+        # Copy them: transformers might save them in another form.
         for pattern in TOKENIZER_FILES:
             for file in Path(self._model_path).glob(pattern):
-                if file.is_file():  # not a folder, nor the broken link of a partial download
+                if file.is_file():  # neither a folder nor the broken link of a partial download
                     shutil.copyfile(file, self._directory / HUGGINGFACE_FOLDER / file.name)
         text = json.dumps(self._extra)
         (self._directory / EXTRA_STATE_FILE).write_text(text, encoding="utf-8")
 
     def check_files(self) -> None:
-        """Check on rank 0 that it sees the files of all ranks.
+        """Check that rank 0 sees the files of all ranks.
 
         Raises:
-            OSError: it does not.
+            OSError: a file is missing.
         """
         for rank in range(self._ranks):
             file = self._directory / file_name(OPTIMIZER_STEM, rank, self._ranks)
@@ -221,7 +221,7 @@ class PolicyState:
 
 
 def load_model_state(directory: Path, trained: TrainedModel) -> float:
-    """Replace weights, optimizer state and random state in place; in shards this rank's part.
+    """Restore weights, optimizer state and random state in place, or this rank's part of them.
 
     Args:
         directory: written by `PolicyState`, in any layout of ranks.
@@ -261,7 +261,8 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
 @contextmanager
 def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
-    """Name the file that the block cannot read; the first damaged one of a folder of `weights`."""
+    """Make errors of the block name the file that it cannot read, or the first damaged one in the
+    folder `weights`."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # no file is at fault
@@ -277,7 +278,7 @@ def _moment_places(trained: TrainedModel, moments: Mapping[str, Tensor]) -> Dire
     """Return the places of all ranks' moments; none before the first step."""
     if not moments:
         return {}
-    # Every parameter has been in the same steps, so one that is here stands for those elsewhere.
+    # Every parameter was in the same steps, so one of this rank represents all.
     kinds = {name.rpartition(".")[2]: moment for name, moment in moments.items()}
     return {
         key: places_of_moment(trained.places[name], moments.get(key, kinds[moment]))
@@ -304,7 +305,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _load_weights(folder: Path, trained: TrainedModel) -> float:
-    """Read this rank's rows, or load through transformers, which handles renamed weights."""
+    """Read this rank's rows, or load through transformers, which renames weights."""
     model, parameters, outline = trained.model, trained.parameters, trained.outline
     _refuse_another_family(folder, model)
     with _naming(folder, folder.parents[1], weights=folder):
@@ -323,7 +324,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
     differing = sorted(set(outline).symmetric_difference(loaded) | set(report["missing_keys"]))
-    # The folder has its own config.json: a model of another size has the same names.
+    # Build by the folder's config.json: a model of another size has the same names.
     differing += [n for n in outline if n in loaded and outline[n].shape != loaded[n].shape]
     if differing:
         raise CheckpointError(
@@ -337,7 +338,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
 
 
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse weights of another model family, which transformers would try to fit in."""
+    """Refuse weights of another model family, which transformers would try to load."""
     file = folder / "config.json"
     with _naming(file, folder.parents[1]):
         family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
@@ -374,13 +375,13 @@ def trained_model(
 
     Args:
         loaded: the same on every rank.
-        device: gets a model that stays whole.
+        device: device of a model that stays whole.
 
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     model = loaded.model
-    total = loaded.sum()  # before sharding, which leaves a part of each weight
+    total = loaded.sum()  # before sharding, which keeps only a part of each weight
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
     begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
@@ -404,7 +405,7 @@ def share_model(
     key: str,
     device: torch.device,
 ) -> Shards | None:
-    """Shard a model over the ranks; ``None``: it stays whole, on `device`. Collective.
+    """Shard a model over the ranks; return ``None`` if it stays whole, on `device`. Collective.
 
     A model that computes in another dtype than that of its weights is sharded on one rank too: FSDP
     casts a layer's weights for as long as it needs them.
@@ -416,7 +417,7 @@ def share_model(
     size = shard_size(sharding.fsdp_size, peers, parallel.world_size, f"{key}.fsdp_size")
     check_dividable(loaded.model, parallel.layout.experts)
     expert_mesh = parallel.expert_mesh(size)
-    # The gradients of a part are not summed over all ranks, as those of a whole model are.
+    # Gradients of a part are not summed over all ranks, unlike those of a whole model.
     is_cut = parallel.tensor is not None or loaded.stage is not None
     mesh = None if is_whole(sharding, size) and not is_cut else parallel.shard_mesh(size)
     if mesh is None:
@@ -428,14 +429,15 @@ def share_model(
     if parallel.tensor is not None:
         cut_modules(loaded.model, parallel.tensor)
         if loaded.model.config.model_type in FAMILIES:
-            tower_mesh = parallel.whole_mesh(size)  # also on stages without the tower
+            tower_mesh = parallel.whole_mesh(size)  # even on stages without the tower
     return shard_model(
         loaded.model,
         Meshes(mesh, expert_mesh, tower_mesh),
         loaded.files,
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
-        # Ranks of a stage would wait for one another after each micro-batch, all stages for them.
+        # Otherwise the ranks of a stage would wait for each other after each micro-batch, and all
+        # stages for them.
         sums_once=sharding.use_no_sync_for_gradient_accumulation or loaded.stage is not None,
         prefetches=sharding.forward_prefetch,
     )

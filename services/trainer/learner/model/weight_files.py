@@ -1,9 +1,9 @@
 """A model's weight files, read by parts: a rank reads its shards and nothing else.
 
-Names are those of the model's parameters, or those that transformers renames when it reads a vision
+Names are the model's parameter names, or those that transformers renames when it reads a vision
 model. The published files of a mixture of experts have a tensor for each expert and projection; the
-model has one tensor for all experts, which are its first dimension. Those of Qwen3-VL have that
-tensor with its other dimensions swapped.
+model has one tensor with the experts as first dimension. Qwen3-VL's files have that tensor with its
+other dimensions swapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sluice.weights.adapters import PROJECTIONS
 CHUNK_BYTES = 64 << 20
 _SINGLE = "model.safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# The parameter of all experts, and the tensors of one expert that make a row of it.
+# The parameter of all experts, and the tensors of one expert that form its row.
 _EXPERTS = {
     f"experts.{weight}": tuple(part for part, one in PROJECTIONS.items() if one.weight == weight)
     for weight in {one.weight for one in PROJECTIONS.values()}
@@ -34,8 +34,8 @@ _EXPERTS = {
 def expert_names(name: str, rows: int) -> list[list[str]]:
     """Return the published tensors of each expert in an experts' parameter, in order.
 
-    Their rows, one tensor below the other, are the expert's row of the parameter. Empty: `name` is
-    no parameter of experts.
+    Concatenated, they form the expert's row of the parameter. Empty if `name` is not a parameter of
+    experts.
     """
     for suffix, parts in _EXPERTS.items():
         if name.endswith(suffix):
@@ -45,7 +45,7 @@ def expert_names(name: str, rows: int) -> list[list[str]]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder, those that transformers would take.
+    """The safetensors files of a folder that transformers would load.
 
     Raises:
         OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
@@ -63,14 +63,14 @@ class WeightFiles:
         self._swapped: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        """Return whether that parameter is there, as one tensor or one for each expert."""
+        """Return whether the files have that parameter, as one tensor or one per expert."""
         return self._sources(self._stored(name), 1)[0][0] in self._opened
 
     def match(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
-        """Return whether these parameters, in their shapes, and nothing else is there as floats.
+        """Return whether the files hold exactly these parameters, with their shapes, as floats.
 
-        `fill` needs it first: it notes which parameters have swapped dimensions in the files.
-        `unused` names tensors that may be there too.
+        Call it before `fill`: it notes which parameters have swapped dimensions in the files.
+        `unused` names tensors that the files may hold as well.
         """
         read: set[str] = set()
         for name, parameter in ((self._stored(name), one) for name, one in parameters.items()):
@@ -122,7 +122,7 @@ class WeightFiles:
         return torch.stack([self._expert(parts, *columns) for parts in experts])
 
     def _expert(self, parts: Sequence[str], rows: slice, *columns: slice) -> Tensor:
-        """Return some rows of an expert's tensors, one below the other."""
+        """Return some rows of an expert's tensors, concatenated."""
         found: list[Tensor] = []
         first = 0
         for part in map(self._slice, parts):
@@ -138,11 +138,11 @@ class WeightFiles:
         return name if name in self._opened else former_name(name)
 
     def _sources(self, name: str, rows: int) -> list[list[str]]:
-        """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
+        """Return the tensors of a parameter: one, or those of each expert."""
         return (expert_names(name, rows) if name not in self._opened else []) or [[name]]
 
     def _shape(self, sources: list[list[str]], *, is_whole: bool) -> tuple[int, ...]:
-        """Return the shape of what these tensors make; empty: they do not fit together."""
+        """Return the shape of these tensors combined; empty if they do not fit together."""
         if is_whole:
             return tuple(self._slice(sources[0][0]).get_shape())
         shapes = [[tuple(self._slice(one).get_shape()) for one in parts] for parts in sources]

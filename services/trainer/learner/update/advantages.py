@@ -92,7 +92,7 @@ def token_advantages(
     mask = table.mask if passed.kept is None else table.mask & passed.kept
     inputs = AdvantageInputs(
         rewards=rewards,
-        # Of fewer than two tokens an estimator cannot whiten; only those of `mask` train anyway.
+        # An estimator cannot whiten fewer than two tokens; only those of `mask` are trained anyway.
         mask=mask if int(mask.sum()) >= 2 else table.mask,
         group_index=table.group_index,
         values=passed.values,

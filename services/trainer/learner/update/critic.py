@@ -39,7 +39,7 @@ from sluice.errors import ConfigError
 from sluice.types import TrainBatch
 
 _LOSSES = ("critic/vf_loss", "critic/loss")
-"""The same number: the critic's loss has one term. verl shows it by both names."""
+"""The same number, since the critic's loss has one term; verl logs both names."""
 
 _TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
 
@@ -54,7 +54,7 @@ def _model(config: RunConfig) -> ModelConfig:
 
 
 def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
-    """Return what this rank holds of the critic, not sharded yet."""
+    """Return this rank's stage of the critic, not sharded yet."""
     model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
     tensor, most = sizes.tensor_parallel_size, max_row_tokens(config.data)
@@ -143,7 +143,7 @@ class Critic:
             device=self._device.torch_device,
         )
         passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
-        found: list[tuple[MicroBatch, Tensor]] = []  # of a pipeline on the last stage only
+        found: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
 
         def read(number: int, values: Tensor) -> None:
             found.append((passed[number], values))

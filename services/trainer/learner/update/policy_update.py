@@ -265,7 +265,7 @@ class PolicyUpdate:
 
         def read(number: int, outputs: TokenStatistics) -> None:
             prepared = to_pass[number]
-            if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
+            if outputs.sum_pi_squared is not None:  # kept separately: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
             self._note_old_policy(prepared, outputs, sums)
 

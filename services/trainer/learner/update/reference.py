@@ -61,7 +61,7 @@ class ReferencePolicy:
     ) -> list[Tensor | None]:
         """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective.
 
-        ``None``: they are on the last stage of the pipeline.
+        ``None`` on pipeline stages before the last.
         """
         device = self._device.torch_device
         self._passes.begin(len(micro_batches))
@@ -74,7 +74,8 @@ class ReferencePolicy:
 
 
 class AdapterReference:
-    """The policy without its adapters: the model at model.path, and no second one."""
+    """The policy without its adapters, which is the model at model.path: no second model is
+    needed."""
 
     def __init__(self, policy: TrainedModel, device: Device, parallel: DataParallel) -> None:
         self._model = policy.model

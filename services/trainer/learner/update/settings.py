@@ -1,4 +1,4 @@
-"""What the policy update reads from the run's configuration, checked."""
+"""Read and check the settings of the policy update."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sluice.errors import ConfigError
 class UpdateSettings:
     """The run's configuration, checked, and what the update derives from it.
 
-    With several sources `sources` is the table of their estimators and losses, by name. What one
-    pass over the whole batch serves is needed if any of them needs it.
+    With several sources, `sources` maps their names to their estimators and losses. A pass over the
+    whole batch is needed if any source needs it.
     """
 
     config: RunConfig
@@ -39,7 +39,7 @@ class UpdateSettings:
     sources: Mapping[str, UpdateSettings] = field(default_factory=dict)
 
     def of(self, source: str) -> UpdateSettings:
-        """Return the settings of a source; those of the run where it has only one."""
+        """Return the settings of a source; those of the run if there is only one."""
         return self.sources[source] if source else self
 
     @property
