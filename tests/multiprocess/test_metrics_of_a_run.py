@@ -87,7 +87,7 @@ def observed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
         await run.until(lambda: something_is_trained(run, seen), "tokens that were trained")
         await run.until_step(5)
         await run.until(lambda: all_is_known(run, seen), "demand, and tokens of both replicas")
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     settings = (
         "trainer.total_training_steps=1000000",

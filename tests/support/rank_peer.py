@@ -64,7 +64,7 @@ from sluice.weights import rank_sender
 from sluice.weights.group import TransferGroup
 from sluice.weights.rank_sender import OtherRank
 from tests.support.made_bytes import MadeBytes
-from tests.support.publisher_fleet import TIMEOUT_S, Trainer
+from tests.support.publisher_fleet import Trainer
 from tests.support.taken_samples import MadeSamples, outline_of
 from tests.support.tiny_policy import (
     adapting,
@@ -84,6 +84,7 @@ from tests.support.vision_batches import make_image_batch
 from tests.support.weight_digest import plain_digest
 
 NUM_GROUPS = 4
+SENDS_WITHIN_S = 60.0
 UNIFORM = (2, 3)
 NUM_EXPERTS = 8
 SOURCES = ("math", "code")
@@ -377,7 +378,7 @@ def run(
     fails_between_stages: tuple[int, int, bool] | None = None,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
-    sends_within_s: float = TIMEOUT_S,
+    sends_within_s: float = SENDS_WITHIN_S,
     fails_to_send: tuple[str, int, int] | None = None,
 ) -> None:
     if holds is not None:
@@ -402,7 +403,7 @@ def run(
     samples = MadeSamples(partial(made_batch, model))
     weights = structs.replace(config.sluice.weights, timeout_s=sends_within_s)
     config = structs.replace(config, sluice=structs.replace(config.sluice, weights=weights))
-    snapshots = PolicySnapshots(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
+    snapshots = PolicySnapshots(learner, parallel.rank, torch.bfloat16, SENDS_WITHIN_S)
     with parallel:
         with connected_ranks(config, snapshots, parallel) as others:
             answer("ready")

@@ -77,7 +77,7 @@ class ReplicaProcess:
         """Tokens that its engine has sampled."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
-            status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)
+            status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=START_TIMEOUT_S)
         return int(status.generated_tokens)
 
 

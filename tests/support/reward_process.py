@@ -54,12 +54,12 @@ class RewardProcess:
     stub: Any
     log: list[str] = field(default_factory=list)
 
-    async def stop(self, timeout_s: float = 20.0) -> int:
+    async def stop(self, timeout_s: float = 120.0) -> int:
         """SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return await self.wait(timeout_s)
 
-    async def wait(self, timeout_s: float = 20.0) -> int:
+    async def wait(self, timeout_s: float = 120.0) -> int:
         """The exit code."""
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
@@ -93,29 +93,44 @@ class RewardProcess:
                 replicas=[replica_to_proto(r.info, version) for r in replicas],
                 resume_from=progress_to_proto(resume_from) if resume_from else None,
             ),
-            timeout=60,
+            timeout=240,
         )
 
-    async def take(self, step: int, version: int, timeout_s: float = 30.0) -> TrainBatch:
+    async def take(self, step: int, version: int, timeout_s: float = 240.0) -> TrainBatch:
         """Take a batch."""
         request = reward_pb2.TakeBatchRequest(step=step, policy_version=version)
         outline = outline_from_proto((await self.stub.TakeBatch(request, timeout=timeout_s)).batch)
         rows = range(sum(len(group.rollouts) for group in outline.groups))
         return await with_samples(outline, rows, self.samples(outline.batch_id, rows))
 
+    async def awaited(self, step: int, version: int, words: str) -> grpc.StatusCode:
+        """Ask for a batch that does not come; return the error's code once it has `words`.
+
+        A busy service may not answer by a short deadline, and its caller then says nothing.
+        """
+        error: Any = None
+        for timeout_s in (3.0, 60.0):
+            try:
+                await self.take(step, version, timeout_s)
+            except grpc.aio.AioRpcError as found:
+                error = found
+            if error is not None and words in str(error.details()):
+                return error.code()  # type: ignore[no-any-return]
+        raise AssertionError(f"{words!r} is not in {error!r}")
+
     def samples(self, batch_id: str, rows: Sequence[int]) -> Any:
         """These samples of a leased batch, and their prompts."""
         request = reward_pb2.TakeSamplesRequest(batch_id=batch_id, rows=rows)
-        return self.stub.TakeSamples(request, timeout=60)
+        return self.stub.TakeSamples(request, timeout=240)
 
     async def acknowledge(self, batch: TrainBatch, step: int) -> None:
         """Report a batch as trained."""
         request = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
-        await self.stub.AcknowledgeBatch(request, timeout=60)
+        await self.stub.AcknowledgeBatch(request, timeout=240)
 
     async def status(self) -> Any:
         """Its status; fails unless the accounts add up and every prompt is where they say."""
-        status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
+        status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=240)
         ended = sum(status.prompts_by_end.values())
         assert status.prompts_submitted == ended + status.prompts_pending
         assert status.statistics["reward/prompts_lost"] == 0

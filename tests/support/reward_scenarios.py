@@ -14,7 +14,7 @@ from tests.support.reward_process import RewardProcess
 from tests.support.scripted_rollout import ScriptedReplica
 
 SAMPLES = 4
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, Any]:
@@ -24,8 +24,14 @@ def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, 
         "data": {"train_files": str(train), "train_batch_size": 8},
         "actor_rollout_ref": {"rollout": {"n": SAMPLES, "max_num_seqs": 64}},
         "algorithm": {"filter_groups": {"enable": True}},
+        "reward": {"scorer_pool": {"timeout_s": 60.0}},  # however long a busy machine keeps it
         "trainer": {"total_epochs": 1},
-        "sluice": {"run_dir": str(tmp_path / "run"), "asynchrony": {"max_staleness": 0}},
+        "sluice": {
+            "run_dir": str(tmp_path / "run"),
+            "asynchrony": {"max_staleness": 0},
+            "reward": {"stall_timeout_s": 120.0},
+            "shutdown_grace_s": 120.0,
+        },
     }
     for key, value in sections.items():
         section = tree

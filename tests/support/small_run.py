@@ -39,11 +39,19 @@ from tests.support.preloaded import PreloadedHost
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
-WAIT_S, LAST_LOOKS_S = 120.0, 5.0
+WAIT_S, LAST_LOOKS_S, GRACE_S = 300.0, 120.0, 120.0
 ENDLESS = ("trainer.total_training_steps=1000000", "trainer.total_epochs=1000")
 """For a run that its test ends."""
 SLOWLY = "reward.custom_reward_function.name=slowly"
 """For a run that trains while its test waits for other processes: it leaves them the cores."""
+# A busy machine lets a process stand still for some seconds; here that is no death and no stall.
+# What a test kills is noticed without these limits.
+_PATIENT = {
+    "trainer": {"replica_ttl_s": 60.0, "replica_stall_s": 120.0},
+    "reward": {"stall_timeout_s": 120.0, "slow_factor": None},
+    "weights": {"timeout_s": 60.0, "probe_timeout_s": 30.0},
+    "shutdown_grace_s": GRACE_S,
+}
 
 SCORER = """
 import time
@@ -112,7 +120,7 @@ def _tree(folder: Path) -> dict[str, Any]:
         },
         "reward": {
             "custom_reward_function": {"path": str(folder / "scorer.py")},
-            "scorer_pool": {"num_workers": 1},
+            "scorer_pool": {"num_workers": 1, "timeout_s": 120.0},
         },
         "trainer": {
             "total_training_steps": 4,
@@ -121,7 +129,7 @@ def _tree(folder: Path) -> dict[str, Any]:
             "logger": ["jsonl"],
             "device": "cpu",
         },
-        "sluice": {"asynchrony": {"max_staleness": 1}, "shutdown_grace_s": 30.0},
+        "sluice": {"asynchrony": {"max_staleness": 1}, **_PATIENT},
     }
 
 
@@ -206,7 +214,7 @@ class LiveRun:
         """A supervisor of one more replica, not started yet."""
         spec = replace(rollout_service(self.config, self._config_file, index), restarts=NO_RESTARTS)
         logs = self._config_file.parent / "logs"
-        return Supervisor([spec], logs, lambda *_: None, 30.0, PreloadedHost())
+        return Supervisor([spec], logs, lambda *_: None, GRACE_S, PreloadedHost())
 
     async def status(self) -> trainer_pb2.GetStatusResponse:
         """The trainer's status."""
@@ -273,7 +281,7 @@ async def _run(config: RunConfig, run_dir: Path, scenario: Scenario) -> Record:
         specs,
         run_dir / "logs",
         lambda name, line: lines.append((name, line)),
-        35.0,
+        GRACE_S + 30.0,
         PreloadedHost(),
     )
     run = LiveRun(config, config_file, supervisor)

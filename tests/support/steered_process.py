@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.preloaded import PreloadedProcess
 
-ANSWER_S = 180.0
+ANSWER_S = 300.0
 ENDED = object()
 
 

@@ -26,7 +26,7 @@ from sluice.launch.processes import supervisor
 from tests.support.preloaded import PreloadedHost
 from tools.launched_run import LaunchedRun
 
-_END_S = 120.0
+_END_S = 400.0
 
 
 class ThreadedUp:
