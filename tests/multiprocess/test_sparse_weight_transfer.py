@@ -154,20 +154,25 @@ _DAMAGE = {
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_old_version_stays() -> None:
-    with _trainer(LONG_S) as trainer, peer_processes(["r0"]) as peers:
-        (peer,) = peers
-        for number, (place, said) in enumerate(_DAMAGE.values(), start=1):
-            trainer.form(peers)
-            trainer.send(peers, number)
-            update, weights = trainer.changes(number + 1), _version(number + 1)
-            peer.stage(number + 1, keep=1, bucket=3, flip=place)
-            with suppress(SluiceError):
-                trainer.sender.broadcast(weights, number + 1, _NEVER, update)
-            answer = peer.answer()
-            assert answer["error"] == "WeightSyncError"
-            assert f"trainer failed in phase receiving version {number + 1}" in answer["message"]
-            assert said in answer["message"]
-            _assert_still_holds(peer, number)
+    def attempt(timeout_s: float) -> None:
+        with _trainer(timeout_s) as trainer, peer_processes(["r0"]) as peers:
+            (peer,) = peers
+            for number, (place, said) in enumerate(_DAMAGE.values(), start=1):
+                trainer.form(peers)
+                trainer.send(peers, number)
+                update, weights = trainer.changes(number + 1), _version(number + 1)
+                peer.stage(number + 1, keep=1, bucket=3, flip=place)
+                with suppress(SluiceError):
+                    trainer.sender.broadcast(weights, number + 1, _NEVER, update)
+                answer = peer.answer()
+                assert answer["error"] == "WeightSyncError"
+                assert (
+                    f"trainer failed in phase receiving version {number + 1}" in answer["message"]
+                )
+                assert said in answer["message"]
+                _assert_still_holds(peer, number)
+
+    in_time(attempt)
 
 
 def test_changes_since_a_version_that_is_not_held_are_refused_at_once() -> None:
