@@ -135,15 +135,18 @@ async def test_samples_continue_elsewhere_token_for_token(
     unbroken: list[tuple[str, list[list[int]]]],
 ) -> None:
     # Sooner than a ping of gRPC finds a process that hangs: that is another reason.
-    stalls = {"sluice__reward__stall_timeout_s": 2.5} if misfortune is hung else {}
+    stalls = {"sluice__reward__stall_timeout_s": 1.0} if misfortune is hung else {}
     config = configuration(tmp_path, **stalls)
-    # All tokens would take it a minute: it is in the middle of them whenever the test acts.
-    async with running(model_folder, config, one=0.6, two=0.0) as run:
+    # All tokens would take the others minutes: they are in the middle whenever the test acts.
+    num_tokens = 20 if stalls else 3
+    async with running(model_folder, config, one=0.02 if stalls else 1.5, two=0.0) as run:
         await run.announce("one")
 
         async def some_tokens_came() -> bool:
             status = await run.service.status()
-            return bool(status.statistics["reward/tokens/received"] >= 3 * SAMPLES * GROUPS)
+            return bool(
+                status.statistics["reward/tokens/received"] >= num_tokens * SAMPLES * GROUPS
+            )
 
         await until(some_tokens_came)
         await misfortune(run)
