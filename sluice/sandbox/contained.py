@@ -23,15 +23,16 @@ from sluice.concurrency.process import stat_fields
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
-END_TIMEOUT_S = 2.0
-"""Seconds in which a killed sandbox has to be gone."""
-START_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 20.0
+"""Seconds in which a killed sandbox has to be gone; a busy machine needs some."""
+START_TIMEOUT_S = 30.0
 """Seconds in which the wrapper has to say which process is the first of its namespace."""
 READY = b"sluice: ready\n"
 """What the sandbox writes to standard error once its limits hold, just before the program."""
 MARK_VARIABLES = ("SLUICE_SCORER_MARK",)
 """Variables by which the reward service finds what its processes started."""
 _LOOK_S = 0.05
+_TAKE_DOWN_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _SHOWN_BYTES = 500
 _PROC = Path("/proc")
@@ -121,7 +122,7 @@ class ContainedProcess:
                 # A wrapper may have to take its sandbox down.
                 self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_TIMEOUT_S / 2)  # it reaps the first process
+                self.process.wait(_TAKE_DOWN_S)  # it reaps the first process
             self._signal(signal.SIGKILL)
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

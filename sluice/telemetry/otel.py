@@ -46,8 +46,8 @@ except ImportError as missing:
         "sluice.telemetry.traces.endpoint out"
     ) from missing
 
-EXPORT_TIMEOUT_S = 5
-"""Seconds that a batch to a collector may take, retries included."""
+EXPORT_TIMEOUT_S = 20
+"""Seconds that a batch to a collector may take, retries included: a busy one may stand still."""
 MOST_QUEUED = 16_384
 """Spans that wait at most for each destination, about 1 kB each."""
 BATCH = 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -55,19 +56,26 @@ def generated(page: Page) -> float:
     return page.get(("sluice_replica_generated_tokens_total", ()), 0.0)
 
 
-async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
+async def scrape(run: LiveRun, into: dict[str, Page]) -> bool:
+    """Read all pages; false if a busy process did not answer in its time."""
     for name, address in targets(run.run_dir).items():
-        into[name] = parsed(await asyncio.to_thread(fetch, address))
+        try:
+            into[name] = parsed(await asyncio.to_thread(fetch, address))
+        except (OSError, HTTPException):
+            return False
+    return True
 
 
 async def something_is_trained(run: LiveRun, seen: Seen) -> bool:
-    await scrape(run, seen.early)
+    if not await scrape(run, seen.early):
+        return False
     page = seen.early["trainer"]
     return trained(page) > 0 and sampled(page) > 0
 
 
 async def all_is_known(run: LiveRun, seen: Seen) -> bool:
-    await scrape(run, seen.late)
+    if not await scrape(run, seen.late):
+        return False
     if "sluice_rollout_demand_replicas" not in names(seen.late["reward"]):
         return False
     if trained(seen.late["trainer"]) <= trained(seen.early["trainer"]):
@@ -87,7 +95,7 @@ def observed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
         await run.until(lambda: something_is_trained(run, seen), "tokens that were trained")
         await run.until_step(5)
         await run.until(lambda: all_is_known(run, seen), "demand, and tokens of both replicas")
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     settings = (
         "trainer.total_training_steps=1000000",

@@ -38,7 +38,7 @@ from tests.support.token_replica import TokenReplica
 ROOT = Path(__file__).resolve().parents[2]
 NODE_CLIENT = ROOT / "tests" / "support" / "node_client"
 ROLLOUT, REWARD = "sluice.api.rollout.v1.RolloutService", "sluice.api.reward.v1.RewardService"
-WAIT_S = 120
+WAIT_S = 600
 
 NOT_INSTALLED = "node or its packages are not installed; `make test-clients` installs the packages"
 

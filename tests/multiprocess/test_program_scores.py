@@ -98,7 +98,7 @@ print(found)
 @pytest.fixture(scope="module")
 def grade() -> ProgramTests:
     need_bubblewrap()
-    return ProgramTests(process_sandbox(BUBBLEWRAP), limits_of(BUBBLEWRAP), 15.0)
+    return ProgramTests(process_sandbox(BUBBLEWRAP), limits_of(BUBBLEWRAP), 300.0)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,14 @@ def test_the_score_is_the_share_of_the_tests_that_a_program_passes(
 def test_a_test_that_takes_too_long_fails_and_the_others_count(
     grade: ProgramTests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_tests, "TEST_S", 1.5)
     program = "n = int(input())\nwhile n == 2: pass\nprint(2 * n)"
-    assert grade(program, DOUBLES) == pytest.approx(2 / 3)
+    # A busy machine may not run the other tests in the first of these times.
+    for test_s in (1.5, 20.0):
+        monkeypatch.setattr(program_tests, "TEST_S", test_s)
+        score = grade(program, DOUBLES)
+        if score > 0.5:
+            break
+    assert score == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -194,19 +199,19 @@ def test_no_expected_output_is_in_the_sandbox(grade: ProgramTests) -> None:
 
 def test_a_sandbox_that_fails_is_no_score() -> None:
     broken = SandboxConfig(backend="command", command=["/bin/sh", "-c", "exit 125"])
-    grade = ProgramTests(process_sandbox(broken), limits_of(broken), 5.0)
+    grade = ProgramTests(process_sandbox(broken), limits_of(broken), 60.0)
     with pytest.raises(SandboxUnavailableError):
         grade("print(1)", DOUBLES)
     no_python = ProgramTests(
         process_sandbox(SandboxConfig(backend="command", command=["/bin/false"])),
         limits_of(broken),
-        5.0,
+        60.0,
     )
     with pytest.raises(SandboxUnavailableError, match="did not start the tests"):
         no_python("print(1)", DOUBLES)
 
 
-RULES_ONLY, POOL = CustomRewardFunctionConfig(), ScorerPoolConfig(num_workers=1, timeout_s=15.0)
+RULES_ONLY, POOL = CustomRewardFunctionConfig(), ScorerPoolConfig(num_workers=1, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])

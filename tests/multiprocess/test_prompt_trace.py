@@ -80,7 +80,7 @@ def run(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Trace
             trained.update(await submitted(live, f"client-{batch}", CLIENT, 4))
             batch += 1
         await live.until_step(max(trained.values()) + 1)
-        await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     if find_spec("opentelemetry") is None:
         record, collected = run_to_end(small_assets, folder, overrides, use), None
@@ -254,7 +254,7 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
             return all("spans do not reach" in log.read_text(encoding="utf-8") for log in logs)
 
         await live.until(reported, "an export that failed in every process")
-        await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     record = run_to_end(small_assets, tmp_path / "run", [*ENDLESS, SLOWLY, dead], outlast_an_export)
     assert record.end.exit_code == 0, record.lines

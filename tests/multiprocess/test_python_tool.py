@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,10 +18,6 @@ from tests.support.reward_process import own_children
 from tests.support.sandboxes import OWN_COMMAND, need_bubblewrap
 
 
-def _waits(request: pytest.FixtureRequest) -> bool:
-    return "come_back" in request.node.name
-
-
 @pytest.fixture(params=["bubblewrap", "command"])
 def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
     if request.param == "bubblewrap":
@@ -28,8 +25,8 @@ def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, as_variable(OWN_COMMAND, SandboxFusionConfig())[VARIABLE])
-    # Time enough for a Python that starts on busy cores, unless the test waits for its end.
-    monkeypatch.setattr(python_tool, "CALL_S", 2.0 if _waits(request) else 20.0)
+    # Time enough for a Python that starts on busy cores.
+    monkeypatch.setattr(python_tool, "CALL_S", 300.0)
     tool = Python()
     tool.reset(prompt="?", ground_truth="4")
     yield tool
@@ -76,7 +73,12 @@ def test_code_that_does_not_come_back_costs_its_state_and_says_so(
     tool: Python, code: str, reason: str
 ) -> None:
     tool.python("x = 1")
+    interpreter = tool._interpreter
+    if reason == "timed out":
+        patient, interpreter._limits = interpreter._limits, replace(interpreter._limits, wall_s=2.0)
     text = tool.python(code)
+    if reason == "timed out":
+        interpreter._limits = patient
     assert text.endswith(f"[{reason}; Python starts again, without variables and files]")
     assert len(text) < 9000
     assert "NameError" in tool.python("x")

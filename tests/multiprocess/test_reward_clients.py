@@ -15,7 +15,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.errors import ValidationFailedError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import reward_process, turn
-from tests.support.reward_scenarios import mixed, until
+from tests.support.reward_scenarios import WAIT_S, mixed, until
 from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
 
 SCORER_WITH_A_METRIC_FOR_SOME = """
@@ -58,7 +58,7 @@ async def test_a_clients_prompt_without_the_filters_metric_ends_alone_and_says_w
 ) -> None:
     replica = ScriptedReplica()
     async with scripted_replicas(replica), reward_process(elegant()) as service:
-        call = service.stub.SubmitPrompts(timeout=30)
+        call = service.stub.SubmitPrompts(timeout=WAIT_S)
         for request in (prompt("odd", "plain"), prompt("sound", "mine")):
             await call.write(request)
             await call.read()
@@ -101,13 +101,13 @@ async def test_a_caller_that_leaves_an_evaluation_ends_its_generation(
     config = configure(mixed(8), data__train_files=None, data__val_files=str(validation))
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
-        call = service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=0), timeout=60)
+        call = service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=0), timeout=WAIT_S)
         await until(lambda: len(replica.calls) == 6)
         call.cancel()
         await until(lambda: all(call.was_cancelled for call in replica.calls))
         replica.before_sample = None
         request = reward_pb2.EvaluateRequest(policy_version=0)
-        answer = await service.stub.Evaluate(request, timeout=30)
+        answer = await service.stub.Evaluate(request, timeout=WAIT_S)
     assert answer.metrics["val-aux/num_prompts"] == 6
     assert answer.metrics["val-aux/num_failed_samples"] == 0
 
@@ -127,7 +127,7 @@ async def test_a_validation_that_fails_is_not_asked_for_again_and_says_why(
     )
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
-        client = RewardClient(service.stub, "trainer-1", batch_timeout_s=60.0)
+        client = RewardClient(service.stub, "trainer-1", batch_timeout_s=WAIT_S)
         with pytest.raises(
             ValidationFailedError, match=r"version 0: 6 of 6 .*ValueError: no grade"
         ):

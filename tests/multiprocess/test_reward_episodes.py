@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.client import AsyncClient, RunAddress
+from sluice.client import AsyncClient, RetryPolicy, RunAddress
 from sluice.client.leases import LeasedAnswer, LeasedSample
 from sluice.errors import NotFoundError
 from sluice.launch.service_spec import free_ports
@@ -31,12 +31,14 @@ from tests.support.scripted_policy import scripted_policy
 from tests.support.source_tree import ROOT
 from tests.support.verl_tools import verl_tools
 
+PATIENT = RetryPolicy(patience_s=WAIT_S)
+
 
 async def test_a_service_with_addresses_trains_episodes_and_closes_each(
     tmp_path: Path, configure: Callable[..., Path]
 ) -> None:
     world = ScriptedEnvironment(score=lambda episode: float(index_of(episode) == 0))
-    config = configure(mixed(12), sluice__environment__call_timeout_s=20.0)
+    config = configure(mixed(12), sluice__environment__call_timeout_s=WAIT_S)
     folder = tmp_path / "model"
     folder.mkdir()
     async with (
@@ -225,7 +227,7 @@ async def test_a_lease_outlives_a_kill_of_the_service_between_its_turns(
     folder.mkdir()
     async with (
         scripted_policy("qwen2.5", folder, jar_policy("C")) as (address, engine),
-        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}")) as client,
+        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}"), policy=PATIENT) as client,
         asyncio.TaskGroup() as tasks,
     ):
         replica = Announced(ReplicaInfo("rollout-0", "one", address, 8))
@@ -266,7 +268,7 @@ async def test_a_sample_whose_end_was_posted_before_a_kill_needs_no_program_afte
     folder.mkdir()
     async with (
         scripted_policy("qwen2.5", folder, jar_policy("C")) as (address, engine),
-        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}")) as client,
+        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}"), policy=PATIENT) as client,
     ):
         replica = Announced(ReplicaInfo("rollout-0", "one", address, 8))
         async with reward_process(config) as service:
@@ -301,7 +303,7 @@ async def test_a_lease_whose_turns_are_too_old_after_a_restart_is_given_up_as_an
     folder.mkdir()
     async with (
         scripted_policy("qwen2.5", folder, jar_policy("C")) as (address, _),
-        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}")) as client,
+        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}"), policy=PATIENT) as client,
     ):
         replica = Announced(ReplicaInfo("rollout-0", "one", address, 8))
         async with reward_process(config) as service:

@@ -32,8 +32,11 @@ async def test_only_the_missing_samples_of_a_dead_replica_are_generated_elsewher
         status = await service.status()
     assert all(len(g.rollouts) == SAMPLES for g in batch.groups)
     assert dying.calls
-    again = [c for c in sound.calls if c.sample_indexes == (2, 3)]
-    assert len(again) == len(dying.calls)
+    # One that failed is tried again after a pause, however short that is to a busy service.
+    failed = {c.content for c in dying.calls}
+    again = [c for c in sound.calls if c.content in failed]
+    assert {c.content for c in again} == failed
+    assert {c.sample_indexes for c in again} == {(2, 3)}
     assert status.prompts_submitted == 8
 
 
@@ -107,12 +110,10 @@ async def test_taking_a_batch_without_a_replica_ends_by_its_deadline_and_says_so
     configure: Callable[..., Path],
 ) -> None:
     async with reward_process(configure(mixed(8))) as service:
-        with pytest.raises(grpc.aio.AioRpcError, match="trainer: announcing a policy") as first:
-            await service.take(1, 0, timeout_s=3.0)
-        assert first.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        code = await service.awaited(1, 0, "trainer: announcing a policy")
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         await service.announce(0, [])
-        with pytest.raises(grpc.aio.AioRpcError, match="none is announced"):
-            await service.take(1, 0, timeout_s=3.0)
+        await service.awaited(1, 0, "none is announced")
         status = await service.status()
         assert [wait.peer for wait in status.awaited] == ["rollout fleet"]
 

@@ -14,7 +14,7 @@ import pytest
 from sluice.client import AsyncClient, NewPrompt, RetryPolicy, RunAddress
 from sluice.types import ChatMessage
 from tests.support.reward_process import LISTENING, RewardProcess, reward_process
-from tests.support.reward_scenarios import mixed
+from tests.support.reward_scenarios import WAIT_S, mixed
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 NUM_PROMPTS, MOST = 60, 6
@@ -38,12 +38,13 @@ def address_of(service: RewardProcess) -> str:
     return found[0]
 
 
-async def train(service: RewardProcess, replica: ScriptedReplica) -> None:
-    """Takes batch after batch."""
+async def train(service: RewardProcess, replica: ScriptedReplica, full: asyncio.Event) -> None:
+    """Takes batch after batch, once the client can have no more prompts unfinished."""
+    await full.wait()
     step = 0
     while True:
         await service.announce(step, [replica])
-        batch = await service.take(step + 1, step, timeout_s=60)
+        batch = await service.take(step + 1, step)
         step += 1
         await service.acknowledge(batch, step)
 
@@ -60,14 +61,18 @@ async def test_prompts_beyond_a_limit_are_all_trained_or_filtered(
     replica = ScriptedReplica()
     async with scripted_replicas(replica), reward_process(config) as service:
         address = RunAddress(reward=address_of(service))
-        policy = RetryPolicy(first_s=0.1, most_s=0.5, patience_s=5.0)
+        policy = RetryPolicy(first_s=0.1, most_s=0.5, patience_s=WAIT_S)
         async with (
             AsyncClient(address, name=named, policy=policy) as client,
-            asyncio.timeout(90),
+            asyncio.timeout(2 * WAIT_S),
             asyncio.TaskGroup() as tasks,
         ):
-            training = tasks.create_task(train(service, replica))
-            events = [event async for event in client.submit(prompts())]
+            full, events = asyncio.Event(), []
+            training = tasks.create_task(train(service, replica, full))
+            async for event in client.submit(prompts()):
+                events.append(event)
+                if len(events) == MOST:
+                    full.set()
             training.cancel()
         status = await service.status()
     assert Counter(event.event for event in events) == {

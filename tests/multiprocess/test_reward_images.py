@@ -14,7 +14,7 @@ from sluice.api.reward.v1 import reward_pb2
 from tests.support.image_files import png
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import failed_start, reward_process, turn
-from tests.support.reward_scenarios import mixed
+from tests.support.reward_scenarios import WAIT_S, mixed
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 VISION = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}}
@@ -103,7 +103,7 @@ async def test_images_of_clients_outlive_the_service_that_accepted_them(
     }
     async with scripted_replicas(replica):
         async with reward_process(config) as service:
-            call = service.stub.SubmitPrompts(timeout=60)
+            call = service.stub.SubmitPrompts(timeout=WAIT_S)
             for request in (*requests, *hostile.values()):
                 await call.write(request)
             receipts = [(await call.read()).receipt for _ in range(13)]
@@ -126,7 +126,7 @@ async def test_a_model_of_text_alone_refuses_images_at_both_doors(
     path = model(tmp_path, {"model_type": "qwen2"})
     config = configure(mixed(24), actor_rollout_ref__model__path=path)
     async with reward_process(config) as service:
-        call = service.stub.SubmitPrompts(timeout=60)
+        call = service.stub.SubmitPrompts(timeout=WAIT_S)
         await call.write(submission("p", "<image> answer=1 right=2", png()))
         receipt = (await call.read()).receipt
         call.cancel()
@@ -149,6 +149,6 @@ async def test_images_of_validation_rows_reach_replicas(
     write_image_rows(tmp_path, 4)
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
-        await service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=0), timeout=60)
+        await service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=0), timeout=WAIT_S)
     seen = [call.images for call in replica.calls if len(call.sample_indexes) == 1]
     assert sorted(seen) == sorted((image_of(i),) for i in range(4))

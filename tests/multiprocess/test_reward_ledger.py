@@ -16,7 +16,7 @@ import pytest
 from sluice.api.reward.v1 import reward_pb2
 from sluice.types import TrainBatch
 from tests.support.reward_process import RewardProcess, failed_start, reward_process, turn
-from tests.support.reward_scenarios import identity, mixed
+from tests.support.reward_scenarios import WAIT_S, identity, mixed
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 BATCH = 8
@@ -37,7 +37,7 @@ def request(name: str, content: str = "answer=1 right=2") -> reward_pb2.SubmitPr
 
 async def submit(service: RewardProcess, *requests: reward_pb2.SubmitPromptsRequest) -> Any:
     """A call that has its receipts, and the receipts."""
-    call = service.stub.SubmitPrompts(timeout=60)
+    call = service.stub.SubmitPrompts(timeout=WAIT_S)
     receipts = []
     for each in requests:
         await call.write(each)
@@ -71,7 +71,7 @@ class Trainer:
         while True:
             if self.in_hand is None:
                 await service.announce(self.version, [self.replica])
-                self.in_hand = await service.take(self.version + 1, self.version, timeout_s=5)
+                self.in_hand = await service.take(self.version + 1, self.version)
                 self.trained += ids(self.in_hand)
             await service.acknowledge(self.in_hand, self.version + 1)
             self.version, self.in_hand = self.version + 1, None
@@ -153,7 +153,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
         async with reward_process(config) as service:
             call, (other,) = await submit(service, request("kept", "another question"))
             assert "used before" in other.refused_because
-            call = service.stub.SubmitPrompts(iter(asked), timeout=30)
+            call = service.stub.SubmitPrompts(iter(asked), timeout=WAIT_S)
             events = [await call.read() for _ in range(5)]
             await service.announce(1, [replica])
             late = await service.take(2, 1)

@@ -55,8 +55,7 @@ async def test_a_restarted_service_continues_where_the_trainer_says_the_data_set
             service.process.kill()
             await service.wait()
         async with reward_process(config) as service:
-            with pytest.raises(grpc.aio.AioRpcError, match="announcing a policy"):
-                await service.take(4, 3, timeout_s=4.0)
+            await service.awaited(4, 3, "announcing a policy")
             await trainer.announce(service)
             again = await service.take(4, 3)
             with pytest.raises(grpc.aio.AioRpcError, match="is not leased"):

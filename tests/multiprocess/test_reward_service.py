@@ -17,7 +17,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import failed_start, reward_process, turn
-from tests.support.reward_scenarios import mixed, train, until
+from tests.support.reward_scenarios import WAIT_S, mixed, train, until
 from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
 
 HOSTILE_SCORER = """
@@ -43,37 +43,43 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 
 
+FAULTS = {
+    "exit": "scorer_crash",
+    "allocate": "unscorable",
+    "raise": "unscorable",
+    "nan": "unscorable",
+    "text": "unscorable",
+}
+HANGS = {"sleep": "scorer_timeout", "regex": "scorer_timeout"}
+
+
+# Those that hang have pools of their own: no other sample has to be graded in a second.
+@pytest.mark.parametrize(("timeout_s", "failures"), [(1.0, HANGS), (WAIT_S, FAULTS)])
 async def test_what_a_scorer_does_never_becomes_a_number(
-    tmp_path: Path, configure: Callable[..., Path]
+    tmp_path: Path, configure: Callable[..., Path], timeout_s: float, failures: dict[str, str]
 ) -> None:
     scorer = tmp_path / "hostile.py"
     scorer.write_text(HOSTILE_SCORER)
     config = configure(
         mixed(8),
         reward__custom_reward_function__path=str(scorer),
-        reward__scorer_pool__timeout_s=1.0,
+        reward__scorer_pool__timeout_s=timeout_s,
         reward__scorer_pool__num_workers=2,
     )
-    deeds = ["fine", "sleep", "regex", "exit", "allocate", "raise", "nan", "text", "good"]
+    others = ["fine", "good"] if failures is FAULTS else []
+    deeds = [*others[:1], *failures, *others[1:]]
     items = [reward_pb2.ScoreItem(data_source="mine", response=deed) for deed in deeds]
     async with reward_process(config) as service:
         before = set(service.children())
-        answer = await service.stub.Score(reward_pb2.ScoreRequest(items=items), timeout=60)
-        await until(lambda: len(service.children()) == 2)
+        answer = await service.stub.Score(reward_pb2.ScoreRequest(items=items), timeout=WAIT_S)
+        # What a sample ended is started again for the next one.
+        await until(lambda: len(service.children()) == (2 if others else 1))
         assert set(service.children()) != before
     results = dict(zip(deeds, answer.results, strict=True))
-    assert results["fine"].score.score == results["good"].score.score == 1.0
-    assert results["good"].score.prediction == "good"
-    failures = {deed: r.failure.split(":")[0] for deed, r in results.items() if r.failure}
-    assert failures == {
-        "sleep": "scorer_timeout",
-        "regex": "scorer_timeout",
-        "exit": "scorer_crash",
-        "allocate": "unscorable",
-        "raise": "unscorable",
-        "nan": "unscorable",
-        "text": "unscorable",
-    }
+    assert {d: r.failure.split(":")[0] for d, r in results.items() if r.failure} == failures
+    for deed in others:
+        assert results[deed].score.score == 1.0
+        assert results[deed].score.prediction == deed
 
 
 async def test_sigterm_ends_the_service_in_order_with_no_child_left(
@@ -85,7 +91,7 @@ async def test_sigterm_ends_the_service_in_order_with_no_child_left(
         await never.wait()
 
     replica = ScriptedReplica(before_sample=hang)
-    config = configure(mixed(8), sluice__shutdown_grace_s=10.0)
+    config = configure(mixed(8))
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
         await until(lambda: len(replica.calls) == 8)
@@ -93,8 +99,9 @@ async def test_sigterm_ends_the_service_in_order_with_no_child_left(
         taking = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_failure_of(service.take(1, 0), taking))
-            await service.status()  # behind the call above on the same connection
-            assert await service.stop(10.0) == 0
+            for _ in range(2):  # the second one is behind the call above on the same connection
+                await service.status()
+            assert await service.stop() == 0
         assert "shutting down" in str(taking.result())
         await until(lambda: all(call.was_cancelled for call in replica.calls))
     assert children
@@ -119,7 +126,7 @@ async def test_scorer_processes_die_with_a_killed_service_even_in_the_middle_of_
         children = service.children()
         async with asyncio.TaskGroup() as tasks:
             failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-            call = service.stub.Score(reward_pb2.ScoreRequest(items=[item]), timeout=60)
+            call = service.stub.Score(reward_pb2.ScoreRequest(items=[item]), timeout=WAIT_S)
             tasks.create_task(_failure_of(call, failure))
             (child,) = children
             started_s = cpu_seconds(child)
@@ -158,7 +165,7 @@ async def test_clients_get_receipts_then_outcomes_and_duplicates_are_refused(
             )
 
     async with scripted_replicas(replica), reward_process(config) as service:
-        call = service.stub.SubmitPrompts(messages(), timeout=30)
+        call = service.stub.SubmitPrompts(messages(), timeout=WAIT_S)
         events = [await call.read() for _ in requests]
         await service.announce(0, [replica])
         batch = await service.take(1, 0)
@@ -192,7 +199,7 @@ async def test_an_announcement_is_checked_before_anything_of_it_is_used(
         for words, fields in requests.items():
             request = reward_pb2.AnnouncePolicyRequest(trainer_instance_id="t", **fields)
             with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
-                await service.stub.AnnouncePolicy(request, timeout=60)
+                await service.stub.AnnouncePolicy(request, timeout=WAIT_S)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await service.status()
 
@@ -203,7 +210,7 @@ async def test_prompts_of_a_client_that_vanished_are_trained_on(
     replica = ScriptedReplica()
     config = configure(mixed(20), data__train_batch_size=1, data__train_files=None)
     async with scripted_replicas(replica), reward_process(config) as service:
-        call = service.stub.SubmitPrompts(timeout=30)
+        call = service.stub.SubmitPrompts(timeout=WAIT_S)
         await call.write(
             reward_pb2.SubmitPromptsRequest(
                 prompt_id="orphan",
@@ -230,9 +237,11 @@ async def test_evaluation_reports_verls_metrics_before_any_training_group(
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(3, [replica])
         request = reward_pb2.EvaluateRequest(policy_version=3, n=2, examples=3)
-        answer = await service.stub.Evaluate(request, timeout=30)
+        answer = await service.stub.Evaluate(request, timeout=WAIT_S)
         with pytest.raises(grpc.aio.AioRpcError, match="version 4 is to be validated, but 3"):
-            await service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=4), timeout=30)
+            await service.stub.Evaluate(
+                reward_pb2.EvaluateRequest(policy_version=4), timeout=WAIT_S
+            )
     assert answer.metrics["val-core/math_dapo/acc/mean@2"] == 1.0
     assert answer.metrics["val-aux/num_prompts"] == 10
     shown = [int(e.ground_truth) for e in answer.examples]

@@ -14,10 +14,11 @@ import pytest
 
 from sluice.types import TrainBatch
 from tests.support.reward_process import RewardProcess, reward_process
-from tests.support.reward_scenarios import SAMPLES, cycling, identity, mixed, train
+from tests.support.reward_scenarios import SAMPLES, cycling, identity, mixed, train, until
 from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
 
 STRATEGY = "sluice__sampling__strategy"
+SLOW_S = 5.0
 
 
 def rounds(num_waves: int = 0) -> dict[str, Any]:
@@ -115,8 +116,13 @@ async def test_rounds_wait_for_a_whole_wave_before_the_batch_that_is_full(
     config = configure(mixed(24), **rounds())
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
-        with pytest.raises(grpc.aio.AioRpcError, match="generating 1 groups"):
-            await service.take(1, 0, timeout_s=2.0)
+
+        async def waits_for_one() -> bool:
+            status = await service.status()
+            return (status.groups_kept, status.groups_generating) == (11, 1)
+
+        await until(waits_for_one)
+        await service.awaited(1, 0, "generating 1 groups")
         gate.set()
         assert positions(await service.take(1, 0)) == list(range(8))
         assert len(replica.calls) == 12
@@ -291,9 +297,14 @@ async def test_waiting_for_slow_groups_discards_no_token(configure: Callable[...
 async def test_batches_on_policy_filled_on_average_lose_tokens_of_running_groups_and_nothing_else(
     configure: Callable[..., Path],
 ) -> None:
+    begun: set[str] = set()
+
     async def uneven(replica: ScriptedReplica, call: Call, index: int) -> None:
         slow = int(call.content.split()[0].removeprefix("answer=")) % 7 == 0
-        await asyncio.sleep(0.1 if slow else 0.005 * random.random())
+        # So slow at first that no pause of a process lets all of them end before their batch.
+        first = slow and call.content not in begun
+        begun.add(call.content)
+        await asyncio.sleep(SLOW_S if first else 0.005 * random.random())
 
     fleet = [ScriptedReplica(f"r{i}", before_sample=uneven) for i in range(2)]
     config = configure(cycling(400), sluice__sampling__on_policy_fill="expected")

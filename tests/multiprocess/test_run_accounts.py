@@ -23,6 +23,8 @@ SHARES = (
     "rollout_seconds_residual_share",
 )
 STEPS_WITHOUT_IT = 5
+TAKEN_WITHIN_S = 1.0
+"""Accounts that took longer are older ones: a peer did not answer the trainer in time."""
 TWO_REPLICAS = (
     "sluice.rollout.replicas=2",
     "sluice.trainer.min_replicas=2",
@@ -105,7 +107,9 @@ def test_every_step_has_the_accounts_of_its_moment(quiet: Quiet) -> None:
     for step, trained_by_then in zip(steps, trained, strict=True):
         accounting = {n.removeprefix("accounts/"): value for n, value in step.items()}
         assert max(residual_shares(accounting).values()) < MOST
-        assert accounting["tokens/trained"] + accounting["tokens/pending"] >= trained_by_then
+        if accounting["tokens_age_s"] < TAKEN_WITHIN_S:
+            assert accounting["tokens/trained"] + accounting["tokens/pending"] >= trained_by_then
+    assert min(step["accounts/tokens_age_s"] for step in steps) < TAKEN_WITHIN_S
     for name in SHARES:
         assert max(step[f"accounts/{name}"] for step in steps) < MOST
 
@@ -135,16 +139,16 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
                 sample_indexes=range(3),
                 sampling=common_pb2.SamplingParams(max_tokens=5, ignore_eos=True),
             )
-            async for answer in stub.Generate(request, timeout=30):
+            async for answer in stub.Generate(request, timeout=240):
                 others.extend(answer.rollouts)
             request.sampling.max_tokens = 50
             request.stream_mode = rollout_pb2.STREAM_MODE_TOKENS
 
             async def reported() -> rollout_pb2.GetStatusResponse:
-                return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=60)
+                return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=240)
 
             async def is_given_up_in_time() -> bool:
-                call = stub.Generate(request, timeout=30)
+                call = stub.Generate(request, timeout=240)
                 await call.read()
                 await call.read()
                 call.cancel()
@@ -157,7 +161,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
 
             await run.until(is_given_up_in_time, "a call that was given up with tokens unsent")
             await run.until(is_shown, "tokens of direct clients in the live accounts")
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     record = run_to_end(small_assets, tmp_path / "run", ENDLESS, generate)
     assert record.end.exit_code == 0, record.end
@@ -177,7 +181,7 @@ def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_accounts(
         await run.until_step(12)
         run.send("rollout-1", signal.SIGKILL)
         await run.until_step((await run.status()).step + STEPS_WITHOUT_IT)
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     record = run_to_end(small_assets, tmp_path / "run", [*TWO_REPLICAS, *ENDLESS], kill)
     assert record.end.exit_code == 0, record.end

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.bubblewrap import NOBODY, BubblewrapSandbox
 from sluice.sandbox.contained import contained, descendants
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Result, SandboxEnd
@@ -33,7 +35,10 @@ def world() -> Iterator[AttackWorld]:
         yield opened
 
 
-def run(sandbox: BubblewrapSandbox, text: str, limits: Limits = LIMITS) -> Result:
+PATIENT = replace(LIMITS, wall_s=300.0)
+
+
+def run(sandbox: BubblewrapSandbox, text: str, limits: Limits = PATIENT) -> Result:
     return sandbox.run([PYTHON, "main.py"], {"main.py": text}, limits=limits)
 
 
@@ -82,19 +87,24 @@ def test_a_program_has_no_capability_and_gets_none(sandbox: BubblewrapSandbox) -
     ],
 )
 def test_ends_are_distinguished(sandbox: BubblewrapSandbox, text: str, end: SandboxEnd) -> None:
-    assert run(sandbox, text, replace(LIMITS, wall_s=4.0)).end is end
+    # Only the one that reaches it has a limit in which a busy machine may not start it.
+    for wall_s in (4.0, 30.0) if end is SandboxEnd.TIMED_OUT else (PATIENT.wall_s,):
+        with suppress(SandboxUnavailableError) if wall_s < 30.0 else nullcontext():
+            result = run(sandbox, text, replace(LIMITS, wall_s=wall_s))
+            break
+    assert result.end is end
 
 
 def test_the_limit_of_cpu_time_ends_a_program_before_that_of_the_clock(
     sandbox: BubblewrapSandbox,
 ) -> None:
-    result = run(sandbox, "while True: pass", replace(LIMITS, wall_s=60.0, cpu_s=1))
+    result = run(sandbox, "while True: pass", replace(PATIENT, cpu_s=1))
     assert result.end is SandboxEnd.TIMED_OUT
 
 
 def test_output_is_cut_at_its_limit(sandbox: BubblewrapSandbox) -> None:
     text = "import os\nwhile True: os.write(1, b'x' * 65536)"
-    result = run(sandbox, text, replace(LIMITS, output_bytes=1000))
+    result = run(sandbox, text, replace(PATIENT, output_bytes=1000))
     assert result.end is SandboxEnd.OUTPUT_TOO_LARGE
     assert 0 < len(result.stdout) <= 1100
 
@@ -115,9 +125,9 @@ def test_a_gigabyte_of_output_leaves_nothing_behind(sandbox: BubblewrapSandbox) 
 def test_input_and_files_reach_a_program(sandbox: BubblewrapSandbox) -> None:
     text = "import sys; print(sys.stdin.read() + open('data.txt').read())"
     files = {"main.py": text, "data.txt": "é"}
-    result = sandbox.run([PYTHON, "main.py"], files, "ü".encode() * MIB, LIMITS)
+    result = sandbox.run([PYTHON, "main.py"], files, "ü".encode() * MIB, PATIENT)
     assert result.end is SandboxEnd.OUTPUT_TOO_LARGE
-    result = sandbox.run([PYTHON, "main.py"], files, "ü".encode(), LIMITS)
+    result = sandbox.run([PYTHON, "main.py"], files, "ü".encode(), PATIENT)
     assert (result.exit_code, result.stdout.decode()) == (0, "üé\n")
 
 
@@ -144,7 +154,7 @@ def test_what_is_in_a_sandbox_ends_with_a_scorer_that_is_killed() -> None:
         namespace = scorer.stdout.readline().strip()
         assert processes_of(namespace)
         scorer.kill()
-    ends_s = time.monotonic() + 30
+    ends_s = time.monotonic() + 300
     while processes_of(namespace):
         assert time.monotonic() < ends_s, "it is still there"
         time.sleep(0.02)

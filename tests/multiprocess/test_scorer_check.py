@@ -25,6 +25,7 @@ from tests.support.doctor_findings import only
 from tests.support.reward_process import own_children
 
 KEY = "reward.custom_reward_function"
+PATIENTLY, ENOUGH_S = "reward.scorer_pool.timeout_s=300", 300.0
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 GOOD = f"{HEAD}    return float(ground_truth in solution_str)\n"
 ROWS = [
@@ -36,8 +37,8 @@ ROWS = [
 def tried(tmp_path: Path, source: str, *settings: str) -> list[TrialAnswer]:
     path = tmp_path / "score.py"
     path.write_text(source)
-    config = load_config(None, [f"{KEY}.path={path}", *settings])
-    answers, _ = try_responses(config, [(row, made_up_response(row)) for row in ROWS], 20.0)
+    config = load_config(None, [f"{KEY}.path={path}", PATIENTLY, *settings])
+    answers, _ = try_responses(config, [(row, made_up_response(row)) for row in ROWS], ENOUGH_S)
     assert own_children() == []
     return answers
 
@@ -87,7 +88,7 @@ def test_results_without_a_usable_score_are_a_problem(tmp_path: Path) -> None:
 def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names_the_row() -> None:
     one = PromptRow(ROWS[0].messages, "openai/gsm8k", '["4"]', {}, "row 0", truth_is_json=True)
     pair = (one, made_up_response(one))
-    answers, _ = try_responses(load_config(None, []), [pair], 20.0)
+    answers, _ = try_responses(load_config(None, [PATIENTLY]), [pair], ENOUGH_S)
     found = trial_finding("gsm8k", ["row 0"], answers)
     assert found.severity == "problem"
     assert "row 0: unscorable: DataError: data_source 'openai/gsm8k': ground_truth is" in found.what
@@ -103,8 +104,8 @@ def test_an_exception_in_some_rows_is_a_warning(tmp_path: Path) -> None:
 def test_a_function_without_a_score_for_wrong_responses_is_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "score.py"
     path.write_text(f"{HEAD}    if ground_truth in solution_str:\n        return 1.0\n")
-    config = load_config(None, [f"{KEY}.path={path}"])
-    answers, _ = try_responses(config, [(ROWS[0], "0"), (ROWS[0], "I do not know.")], 20.0)
+    config = load_config(None, [f"{KEY}.path={path}", PATIENTLY])
+    answers, _ = try_responses(config, [(ROWS[0], "0"), (ROWS[0], "I do not know.")], ENOUGH_S)
     found = only(list(wrong_response_findings("score", answers[:1], answers[1:])), "warning")
     assert found.what.startswith("score has no score for the response 'I do not know.': unscorable")
     assert list(wrong_response_findings("score", answers[1:], answers[1:])) == []
@@ -143,7 +144,7 @@ def test_reward_try_shows_scores_prints_and_failures_of_a_real_process(tmp_path:
         [*command, "--responses", str(responses)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 1, ended.stderr

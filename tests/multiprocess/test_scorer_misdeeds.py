@@ -12,7 +12,7 @@ from services.reward.grading.scorers.registry import RULES
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.data.scoring import ScorerInput
 from sluice.types import Failed, FailureKind, Scored
-from tests.support.scorer_pools import running_scorer_pool
+from tests.support.scorer_pools import hurry, running_scorer_pool
 
 SCORER = """
 import ctypes, math, os, signal, struct, sys, time
@@ -112,8 +112,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return DEEDS[solution_str]()
     return globals()[solution_str]() if solution_str in globals() else float(len(solution_str))
 """
-LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0, memory_mb=600)
-PATIENT = ScorerPoolConfig(num_workers=1, timeout_s=20.0, memory_mb=600)
+# No busy machine reaches this limit; a deed without an end gets a shorter one.
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=300.0, memory_mb=600)
 GOOD = ("a", "bb", "ccc", "dddd")
 TIMEOUT = (FailureKind.SCORER_TIMEOUT,)
 CRASH = (FailureKind.SCORER_CRASH,)
@@ -151,10 +151,14 @@ def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
     ],
 )
 async def test_a_misdeed_costs_its_own_sample_and_no_other(
-    custom: CustomRewardFunctionConfig, deed: str, kinds: tuple[FailureKind, ...]
+    custom: CustomRewardFunctionConfig,
+    deed: str,
+    kinds: tuple[FailureKind, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Only a deed without an end has to wait for the limit.
-    async with running_scorer_pool(LIMITS if kinds == TIMEOUT else PATIENT, custom) as pool:
+    if kinds == TIMEOUT:
+        hurry(monkeypatch, deed)
+    async with running_scorer_pool(LIMITS, custom) as pool:
         outcomes = reported(await pool.score(items("a", deed, "ccc")))
         assert [outcomes[0], outcomes[2]] == [1.0, 3.0]
         assert outcomes[1] in kinds
@@ -168,7 +172,7 @@ async def test_what_is_no_number_costs_its_own_sample_and_not_the_process(
         *("nan", "inf", "none", "text", "huge dict", "long text", "raise", "no score"),
         *("nan metric", "raise_half_a_character"),
     )
-    async with running_scorer_pool(PATIENT, custom) as pool:
+    async with running_scorer_pool(LIMITS, custom) as pool:
         outcomes = await pool.score(items("a", *deeds, "ccc"))
         failed = {
             deed: one.kind
@@ -203,7 +207,7 @@ async def test_a_fork_that_comes_back_does_not_answer_for_another_request(
 async def test_a_fork_that_comes_back_grades_nothing(custom: CustomRewardFunctionConfig) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
         assert reported(await pool.score(items("fork_and_both_return", "note"))) == [0.75, 0.125]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while sum(map(_is_running, _sessions_of(_children()))) > 1:
                 await asyncio.sleep(0.01)
     assert Path(f"{custom.path}.notes").read_text() == "noted\n"
@@ -224,7 +228,7 @@ async def test_a_process_that_a_scorer_left_behind_ends_with_the_pool(
         assert reported(await pool.score(items("fork_and_leave_one_behind", "a"))) == [0.5, 1.0]
         groups = _sessions_of(_children())
         assert len(groups) == 2
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while any(map(_is_running, groups)):
             await asyncio.sleep(0.01)
 
@@ -251,7 +255,7 @@ REPETITIVE = (
 
 async def test_repetition_without_end_is_wrong_and_not_slow() -> None:
     names = sorted(set(RULES) - {"math_verify", "program_tests"})
-    limits = ScorerPoolConfig(num_workers=1, timeout_s=20.0)
+    limits = ScorerPoolConfig(num_workers=1, timeout_s=60.0)
     routes = {name: name for name in names}
     async with running_scorer_pool(limits, CustomRewardFunctionConfig(), routes) as pool:
         for name in names:

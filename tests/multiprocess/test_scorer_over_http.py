@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,8 +26,9 @@ from sluice.errors import ConfigError
 from sluice.types import ChatMessage, Failed, FailureKind, Scored
 from tests.support.scorer_pools import running_scorer_pool, scorer_pool
 
-POOL = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
+POOL = ScorerPoolConfig(num_workers=1, timeout_s=300.0)
 RULES_ONLY = CustomRewardFunctionConfig()
+HANGS_S = 600.0
 TEMPLATE = "{question}|{response}|{ground_truth}"
 Behaviour = Callable[["Handler"], None]
 
@@ -55,6 +55,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""
 
+    def is_over(self, seconds: float) -> bool:
+        """Wait for the end of the server."""
+        return self.server.released.wait(seconds)  # type: ignore[attr-defined,no-any-return]
+
     @property
     def number(self) -> int:
         return len(self.server.requests)  # type: ignore[attr-defined]
@@ -65,20 +69,27 @@ def completion(text: str | None) -> bytes:
 
 
 @contextmanager
-def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelConfig, list[Any]]]:
+def served(
+    behaviour: Behaviour, request_timeout_s: float = 60.0
+) -> Iterator[tuple[RewardModelConfig, list[Any]]]:
     """A server on a free port, the settings to reach it, and the requests it got."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.behaviour, server.requests = behaviour, []  # type: ignore[attr-defined]
+    server.released = released = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     settings = RewardModelConfig(
-        base_url=url, model_path="judge", prompt_template=TEMPLATE, request_timeout_s=0.5
+        base_url=url,
+        model_path="judge",
+        prompt_template=TEMPLATE,
+        request_timeout_s=request_timeout_s,
     )
     try:
         yield settings, server.requests  # type: ignore[attr-defined]
     finally:
+        released.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -110,26 +121,27 @@ async def test_the_models_number_is_the_score(monkeypatch: pytest.MonkeyPatch) -
 def test_reward_try_asks_the_model_that_the_run_would_ask() -> None:
     row = PromptRow((ChatMessage("user", "2+2?"),), "mine", "4", {}, "row 0")
     with served(lambda handler: handler.answer(completion("Grade: 0.75"))) as (settings, requests):
-        reward = RewardConfig(reward_model=msgspec.structs.replace(settings, enable=True))
+        reward = RewardConfig(
+            scorer_pool=POOL, reward_model=msgspec.structs.replace(settings, enable=True)
+        )
         config = msgspec.structs.replace(RunConfig(), reward=reward)
-        answers, _ = try_responses(config, [(row, "It is 4.")], 20.0)
+        answers, _ = try_responses(config, [(row, "It is 4.")], 300.0)
     assert [one.score for one in answers] == [0.75]
     ((_, _, body),) = requests
     assert body["messages"] == [{"role": "user", "content": "2+2?|It is 4.|4"}]
 
 
 def _hang(handler: Handler) -> None:
-    time.sleep(3)
+    handler.is_over(HANGS_S)
 
 
 def _drip(handler: Handler) -> None:
     handler.send_response(200)
     handler.send_header("Content-Length", "1000000")
     handler.end_headers()
-    for _ in range(40):
+    while not handler.is_over(0.1):
         handler.wfile.write(b" ")
         handler.wfile.flush()
-        time.sleep(0.1)
 
 
 def _flood(handler: Handler) -> None:
@@ -152,8 +164,6 @@ def _redirect(handler: Handler) -> None:
 
 
 NO_ANSWERS: tuple[tuple[Behaviour, int, str], ...] = (
-    (_hang, 3, "in time"),
-    (_drip, 3, "in time"),
     (_hang_up, 3, "RemoteDisconnected"),
     (lambda h: h.answer(b"overloaded", 500), 3, "status 500: overloaded"),
     (lambda h: h.answer(b"slow down", 429), 3, "status 429"),
@@ -171,7 +181,7 @@ NO_ANSWERS: tuple[tuple[Behaviour, int, str], ...] = (
 
 
 async def test_what_is_no_answer_is_no_score() -> None:
-    behaves = [_hang]
+    behaves: list[Behaviour] = [_hang]
     with served(lambda handler: behaves[-1](handler)) as (settings, requests):
         async with running_scorer_pool(POOL, RULES_ONLY, None, settings) as pool:
             for behaviour, num_requests, detail in NO_ANSWERS:
@@ -183,6 +193,22 @@ async def test_what_is_no_answer_is_no_score() -> None:
                 assert detail in outcome.detail
                 assert len(requests) == num_requests, detail
             assert pool.num_replaced == 0
+
+
+@pytest.mark.parametrize("behaviour", [_hang, _drip])
+async def test_what_does_not_come_in_time_is_asked_for_again_and_is_no_score(
+    behaviour: Behaviour,
+) -> None:
+    # A busy machine may not even send a request in the first of these times.
+    for request_timeout_s in (0.5, 20.0):
+        with served(behaviour, request_timeout_s) as (settings, requests):
+            outcome, num_replaced = await outcome_of(settings)
+            if len(requests) == 3:
+                break
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.UNSCORABLE
+    assert "in time" in outcome.detail
+    assert (len(requests), num_replaced) == (3, 0)
 
 
 async def test_an_answer_after_a_failed_attempt_counts() -> None:
@@ -204,14 +230,19 @@ async def test_a_model_that_is_not_there_is_no_score() -> None:
 
 
 async def test_all_attempts_end_before_the_samples_own_limit() -> None:
-    limits = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
-    with served(_hang) as (settings, _):
-        patient = msgspec.structs.replace(settings, request_timeout_s=60.0, max_attempts=9)
-        async with running_scorer_pool(limits, RULES_ONLY, None, patient) as pool:
-            (outcome,) = await pool.score([ITEM])
-            assert isinstance(outcome, Failed)
-            assert outcome.kind is FailureKind.UNSCORABLE
-            assert pool.num_replaced == 0
+    # What is left of the first limit may be less than a busy machine keeps a process waiting.
+    for timeout_s in (8.0, 120.0):
+        limits = ScorerPoolConfig(num_workers=1, timeout_s=timeout_s)
+        with served(_hang) as (settings, _):
+            patient = msgspec.structs.replace(settings, request_timeout_s=60.0, max_attempts=9)
+            async with running_scorer_pool(limits, RULES_ONLY, None, patient) as pool:
+                (outcome,) = await pool.score([ITEM])
+                num_replaced = pool.num_replaced
+        if not num_replaced:
+            break
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.UNSCORABLE
+    assert num_replaced == 0
 
 
 async def test_impossible_settings_are_known_before_the_first_sample() -> None:

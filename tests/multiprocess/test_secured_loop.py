@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
 from sluice.config.schema.service import SecurityConfig
-from sluice.errors import AccessDeniedError, HandshakeError
+from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError
 from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import OPEN, client_credentials
 from tests.support.certified import (
@@ -56,7 +57,7 @@ def secured(
         await run.until_step(1)
         await knock(run, settings, seen)
         await look_and_steer(run, client, seen)
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=240)
 
     record = run_to_end(
         small_assets,
@@ -92,18 +93,26 @@ async def knock(run: LiveRun, settings: Mapping[str, str], seen: Seen) -> None:
     callers = {"open": OPEN, "uncertified": mutual(None), "tokenless": tokenless}
     for name, credentials in callers.items():
         async with RunMonitor(trainer, reward, credentials=credentials) as monitor:
-            try:
-                await monitor.snapshot()
-            except (HandshakeError, AccessDeniedError) as error:
-                seen.refused[name] = f"{type(error).__name__}: {error}"
+            await run.until(partial(is_answered, monitor, name, seen), f"an answer to {name}")
     for address in (trainer, reward, replica):
         async with open_channel(
             address, max_message_bytes=1 << 20, credentials=tokenless
         ) as channel:
             health: grpc.aio.UnaryUnaryCall = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=30
+                health_pb2.HealthCheckRequest(), timeout=240
             )
             seen.health[address] = (await health).status
+
+
+async def is_answered(monitor: RunMonitor, name: str, seen: Seen) -> bool:
+    """Call the trainer; note how it refuses. A busy one may not answer in the call's time."""
+    try:
+        await monitor.snapshot()
+    except (HandshakeError, AccessDeniedError) as error:
+        seen.refused[name] = f"{type(error).__name__}: {error}"
+    except DeadlineError:
+        return False
+    return True
 
 
 async def look_and_steer(run: LiveRun, client: Mapping[str, str], seen: Seen) -> None:

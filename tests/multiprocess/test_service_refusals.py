@@ -14,7 +14,7 @@ def started(service: str, tmp_path: Path, *overrides: str) -> tuple[int, str]:
     config = tmp_path / "run.yaml"
     config.write_text(f"sluice: {{run_dir: {tmp_path / 'run'}}}\n", encoding="utf-8")
     command = [sys.executable, "-m", service, "--config", str(config), *overrides]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
 

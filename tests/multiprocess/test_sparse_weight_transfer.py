@@ -20,12 +20,13 @@ from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import Changes, WeightSender
 from sluice.weights.transfer import Base
+from tests.support.patience import LONG_S, in_time
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
 _NEVER = threading.Event()
-_SHORT_S = 3.0
+_RETIRED_S = 300.0
 _MIB = 1 << 20
 _SPECS = (
     TensorSpec("embed", "bfloat16", (6 * _MIB,)),
@@ -102,7 +103,7 @@ def _assert_still_holds(peer: PeerProcess, number: int) -> None:
 
 
 def test_versions_sent_as_changes_equal_versions_sent_whole() -> None:
-    with _trainer(20) as trainer, peer_processes(["r0", "r1"]) as peers:
+    with _trainer(120) as trainer, peer_processes(["r0", "r1"]) as peers:
         trainer.form(peers)
         whole = trainer.send(peers, 1)
         for number in (2, 3, 4):
@@ -116,24 +117,30 @@ def test_versions_sent_as_changes_equal_versions_sent_whole() -> None:
 def test_a_peer_lost_among_changes_leaves_the_survivor_with_the_old_version_or_the_new_one(
     how: signal.Signals,
 ) -> None:
-    with _trainer(_SHORT_S) as trainer, peer_processes(["r0", "r1"]) as peers:
-        survivor, lost = peers
-        trainer.form(peers)
-        whole = trainer.send(peers, 1)
-        survivor.stage(2)
-        lost.stage(2, signal=int(how), bucket=3)
-        # Changes are small: all may be in the sockets before the loss shows.
-        with suppress(WeightSyncError):
-            trainer.sender.broadcast(_version(2), 2, _NEVER, trainer.changes(2))
-        survivor.abort("the trainer lost a member")
-        answers = {answer["op"]: answer for answer in (survivor.answer(), survivor.answer())}
-        if answers["stage"]["ok"]:
-            assert answers["stage"]["recomputed"] == plain_digest(_version(2).tensors)
-        _assert_still_holds(survivor, 1)
+    def attempt(timeout_s: float) -> None:
+        with _trainer(timeout_s) as trainer, peer_processes(["r0", "r1"]) as peers:
+            survivor, lost = peers
+            trainer.form(peers)
+            whole = trainer.send(peers, 1)
+            survivor.stage(2)
+            lost.stage(2, signal=int(how), bucket=3)
+            # Changes are small: all may be in the sockets before the loss shows.
+            with suppress(WeightSyncError):
+                trainer.sender.broadcast(_version(2), 2, _NEVER, trainer.changes(2))
+            survivor.abort("the trainer lost a member")
+            answers = {answer["op"]: answer for answer in (survivor.answer(), survivor.answer())}
+            if answers["stage"]["ok"]:
+                assert answers["stage"]["recomputed"] == plain_digest(_version(2).tensors)
+            _assert_still_holds(survivor, 1)
 
-        trainer.form([survivor])
-        assert trainer.send([survivor], 2) == whole
-    assert wait_for_retired_threads(3 * _SHORT_S) == 0
+            trainer.form([survivor])
+            assert trainer.send([survivor], 2) == whole
+        assert wait_for_retired_threads(_RETIRED_S) == 0
+
+    if how is signal.SIGSTOP:
+        in_time(attempt)
+    else:
+        attempt(LONG_S)
 
 
 # The changes of a bucket of 2^19 elements are two blocks; the first is a header, about 2,600 gaps
@@ -147,25 +154,30 @@ _DAMAGE = {
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_old_version_stays() -> None:
-    with _trainer(_SHORT_S) as trainer, peer_processes(["r0"]) as peers:
-        (peer,) = peers
-        for number, (place, said) in enumerate(_DAMAGE.values(), start=1):
-            trainer.form(peers)
-            trainer.send(peers, number)
-            update, weights = trainer.changes(number + 1), _version(number + 1)
-            peer.stage(number + 1, keep=1, bucket=3, flip=place)
-            with suppress(SluiceError):
-                trainer.sender.broadcast(weights, number + 1, _NEVER, update)
-            answer = peer.answer()
-            assert answer["error"] == "WeightSyncError"
-            assert f"trainer failed in phase receiving version {number + 1}" in answer["message"]
-            assert said in answer["message"]
-            _assert_still_holds(peer, number)
+    def attempt(timeout_s: float) -> None:
+        with _trainer(timeout_s) as trainer, peer_processes(["r0"]) as peers:
+            (peer,) = peers
+            for number, (place, said) in enumerate(_DAMAGE.values(), start=1):
+                trainer.form(peers)
+                trainer.send(peers, number)
+                update, weights = trainer.changes(number + 1), _version(number + 1)
+                peer.stage(number + 1, keep=1, bucket=3, flip=place)
+                with suppress(SluiceError):
+                    trainer.sender.broadcast(weights, number + 1, _NEVER, update)
+                answer = peer.answer()
+                assert answer["error"] == "WeightSyncError"
+                assert (
+                    f"trainer failed in phase receiving version {number + 1}" in answer["message"]
+                )
+                assert said in answer["message"]
+                _assert_still_holds(peer, number)
+
+    in_time(attempt)
 
 
 def test_changes_since_a_version_that_is_not_held_are_refused_at_once() -> None:
     version_1 = plain_digest(_version(1).tensors)
-    with _trainer(_SHORT_S) as trainer, peer_processes(["r0"]) as peers:
+    with _trainer(LONG_S) as trainer, peer_processes(["r0"]) as peers:
         (peer,) = peers
         for case, believed in {
             "nothing is held": Base(1, version_1),

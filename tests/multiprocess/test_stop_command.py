@@ -59,7 +59,7 @@ async def serving_after_step(
 def is_healthy(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="sluice.api.launch.v1.LaunchService")
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=240)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

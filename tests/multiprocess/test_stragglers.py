@@ -23,6 +23,9 @@ from tests.support.reward_scenarios import SAMPLES, identity, mixed, run_tree, t
 from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
 
 GROUPS, MAX_TOKENS = 4, 100
+PINGED = ("one: failed while generating", "ping timeout")
+LONG_S = 20.0
+"""More than a busy machine keeps a process waiting."""
 SETTINGS: dict[str, Any] = {
     "data__train_batch_size": GROUPS,
     "data__max_response_length": MAX_TOKENS,
@@ -55,7 +58,7 @@ class Run:
 
     async def take(self) -> None:
         """Take the batch, and see what was needed for it."""
-        self.batch = await self.service.take(1, 0, timeout_s=60)
+        self.batch = await self.service.take(1, 0)
         self.status = await self.service.status()
         self.sampled["two"] = await self.replicas["two"].generated_tokens()
 
@@ -131,12 +134,19 @@ async def test_samples_continue_elsewhere_token_for_token(
     model_folder: Path,
     unbroken: list[tuple[str, list[list[int]]]],
 ) -> None:
-    config = configuration(tmp_path, sluice__reward__stall_timeout_s=1.0)
-    async with running(model_folder, config, one=0.02, two=0.0) as run:
+    # Sooner than a ping of gRPC finds a process that hangs: that is another reason.
+    stalls = {"sluice__reward__stall_timeout_s": 1.0} if misfortune is hung else {}
+    config = configuration(tmp_path, **stalls)
+    # All tokens would take the others minutes: they are in the middle whenever the test acts.
+    num_tokens = 20 if stalls else 3
+    async with running(model_folder, config, one=0.02 if stalls else 1.5, two=0.0) as run:
         await run.announce("one")
 
         async def some_tokens_came() -> bool:
-            return await run.replicas["one"].generated_tokens() > 20 * SAMPLES * GROUPS
+            status = await run.service.status()
+            return bool(
+                status.statistics["reward/tokens/received"] >= num_tokens * SAMPLES * GROUPS
+            )
 
         await until(some_tokens_came)
         await misfortune(run)
@@ -144,13 +154,15 @@ async def test_samples_continue_elsewhere_token_for_token(
 
         async def is_reported() -> bool:
             reported = run.lines("WARNING", "replica one: streams of", "samples continue elsewhere")
-            return 1 <= len(reported) < GROUPS
+            # On a busy machine those that hang, or seem to, may stall one after the other.
+            return 1 <= len(reported) < (GROUPS if misfortune is killed else 1000)
 
         if misfortune is not drained:
             await until(is_reported)
     assert run.tokens == unbroken
     for group in range(GROUPS):
-        assert run.lines(f"prompt data-{group}: ", *words)
+        pinged = misfortune is hung and run.lines(f"prompt data-{group}: ", *PINGED)
+        assert pinged or run.lines(f"prompt data-{group}: ", *words)
     assert not run.lines("WARNING", "prompt data-")
     assert not run.lines("sluice.security")
     assert sum(run.status.prompts_by_end.values()) == 0
@@ -163,7 +175,7 @@ async def test_samples_continue_elsewhere_token_for_token(
 async def test_samples_of_a_slow_replica_move_to_a_faster_one(
     tmp_path: Path, model_folder: Path, unbroken: list[tuple[str, list[list[int]]]]
 ) -> None:
-    async with running(model_folder, configuration(tmp_path), one=0.5, two=0.01) as run:
+    async with running(model_folder, configuration(tmp_path), one=1.5, two=0.01) as run:
         await run.announce("one", "two")
         await run.take()
     assert run.tokens == unbroken
@@ -182,7 +194,7 @@ async def test_a_group_with_a_stuck_sample_is_trained_with_the_others_at_its_dea
             await asyncio.Event().wait()
 
     replica = ScriptedReplica(name="sticky", before_sample=stick)
-    config = configure(mixed(8), sluice__reward__group_deadline_s=1.0)
+    config = configure(mixed(8), sluice__reward__group_deadline_s=LONG_S)
     async with scripted_replicas(replica), reward_process(config) as service:
         (batch,) = await train(service, [replica], 1)
         status = await service.status()

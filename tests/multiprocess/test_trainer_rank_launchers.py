@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import ExitStack
 
 import pytest
 
+from sluice.launch.service_spec import free_ports
 from tests.support.loopback import needs_ipv6
 from tests.support.preloaded import PreloadedProcess
 
-MEETING_S = 90.0
-ALL_S = 200.0
-
-
-def free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as probe:
-        return int(probe.getsockname()[1])
+MEETING_S = 400.0
+ALL_S = 600.0
 
 
 @pytest.mark.parametrize(
@@ -45,7 +39,7 @@ def test_ranks_of_torchrun_meet_with_and_without_a_store_of_its_agent(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_ranks_that_start_in_any_order_meet_at_an_address_of_either_family(host: str) -> None:
-    port, world_size = free_port(host), 3
+    (port,), world_size = free_ports([host]), 3
     with ExitStack() as stack:
 
         def start(rank: int) -> PreloadedProcess:

@@ -57,7 +57,7 @@ async def hold_open(run: LiveRun, gate: Path, seen: Seen) -> None:
 
     await run.until(caught_up, "all replicas serving a later version")
     await run.trainer.Stop(
-        trainer_pb2.StopRequest(reason="seen enough", skip_validation=True), timeout=60
+        trainer_pb2.StopRequest(reason="seen enough", skip_validation=True), timeout=240
     )
 
 
@@ -78,7 +78,7 @@ def held(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tupl
             f"data.val_files={write_prompts(folder / 'val.parquet', rows)}",
             f"reward.custom_reward_function.path={scorer}",
             "reward.scorer_pool.num_workers=2",
-            "reward.scorer_pool.timeout_s=100",
+            "reward.scorer_pool.timeout_s=600",
             f"trainer.test_freq={VALIDATED}",
             "sluice.rollout.replicas=2",
             "sluice.trainer.min_replicas=2",

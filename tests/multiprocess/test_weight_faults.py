@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from services.trainer.fleet.publisher import PublishReport
+from sluice.errors import SluiceError
 from sluice.types import TensorSpec, TrainBatch
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.loop_world import World, run, until
@@ -58,6 +59,7 @@ class _Fault:
     is_lost: bool = True
 
 
+_SHORT_S, _LONG_S = 3.0, 45.0
 _KILL, _STOP = {"before": signal.SIGKILL}, {"before": signal.SIGSTOP}
 _FAULTS = {
     "killed in front of join": _Fault("join", _KILL, "victim.*joining epoch"),
@@ -221,40 +223,75 @@ _WAYS = {
 async def test_a_fault_costs_at_most_the_replica_that_has_it(
     name: str, way: str, processes: _Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
     fault, taken = _FAULTS[name], _WAYS[way]
-    victim, other = peers = processes.take(["victim", "other"])
-    async with fault_fleet(
-        peers, _SPECS, sends_changes=taken.sends_changes, has_halves=taken.has_halves
-    ) as fleet:
-        await taken.check(fleet, fault)
-    said = " ".join(record.getMessage() for record in caplog.records)
-    if fault.said:
-        assert _matches(fault.said, said), said
-    else:
-        assert not said
-    processes.give_back(other)
-    if fault.how not in (_KILL, _STOP) and "signal" not in fault.how:
-        processes.give_back(victim)
-    else:
-        victim.end()
+
+    async def attempt(peers: list[PeerProcess], timeout_s: float) -> None:
+        async with fault_fleet(
+            peers,
+            _SPECS,
+            timeout_s,
+            sends_changes=taken.sends_changes,
+            has_halves=taken.has_halves,
+        ) as fleet:
+            await taken.check(fleet, fault)
+        said = _said(caplog)
+        assert _matches(fault.said, said) if fault.said else not said, said
+
+    is_stopped = signal.SIGSTOP in fault.how.values()
+    ends = fault.how in (_KILL, _STOP) or "signal" in fault.how
+    await _in_time(attempt, processes, caplog, is_stopped=is_stopped, ends=ends)
 
 
 async def test_a_replica_that_hangs_is_left_out_of_the_group_before_the_others_wait_for_it(
     processes: _Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    victim, other = peers = processes.take(["victim", "other"])
-    async with fault_fleet(peers, _SPECS, sends_changes=True) as fleet:
-        victim.signal(signal.SIGSTOP)
-        report = await fleet.publish(1, _weights(1))
-        assert (report.replicas, report.attempts) == (1, 1)
-        assert fleet.serving() == {"other": 1}
-        await _assert_serves(fleet.replicas["other"], 1)
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert _matches("replica victim dropped: silent when the group of epoch 1", said), said
-    processes.give_back(other)
-    victim.end()
+    async def attempt(peers: list[PeerProcess], timeout_s: float) -> None:
+        async with fault_fleet(peers, _SPECS, timeout_s, sends_changes=True) as fleet:
+            peers[0].signal(signal.SIGSTOP)
+            report = await fleet.publish(1, _weights(1))
+            assert (report.replicas, report.attempts) == (1, 1)
+            assert fleet.serving() == {"other": 1}
+            await _assert_serves(fleet.replicas["other"], 1)
+        said = _said(caplog)
+        assert _matches("replica victim dropped: silent when the group of epoch 1", said), said
+
+    await _in_time(attempt, processes, caplog, is_stopped=True, ends=True)
+
+
+async def _in_time(
+    attempt: Callable[[list[PeerProcess], float], Awaitable[None]],
+    processes: _Processes,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_stopped: bool,
+    ends: bool,
+) -> None:
+    """Make an attempt; if it has to wait for deadlines, first with short ones.
+
+    A busy machine may let a sound process run into those.
+    """
+    for timeout_s in (_SHORT_S, _LONG_S) if is_stopped else (_LONG_S,):
+        caplog.clear()
+        caplog.set_level(logging.WARNING)
+        victim, other = peers = processes.take(["victim", "other"])
+        try:
+            await attempt(peers, timeout_s)
+        except (AssertionError, SluiceError):
+            victim.end()
+            other.end()
+            if timeout_s == _LONG_S:
+                raise
+            continue
+        processes.give_back(other)
+        if ends:
+            victim.end()
+        else:
+            processes.give_back(victim)
+        break
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> str:
+    return " ".join(record.getMessage() for record in caplog.records)
 
 
 def _matches(pattern: str, text: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender
+from tests.support.patience import LONG_S, in_time
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
 _NEVER = threading.Event()
-_SHORT_S = 3.0
+_RETIRED_S = 300.0
 _MIB = 1024 * 1024
 
 
@@ -41,7 +44,7 @@ def _large(version: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _sender(timeout_s: float = 20.0, bucket_bytes: int = _MIB) -> Iterator[WeightSender]:
+def _sender(timeout_s: float = 120.0, bucket_bytes: int = _MIB) -> Iterator[WeightSender]:
     device = CpuDevice()
     with closing(
         WeightSender(device=device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
@@ -87,7 +90,7 @@ def _transfer(
 
 
 def test_three_ranks_hold_equal_digests_version_after_version_in_one_epoch() -> None:
-    with _sender(timeout_s=20) as sender, peer_processes(["r0", "r1"]) as peers:
+    with _sender() as sender, peer_processes(["r0", "r1"]) as peers:
         _form(sender, 1, peers, _small(0))
         for version in (1, 2, 3):
             _transfer(sender, version, peers, _small(version))
@@ -97,58 +100,77 @@ def test_three_ranks_hold_equal_digests_version_after_version_in_one_epoch() -> 
 def test_a_lost_peer_ends_the_broadcast_by_name_and_the_survivor_gets_the_next_epoch(
     how: signal.Signals,
 ) -> None:
-    with _sender(_SHORT_S) as sender, peer_processes(["r0", "r1"]) as peers:
-        _form(sender, 1, peers, _large(1))
-        survivor, lost = peers
-        survivor.stage(1)
-        lost.stage(1, signal=int(how), bucket=3)
-        with pytest.raises(
-            WeightSyncError,
-            match=r"r0, r1 failed in phase broadcasting version 1 in epoch 1: "
-            r".*(the header|bucket \d+ of 48)",
-        ):
-            sender.broadcast(buffer_of(_large(1)), 1, _NEVER)
-        survivor.abort("the trainer lost a member")
-        answers = {answer["op"]: answer for answer in (survivor.answer(), survivor.answer())}
-        assert answers["abort"]["ok"]
-        assert answers["stage"]["error"] == "WeightSyncError"
+    def attempt(timeout_s: float) -> None:
+        with _sender(timeout_s) as sender, peer_processes(["r0", "r1"]) as peers:
+            _form(sender, 1, peers, _large(1))
+            survivor, lost = peers
+            survivor.stage(1)
+            lost.stage(1, signal=int(how), bucket=3)
+            with pytest.raises(
+                WeightSyncError,
+                match=r"r0, r1 failed in phase broadcasting version 1 in epoch 1: "
+                r".*(the header|bucket \d+ of 48)",
+            ):
+                sender.broadcast(buffer_of(_large(1)), 1, _NEVER)
+            survivor.abort("the trainer lost a member")
+            answers = {answer["op"]: answer for answer in (survivor.answer(), survivor.answer())}
+            assert answers["abort"]["ok"]
+            assert answers["stage"]["error"] == "WeightSyncError"
 
-        _form(sender, 2, [survivor], _large(1))
-        _transfer(sender, 1, [survivor], _large(1))
-    assert wait_for_retired_threads(3 * _SHORT_S) == 0
+            _form(sender, 2, [survivor], _large(1))
+            _transfer(sender, 1, [survivor], _large(1))
+        assert wait_for_retired_threads(_RETIRED_S) == 0
+
+    if how is signal.SIGSTOP:
+        in_time(attempt)
+    else:
+        attempt(LONG_S)
 
 
-@pytest.mark.timeout(100)  # below the collective's own timeout
+@pytest.mark.timeout(500)  # below the collective's own timeout
 def test_a_control_channel_that_fails_ends_the_broadcast_long_before_its_timeout() -> None:
-    with _sender(timeout_s=120) as sender, peer_processes(["r0"]) as peers:
+    with _sender(timeout_s=600) as sender, peer_processes(["r0"]) as peers:
         _form(sender, 1, peers, _large(1))
         weights = buffer_of(_large(1))
         peers[0].stage(1, signal=int(signal.SIGSTOP), bucket=3)
         channel_failed = threading.Event()
-        threading.Timer(0.5, channel_failed.set).start()
+        failing = threading.Thread(target=_fail_when_stopped, args=(peers[0], channel_failed))
+        failing.start()
         with pytest.raises(WeightSyncError, match=r"stopped by the caller, at bucket \d+"):
             sender.broadcast(weights, 1, channel_failed)
+        failing.join()
     # The pending operation ended with its peer, which the block above killed.
-    assert wait_for_retired_threads(3 * _SHORT_S) == 0
+    assert wait_for_retired_threads(_RETIRED_S) == 0
+
+
+def _fail_when_stopped(peer: PeerProcess, failed: threading.Event) -> None:
+    """Set `failed` once the peer has stopped itself, and so waits at a bucket."""
+    while Path(f"/proc/{peer.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.01)
+    failed.set()
 
 
 def test_a_peer_that_never_joins_is_named_and_the_others_form_the_next_epoch() -> None:
-    with _sender(timeout_s=_SHORT_S) as sender, peer_processes(["r0"]) as peers:
-        specs = sender.form_group(1, ["r0", "never"], tensor_specs(_small(1).items()))
-        peers[0].join(dataclasses.replace(specs["r0"], timeout_s=60))
-        with pytest.raises(
-            DeadlineError, match=r"^never: no answer within 3 s while forming .* epoch 1"
-        ):
-            sender.join(_NEVER)
-        peers[0].abort("the epoch did not form")
-        answers = {answer["op"]: answer for answer in (peers[0].answer(), peers[0].answer())}
-        assert "rank 2" in answers["join"]["message"]
-        _form(sender, 2, peers, _small(1))
-        _transfer(sender, 1, peers, _small(1))
+    def attempt(timeout_s: float) -> None:
+        with _sender(timeout_s) as sender, peer_processes(["r0"]) as peers:
+            specs = sender.form_group(1, ["r0", "never"], tensor_specs(_small(1).items()))
+            peers[0].join(dataclasses.replace(specs["r0"], timeout_s=300))
+            with pytest.raises(
+                DeadlineError,
+                match=rf"^never: no answer within {timeout_s:g} s while forming .* epoch 1",
+            ):
+                sender.join(_NEVER)
+            peers[0].abort("the epoch did not form")
+            answers = {answer["op"]: answer for answer in (peers[0].answer(), peers[0].answer())}
+            assert "rank 2" in answers["join"]["message"]
+            _form(sender, 2, peers, _small(1))
+            _transfer(sender, 1, peers, _small(1))
+
+    in_time(attempt)
 
 
 def test_a_peer_with_another_plan_refuses_and_the_sender_is_stopped_by_its_answer() -> None:
-    with _sender(timeout_s=30) as sender, peer_processes(["r0"]) as peers:
+    with _sender() as sender, peer_processes(["r0"]) as peers:
         spec = sender.form_group(1, ["r0"], tensor_specs(_small(1).items()))["r0"]
         peers[0].join(_with_another_plan(spec))
         refusal = peers[0].answer()
@@ -161,7 +183,7 @@ def test_a_peer_with_another_plan_refuses_and_the_sender_is_stopped_by_its_answe
 
 
 def test_a_newcomer_joins_in_a_new_epoch_and_gets_the_version_the_others_have() -> None:
-    with _sender(timeout_s=20) as sender, peer_processes(["r0", "r1"]) as (first, newcomer):
+    with _sender() as sender, peer_processes(["r0", "r1"]) as (first, newcomer):
         _form(sender, 1, [first], _small(1))
         _transfer(sender, 1, [first], _small(1))
         _form(sender, 2, [first, newcomer], _small(1))
@@ -170,7 +192,7 @@ def test_a_newcomer_joins_in_a_new_epoch_and_gets_the_version_the_others_have() 
 
 
 def test_a_process_that_abandoned_a_pending_collective_exits_cleanly() -> None:
-    with _sender(timeout_s=_SHORT_S) as sender, peer_processes(["r0"], forked=False) as peers:
+    with _sender() as sender, peer_processes(["r0"], forked=False) as peers:
         _form(sender, 1, peers, _small(1))
         peers[0].stage(1)
         peers[0].abort("leaving in the middle")

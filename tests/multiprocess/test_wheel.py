@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.source_tree import ROOT
 
-WAIT_S = 300.0
+WAIT_S = 600.0
 
 
 @pytest.fixture(scope="module")

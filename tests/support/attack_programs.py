@@ -180,7 +180,7 @@ held = bytearray(300 << 20); escaped(len(held))
 for _ in range(8):
     if os.fork() == 0:
         held = bytearray(100 << 20); time.sleep(60)
-time.sleep(1.5); escaped("800 MiB")
+time.sleep(20); escaped("800 MiB")
 """,
     "fills files in memory": """
 size = 0
@@ -214,6 +214,8 @@ for _ in range(4):
 """,
 }
 """Forty attacks by name."""
+WAITS = frozenset({"takes memory in many processes"})
+"""Those that wait for their end, which the next look at their memory brings."""
 
 
 def attack_program(name: str, target: AttackTarget) -> str:

@@ -37,7 +37,7 @@ from sluice.types import (
     VersionSpan,
 )
 
-WAIT_S = 60.0
+WAIT_S = 250.0
 ACCURACY = "val-core/s/acc/mean@1"
 NO_GUARDS = GuardsConfig()
 _BASE = load_config(

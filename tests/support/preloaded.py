@@ -34,7 +34,7 @@ _SERVICES = {
     f"services.{name}": f"services.{name}.__main__"
     for name in ("trainer", "rollout", "reward", "evaluation")
 } | {"tests.support.gated_replica": "tests.support.gated_replica"}
-_END_S = 180.0
+_END_S = 600.0
 
 
 class PreloadedProcess:
@@ -58,6 +58,8 @@ class PreloadedProcess:
             target=_run, args=(module, arguments, dict(environment), streams), daemon=True
         )
         self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
         for stream in streams:
             stream.close()
         self.stdin = os.fdopen(os.dup(own_input.fileno()), "w", encoding="utf-8")
@@ -75,9 +77,9 @@ class PreloadedProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
-        if self._process.exitcode is None and self._process.pid is not None:
+        if self._process.exitcode is None:
             with suppress(ProcessLookupError):  # it has ended since
-                os.kill(self._process.pid, number)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""

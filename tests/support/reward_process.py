@@ -103,6 +103,21 @@ class RewardProcess:
         rows = range(sum(len(group.rollouts) for group in outline.groups))
         return await with_samples(outline, rows, self.samples(outline.batch_id, rows))
 
+    async def awaited(self, step: int, version: int, words: str) -> grpc.StatusCode:
+        """Ask for a batch that does not come; return the error's code once it has `words`.
+
+        A busy service may not answer by a short deadline, and its caller then says nothing.
+        """
+        error: Any = None
+        for timeout_s in (3.0, 60.0):
+            try:
+                await self.take(step, version, timeout_s)
+            except grpc.aio.AioRpcError as found:
+                error = found
+            if error is not None and words in str(error.details()):
+                return error.code()  # type: ignore[no-any-return]
+        raise AssertionError(f"{words!r} is not in {error!r}")
+
     def samples(self, batch_id: str, rows: Sequence[int]) -> Any:
         """These samples of a leased batch, and their prompts."""
         request = reward_pb2.TakeSamplesRequest(batch_id=batch_id, rows=rows)

@@ -26,7 +26,12 @@ def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, 
         "algorithm": {"filter_groups": {"enable": True}},
         "reward": {"scorer_pool": {"timeout_s": 60.0}},  # however long a busy machine keeps it
         "trainer": {"total_epochs": 1},
-        "sluice": {"run_dir": str(tmp_path / "run"), "asynchrony": {"max_staleness": 0}},
+        "sluice": {
+            "run_dir": str(tmp_path / "run"),
+            "asynchrony": {"max_staleness": 0},
+            "reward": {"stall_timeout_s": 120.0},
+            "shutdown_grace_s": 120.0,
+        },
     }
     for key, value in sections.items():
         section = tree

@@ -110,7 +110,7 @@ async def take(leader: RankLeader, address: str, step: int) -> dict[str, Any]:
         return await asyncio.to_thread(leader.take_samples, outline, step)
 
     async with grpc.aio.insecure_channel(address) as channel:
-        client = RewardClient(reward_stub(channel), "trainer-1", 30.0)
+        client = RewardClient(reward_stub(channel), "trainer-1", 300.0)
         began_s = time.monotonic()
         outline = await client.take_batch(step, step - 1, lambda: 0, samples)
     seconds = time.monotonic() - began_s
@@ -120,7 +120,7 @@ async def take(leader: RankLeader, address: str, step: int) -> dict[str, Any]:
 
 def run(address: str, stall_s: float, mini_batch_groups: int, timeout_s: float = 60.0) -> None:
     """Obey, or follow."""
-    parallel = CountingRanks(select_device("cpu"), timeout_s, forming_timeout_s=60.0)
+    parallel = CountingRanks(select_device("cpu"), timeout_s, forming_timeout_s=100.0)
     samples = CountingSamples(address, 64 << 20, stall_s)
     learner = cast("Any", TakingLearner(parallel, samples, mini_batch_groups))
     answer("ready")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
-from services.reward.grading import pool
+from services.reward.grading import pool, scorer_worker
 from services.reward.grading.pool import ScorerPool
+from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,
@@ -19,6 +22,7 @@ from sluice.config.schema.reward import (
     ScorerPoolConfig,
 )
 from sluice.config.schema.service import SandboxConfig
+from sluice.data.scoring import ScorerInput
 
 Sandboxes = tuple[SandboxConfig, SandboxFusionConfig]
 NO_SANDBOXES = (SandboxConfig(), SandboxFusionConfig())
@@ -54,6 +58,42 @@ def scorer_pool(*parts: Any, **more: Any) -> ScorerPool:
 async def running_scorer_pool(
     *parts: Any, run_dir: Path | None = None, **more: Any
 ) -> AsyncIterator[ScorerPool]:
-    """A pool that runs; arguments of `_configured`."""
-    async with pool.running_scorer_pool(*_configured(*parts, **more), run_dir) as running:
-        yield running
+    """A pool that runs; arguments of `_configured`. It has time to end what it has killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pool, scorer_worker):
+            patch.setattr(module, "END_TIMEOUT_S", 300.0)
+        async with pool.running_scorer_pool(*_configured(*parts, **more), run_dir) as running:
+            yield running
+
+
+_LOOK_S = 0.02
+
+
+def hurry(
+    patch: pytest.MonkeyPatch,
+    deed: str,
+    limit_s: float = 1.0,
+    began: Callable[[], bool] = lambda: True,
+) -> None:
+    """Give the pools of this process a short limit for one response: from when it `began`.
+
+    The others keep the pool's limit, which may then be one that no busy machine reaches.
+    """
+    really_score, really_left = ScorerWorker.score, ScorerWorker._time_left
+    asked: dict[ScorerWorker, Sequence[ScorerInput]] = {}
+    since: dict[ScorerWorker, float] = {}
+
+    async def score(worker: ScorerWorker, items: Sequence[ScorerInput]) -> object:
+        asked[worker] = items
+        return await really_score(worker, items)
+
+    def time_left(worker: ScorerWorker) -> float:
+        progress = worker._progress()
+        if progress is None or asked[worker][progress.item].response != deed:
+            return min(_LOOK_S, really_left(worker))
+        if not began():
+            return min(_LOOK_S, really_left(worker))
+        return since.setdefault(worker, time.monotonic()) + limit_s - time.monotonic()
+
+    patch.setattr(ScorerWorker, "score", score)
+    patch.setattr(ScorerWorker, "_time_left", time_left)

@@ -26,7 +26,7 @@ Page = Mapping[tuple[str, Labels], float]
 
 def fetch(address: str, path: str = "/metrics") -> str:
     """What a process answers at host:port."""
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=300) as answer:
         return str(answer.read().decode("utf-8"))
 
 

@@ -83,7 +83,7 @@ def copied(rows: torch.Tensor) -> torch.Tensor:
 def main() -> int:
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
-    parallel = TorchDistributed(select_device("cpu"), 60.0)
+    parallel = TorchDistributed(select_device("cpu"), 300.0)
     mesh = DeviceMesh("cpu", torch.arange(parallel.world_size).view(arguments["mesh"]))
     folder = Path(arguments["folder"])
     cuts = arguments["cuts"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from sluice.launch.service_spec import free_ports
 from tests.support.steered_process import SteeredProcess
 
 LONG_S = 120.0
@@ -38,9 +38,8 @@ class Rank(SteeredProcess):
 @contextmanager
 def ranks_of(module: str, world_size: int, arguments: dict[str, Any]) -> Iterator[list[Rank]]:
     """Ranks that meet; each answers as the module's `main` does, and is killed at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Of a range from which no connection of another process gets one by chance.
+    (port,) = free_ports(["127.0.0.1"])
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments, module) for rank in range(world_size)]
         for rank in ranks:

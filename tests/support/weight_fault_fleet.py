@@ -26,8 +26,6 @@ from sluice.weights.snapshot import SnapshotBuffers
 from tests.support.steered_process import ENDED
 from tests.support.weight_fleet import PeerProcess
 
-TIMEOUT_S = 3.0
-PROBE_S = 1.0
 _LAYOUT = "layout"
 _ERRORS: dict[str, Callable[[str, str], SluiceError]] = {
     "InvalidRequestError": lambda name, text: InvalidRequestError(f"{name}: {text}"),
@@ -38,8 +36,8 @@ class Replica:
     """The calls to one process. `faults` are arguments that a phase's next call has besides, and
     ``before``: a signal that the process gets in front of it, or seconds to wait."""
 
-    def __init__(self, peer: PeerProcess) -> None:
-        self.peer = peer
+    def __init__(self, peer: PeerProcess, timeout_s: float) -> None:
+        self.peer, self._timeout_s = peer, timeout_s
         self.info = ReplicaInfo(peer.name, f"{peer.name}-1", f"{peer.name}:1", 8)
         self.faults: dict[str, dict[str, Any]] = {}
         self._answers: dict[int, dict[str, Any]] = {}
@@ -59,7 +57,9 @@ class Replica:
         return 0.0
 
     async def abort(self, epoch: int, reason: str) -> None:
-        await self._call("abort", f"aborting epoch {epoch}", timeout_s=PROBE_S, reason=reason)
+        await self._call(
+            "abort", f"aborting epoch {epoch}", timeout_s=probe_s(self._timeout_s), reason=reason
+        )
 
     async def probe(self, timeout_s: float) -> None:
         await self._call("probe", "answering a probe", timeout_s=timeout_s)
@@ -84,8 +84,9 @@ class Replica:
         return self._answers.pop(call, None)
 
     async def _call(
-        self, op: str, phase: str, timeout_s: float = 1.5 * TIMEOUT_S, **arguments: Any
+        self, op: str, phase: str, timeout_s: float | None = None, **arguments: Any
     ) -> dict[str, Any]:
+        timeout_s = timeout_s or 1.5 * self._timeout_s
         fault = self.faults.pop(op, {})
         await self._break(fault.pop("before", None))
         self._calls = call = self._calls + 1
@@ -111,6 +112,11 @@ class Replica:
             await asyncio.sleep(how)
 
 
+def probe_s(timeout_s: float) -> float:
+    """Seconds to answer a probe or an abort."""
+    return timeout_s / 3
+
+
 def halves(specs: tuple[TensorSpec, ...]) -> tuple[Holding, Holding]:
     """Two ranks' holdings: each half of every tensor, but scalars, which rank 0 has."""
     parts: tuple[list[Any], list[Any]] = ([], [])
@@ -128,8 +134,14 @@ class FaultFleet:
     """The trainer's side: what is frozen, who is a member, and the publisher."""
 
     def __init__(
-        self, specs: tuple[TensorSpec, ...], *, sends_changes: bool, has_halves: bool = False
+        self,
+        specs: tuple[TensorSpec, ...],
+        timeout_s: float,
+        *,
+        sends_changes: bool,
+        has_halves: bool = False,
     ) -> None:
+        self._timeout_s = timeout_s
         self.fleet = Fleet(_LAYOUT, 1e9)
         self._stack = ExitStack()
         self._specs = specs
@@ -145,7 +157,7 @@ class FaultFleet:
                 specs,
                 self._second,
                 device=CpuDevice(),
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 host="127.0.0.1",
                 key=b"k",
@@ -161,14 +173,14 @@ class FaultFleet:
             make_sender=lambda: WeightSender(
                 device=CpuDevice(),
                 bucket_bytes=1 << 18,
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 holdings=holdings,
                 others=others,
             ),
             connect=lambda info: self.replicas[info.name],
-            timeout_s=2 * TIMEOUT_S,
-            probe_timeout_s=PROBE_S,
+            timeout_s=2 * timeout_s,
+            probe_timeout_s=probe_s(timeout_s),
             sends_changes=sends_changes,
             swaps_at_once=partial(swaps_at_once, max_staleness=2),
         )
@@ -189,7 +201,7 @@ class FaultFleet:
                 (spec.name, pack(weights[spec.name], cuts))
                 for spec, cuts in zip(part.tensors, part.cuts, strict=True)
             ]
-            snapshots.write(parts, version, TIMEOUT_S)
+            snapshots.write(parts, version, self._timeout_s)
 
     async def close(self) -> None:
         await self.publisher.close()
@@ -208,18 +220,19 @@ class FaultFleet:
 async def fault_fleet(
     peers: list[PeerProcess],
     specs: tuple[TensorSpec, ...],
+    timeout_s: float,
     *,
     sends_changes: bool,
     has_halves: bool = False,
 ) -> AsyncIterator[FaultFleet]:
     """A fleet of these processes, registered in this order.
 
-    With `has_halves` two ranks send, each its half.
+    With `has_halves` two ranks send, each its half. `timeout_s` is that of a transfer.
     """
-    fleet = FaultFleet(specs, sends_changes=sends_changes, has_halves=has_halves)
+    fleet = FaultFleet(specs, timeout_s, sends_changes=sends_changes, has_halves=has_halves)
     try:
         for peer in peers:
-            fleet.register(Replica(peer))
+            fleet.register(Replica(peer, timeout_s))
         yield fleet
     finally:
         await fleet.close()
