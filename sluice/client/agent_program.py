@@ -150,21 +150,29 @@ class AgentProgram:
     async def stop(self) -> None:
         """Let the program end within seconds, then kill what is left of its group, once.
 
-        Later another group may have its number.
+        Later another group may have its number. Cancelling ends the wait, not the kill.
         """
         if self._is_stopped:
             return
-        if not self._protocol.exited.is_set():
-            self.interrupt()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S):
-                    with waiting_for("agent", "ending after SIGTERM"):
-                        await self._protocol.exited.wait()
-        self._signal(signal.SIGKILL)
-        with suppress(TimeoutError):  # one that the system holds, such as in a lost file system
-            async with asyncio.timeout(_KILLED_S):
-                with waiting_for("agent", "ending after SIGKILL"):
+        try:
+            if not self._protocol.exited.is_set():
+                self.interrupt()
+                await self._exited("ending after SIGTERM", _GRACE_S)
+        finally:
+            self._signal(signal.SIGKILL)
+            try:  # one that the system holds, such as in a lost file system, does not end
+                await self._exited("ending after SIGKILL", _KILLED_S)
+            finally:
+                self._close()
+
+    async def _exited(self, phase: str, within_s: float) -> None:
+        """Wait for the end of the program, but not for long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                with waiting_for("agent", phase):
                     await self._protocol.exited.wait()
+
+    def _close(self) -> None:
         self._is_stopped = True
         self._transport.close()  # a process that left the group may hold its pipes
         stdin = self._protocol.stdin

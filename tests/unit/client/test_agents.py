@@ -300,15 +300,24 @@ async def test_an_end_is_posted_again_when_the_reward_service_was_away(
     assert set(ends) == {PostedEnd(0.5)}
 
 
-async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_nothing_of_a_program_s_group_is_left_though_sigterm_ends_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_cancelled: bool
+) -> None:
+    grace_s = 600.0 if is_cancelled else 0.05
+    monkeypatch.setattr("sluice.client.agent_program._GRACE_S", grace_s)
     note = tmp_path / "child"
-    script = f"sleep 1000 & echo $! > {note}; trap '' TERM; wait; wait"
+    script = f"trap '' TERM; sleep 1000 & echo $! > {note}; wait"
     program = await AgentProgram.start(["bash", "-c", script], {})
     async with asyncio.timeout(60):
         while not note.exists() or not note.read_text():
             await asyncio.sleep(0.01)
-    await program.stop()
-    async with asyncio.timeout(60):
+        stopping = asyncio.ensure_future(program.stop())
+        await asyncio.sleep(0)  # it waits
+        if is_cancelled:
+            stopping.cancel()
+        await asyncio.wait([stopping])
+        assert stopping.cancelled() == is_cancelled
         while Path(f"/proc/{int(note.read_text())}/cmdline").exists():
             await asyncio.sleep(0.01)
 
