@@ -17,12 +17,12 @@ import pytest
 
 from sluice.types import TrainBatch
 from tests.support.causal_lms import save_config
-from tests.support.replica_process import ReplicaProcess, replica_process
+from tests.support.replica_process import ReplicaProcess, hold, replica_process
 from tests.support.reward_process import RewardProcess, reward_process, write_config
 from tests.support.reward_scenarios import SAMPLES, identity, mixed, run_tree, train, until
 from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
 
-GROUPS, MAX_TOKENS = 4, 100
+GROUPS, MAX_TOKENS, MIDDLE = 4, 100, 20
 PINGED = ("one: failed while generating", "ping timeout")
 LONG_S = 20.0
 """More than a busy machine keeps a process waiting."""
@@ -137,19 +137,17 @@ async def test_samples_continue_elsewhere_token_for_token(
     # Sooner than a ping of gRPC finds a process that hangs: that is another reason.
     stalls = {"sluice__reward__stall_timeout_s": 1.0} if misfortune is hung else {}
     config = configuration(tmp_path, **stalls)
-    # All tokens would take the others minutes: they are in the middle whenever the test acts.
-    num_tokens = 20 if stalls else 3
-    async with running(model_folder, config, one=0.02 if stalls else 1.5, two=0.0) as run:
-        await run.announce("one")
+    async with running(model_folder, config, one=0.02, two=0.0) as run:
 
         async def some_tokens_came() -> bool:
-            status = await run.service.status()
-            return bool(
-                status.statistics["reward/tokens/received"] >= num_tokens * SAMPLES * GROUPS
-            )
+            received = (await run.service.status()).statistics["reward/tokens/received"]
+            return bool(received >= MIDDLE * SAMPLES * GROUPS)
 
-        await until(some_tokens_came)
-        await misfortune(run)
+        # No sample is whole before the test acts.
+        with hold(model_folder, MAX_TOKENS - 1):
+            await run.announce("one")
+            await until(some_tokens_came)
+            await misfortune(run)
         await run.take()
 
         async def is_reported() -> bool:

@@ -23,6 +23,7 @@ from sluice.errors import SluiceError
 from sluice.types import TensorSpec, TrainBatch
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.loop_world import World, run, until
+from tests.support.patience import LONG_S, SHORT_S
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fault_fleet import FaultFleet, Replica, fault_fleet
 from tests.support.weight_fleet import PeerProcess, peer_processes
@@ -59,7 +60,6 @@ class _Fault:
     is_lost: bool = True
 
 
-_SHORT_S, _LONG_S = 3.0, 45.0
 _KILL, _STOP = {"before": signal.SIGKILL}, {"before": signal.SIGSTOP}
 _FAULTS = {
     "killed in front of join": _Fault("join", _KILL, "victim.*joining epoch"),
@@ -270,7 +270,7 @@ async def _in_time(
 
     A busy machine may let a sound process run into those.
     """
-    for timeout_s in (_SHORT_S, _LONG_S) if is_stopped else (_LONG_S,):
+    for timeout_s in (SHORT_S, LONG_S) if is_stopped else (LONG_S,):
         caplog.clear()
         caplog.set_level(logging.WARNING)
         victim, other = peers = processes.take(["victim", "other"])
@@ -279,7 +279,7 @@ async def _in_time(
         except (AssertionError, SluiceError):
             victim.end()
             other.end()
-            if timeout_s == _LONG_S:
+            if timeout_s == LONG_S:
                 raise
             continue
         processes.give_back(other)

@@ -108,15 +108,16 @@ class RewardProcess:
 
         A busy service may not answer by a short deadline, and its caller then says nothing.
         """
-        error: Any = None
         for timeout_s in (3.0, 60.0):
             try:
                 await self.take(step, version, timeout_s)
-            except grpc.aio.AioRpcError as found:
-                error = found
-            if error is not None and words in str(error.details()):
-                return error.code()  # type: ignore[no-any-return]
-        raise AssertionError(f"{words!r} is not in {error!r}")
+            except grpc.aio.AioRpcError as error:
+                code, said = error.code(), str(error.details())
+            else:
+                raise AssertionError("there is a batch")
+            if words in said:
+                return code  # type: ignore[no-any-return]
+        raise AssertionError(f"{words!r} is not in {said!r}")
 
     def samples(self, batch_id: str, rows: Sequence[int]) -> Any:
         """These samples of a leased batch, and their prompts."""

@@ -48,9 +48,8 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
 
     `breaks_after` tokens of one of its first `num_breaks` calls (``None``: of any) it aborts the
     call with `code`; `aborts_after` tokens it ends its samples as a draining replica does;
-    `hangs_after` tokens it waits for ever. Before the first one it says `signs` times,
-    `sign_pause_s` seconds apart, that it draws for others. It knows logprobs of prompts if it
-    `scores_prompts`.
+    `hangs_after` tokens it waits for ever. Before the first one it says `signs` times that it draws
+    for others. It knows logprobs of prompts if it `scores_prompts`.
     """
 
     length: int = 6
@@ -61,7 +60,6 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     aborts_after: int | None = None
     hangs_after: int | None = None
     signs: int = 0
-    sign_pause_s: float = 0.0
     scores_prompts: bool = False
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     requests: list[Any] = field(default_factory=list)
@@ -76,7 +74,6 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             await self._accept(request, context)
             for number in range(self.signs):
-                await asyncio.sleep(self.sign_pause_s)
                 await context.write(rollout_pb2.GenerateResponse(engine_tokens=number))
             await self._sample(request, context)
         except asyncio.CancelledError:

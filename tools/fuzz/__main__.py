@@ -91,7 +91,7 @@ async def _attacked(
         traffic = Traffic(channels, random.Random(options.seed), front)
         # As long as nobody else works, the run has samples for the attack.
         agents.may_work.clear()
-        await traffic.lease()
+        await run.until("a sample to lease", traffic.lease, _START_S)
         await caller.pause()
         pids = await _pids(run)
         warm_up = int(options.requests * _WARM_UP_SHARE)

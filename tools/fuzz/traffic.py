@@ -134,14 +134,17 @@ class Traffic:
         self.examples: list[str] = []
         self.holders: set[str] = set()
 
-    async def lease(self) -> None:
-        """Lease samples as a program would: a call of the attack may be too short for one."""
+    async def lease(self) -> bool:
+        """Lease a sample as a program would: a call of the attack may be too short for one.
+
+        Returns:
+            whether there was one.
+        """
         stub: Any = reward_stub(self._channels["reward"])
         request = reward_pb2.LeaseSamplesRequest(count=1, wait_s=_LONG_S)
-        taken: Sequence[Any] = ()
-        while not taken:
-            taken = (await stub.LeaseSamples(request, timeout=4 * _LONG_S)).leases
+        taken = (await stub.LeaseSamples(request, timeout=4 * _LONG_S)).leases
         self._take(taken)
+        return bool(taken)
 
     async def send(self, count: int, in_flight: int) -> None:
         """Make `count` calls, `in_flight` at a time."""

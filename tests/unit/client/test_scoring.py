@@ -152,11 +152,12 @@ async def test_a_call_has_the_whole_time_of_the_caller() -> None:
 async def test_the_callers_deadline_ends_the_scoring() -> None:
     service = Scorers(most_items=0)
     async with client_of(service) as client:
-        with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
-            await client.score(items(20), deadline_s=1.5)
+        while len(service.sizes) < 2:  # a slow machine may not bring both calls in time
+            with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
+                await client.score(items(20), deadline_s=1.5)
         while service.num_open:
             await asyncio.sleep(0.01)
-    assert service.num_cancelled == len(service.sizes)  # of two, but for those still on their way
+    assert service.num_cancelled == len(service.sizes)
 
 
 async def test_a_deadline_that_passes_over_failures_tells_of_them(

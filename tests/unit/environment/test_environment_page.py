@@ -124,7 +124,7 @@ async def test_an_image_that_is_not_there_is_no_observation(
     tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than a call may take: there is one try.
-    monkeypatch.setattr("services.reward.episodes.client._FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr("services.reward.episodes.client._FIRST_BACKOFF_S", 600.0)
     (docker / "refused").touch()
     source = author_file(tmp_path, blocks(PAGE, "python")[3])
     async with served(source, tmp_path) as servers:

@@ -46,7 +46,7 @@ def sender() -> Iterator[WeightSender]:
     sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=60.0)
     yield sender
     sender.close()
-    assert wait_for_retired_threads(10) == 0
+    assert wait_for_retired_threads(60) == 0
 
 
 @pytest.fixture
