@@ -228,7 +228,7 @@ class EpisodeCounts:
     Attributes:
         user_turns: observations that the policy has read after an answer, including tools' (verl's
             count).
-        invalid_answers: number of last answers in a row with unreadable calls.
+        invalid_answers: number of newest answers in a row with calls that cannot be read.
     """
 
     rules: EpisodeRules
