@@ -240,8 +240,7 @@ class Fleet:
         """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`.
 
         Args:
-            awake_s: when this process last went on after it stood still; silence before does not
-                count.
+            awake_s: end of this process's last standstill; silence before it does not count.
         """
         silent = [
             m for m in self._members.values() if now_s - max(m.last_seen_s, awake_s) > self._ttl_s
