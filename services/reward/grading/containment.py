@@ -113,7 +113,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
     """Kill the processes that one scan finds; return their number. They may have forked
     meanwhile."""
     found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
-    # The youngest first, since they may be gone soonest.
+    # As a rule the youngest first, since they may be gone soonest.
     found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in found:
         _send(pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
-    """Stop each marked process of `pids` as soon as it is found, so that none forks before it is
+    """Stop each sought process of `pids` as soon as it is found, so that none forks before it is
     killed."""
     found = []
     for pid in pids:
