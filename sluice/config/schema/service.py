@@ -526,7 +526,8 @@ class RewardServiceConfig(Section, frozen=True):
 
     inflight_slack: PositiveFloat = 1.5
     """Maximum sequences in flight per slot of all replicas; above 1 keeps slots busy
-    between calls."""
+    between calls.
+    """
 
     max_client_pending: PositiveInt = 65536
     """Maximum unfinished prompts of all clients together."""
