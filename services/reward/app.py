@@ -157,7 +157,7 @@ class PromptSets:
     """Checked data sets.
 
     Args:
-        training: by source name, which is empty in a run with one source; ``None``: no files.
+        training: by source name, empty in a run without `sluice.sources`; ``None``: no files.
         validation: ``None`` if there is no validation set.
         images: limits of images; ``None`` reads no images.
     """
@@ -472,5 +472,5 @@ def _data_source_check(config: RunConfig) -> partial[Scorer] | None:
     if reward.custom_reward_function.path is not None or reward.reward_model.enable:
         return None
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
-    programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # only scorers have it
+    programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
     return partial(scorer_for, routes=reward.scorer_routes, programs=programs)

@@ -364,7 +364,7 @@ class GroupTable(GroupCounts):
         return self._groups[prompt_id]
 
     def of(self, group: Group) -> SourceGroups:
-        """Return the counts of a group's source."""
+        """Return the counts and ages of a group's source."""
         return self.of_source[group.prompt.source]
 
     def in_state(self, *states: GroupState) -> list[Group]:
@@ -453,7 +453,7 @@ class GroupTable(GroupCounts):
         self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
 
     def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
-        """Note that more samples are requested, or replacements for samples.
+        """Note that more samples are requested, or replacements for those in `replaced`.
 
         Args:
             group: whose.

@@ -72,8 +72,8 @@ class FleetFacts:
 
     Attributes:
         num_batches: batches formed so far.
-        is_starved: whether the trainer waits for a batch and a group of it for replicas or, during
-            a validation, for agents or environments.
+        is_starved: whether the trainer waits for a batch while training samples are on replicas or
+            wait for one, or while there is no replica.
         slots_in_use: slots that run a sequence.
         num_slots: all slots of the fleet.
         num_replicas: announced replicas.
@@ -94,7 +94,7 @@ class _Mark:
 
 
 class DemandMeter:
-    """Measures the slots used by the last `_BATCHES` batches, or in the last `_LEAST_S` seconds.
+    """Measures the use of the fleet for the last `_BATCHES` batches, at least `_LEAST_S` seconds.
 
     It looks once a second, only if metrics are on, and assumes that what it finds has held since
     the previous look. `sluice.algorithm.routing` computes the demand.

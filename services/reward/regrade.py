@@ -94,7 +94,7 @@ def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
 
 
 async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
-    """Return the prompt with new outcomes (or failures) of the samples that scorers grade."""
+    """Return the prompt with new outcomes, failures too, of the samples that scorers grade."""
     chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
     prompt = _prompt(stored)
     rollouts = [_rollout(number, stored.samples[number]) for number in chosen]
@@ -146,8 +146,8 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
         finish,
         sample.response if sample.last_turn is None else sample.last_turn,
     )
-    # Graders read the number of turns and the longest path. Using only roots gives the right number
-    # and keeps the longest path at the sample's tokens.
+    # Graders read the number of turns and the longest path. As many roots as turns give the right
+    # number and keep the longest path at the sample's tokens.
     return replace(one, turns=one.turns * max(sample.turns, 1))
 
 

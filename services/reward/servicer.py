@@ -79,7 +79,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         max_response_length: longest response, tokens.
         limits: limits of clients' messages.
         images: limits of images; ``None`` if the model reads none.
-        tokens: map tokens to client names; ``None`` lets clients name themselves.
+        tokens: the accepted tokens, which identify clients; ``None`` lets clients name themselves.
     """
 
     def __init__(

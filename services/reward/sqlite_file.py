@@ -39,7 +39,7 @@ class SqliteFile:
         """Open, check and, if durable, lock the file. Any thread may use the connection.
 
         Raises:
-            DataError: it is damaged, in use, or has another program's or format's content.
+            DataError: it is damaged, in use, of another program or of another format.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:

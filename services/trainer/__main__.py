@@ -63,7 +63,7 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
 
 
 def _lead_traced(config: RunConfig) -> bool:
-    # Imported late: loading torch and transformers takes 5 s.
+    # Imported late: `--help` and a refused configuration need not load torch for 5 s.
     from services.trainer.leader import run_leader
 
     with traced_process(config, "trainer", "trainer"):

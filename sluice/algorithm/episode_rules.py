@@ -56,9 +56,9 @@ class EpisodeRules:
     `sluice.environment`.
 
     Args:
-        max_sequence_tokens: most tokens of a conversation, including read tokens.
-        max_response_tokens: most tokens beyond the row's prompt, including read tokens, as verl
-            counts a response; ``None`` for no bound.
+        max_sequence_tokens: most tokens of a conversation, including those only read.
+        max_response_tokens: most tokens beyond the row's prompt, including those only read, as
+            verl counts a response; ``None`` for no bound of its own.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
             ``None`` for no bound.
         grades_whole_text: scorers get the text of all turns and of what the policy read between
@@ -228,7 +228,7 @@ class EpisodeCounts:
     Attributes:
         user_turns: observations that the policy has read after an answer, including tools' (verl's
             count).
-        invalid_answers: number of last answers in a row with unreadable calls.
+        invalid_answers: number of newest answers in a row with calls that cannot be read.
     """
 
     rules: EpisodeRules

@@ -82,7 +82,7 @@ class GuardRule:
         limit: broken by a value that is worse.
         deviations: broken by a value that is worse than the best one by more than so many standard
             errors of the difference.
-        times: values in a row that must break it.
+        times: how many values in a row it takes.
         window: number of steps that a value of a train step's metric averages.
         most_rollbacks: rollbacks of the run after which a broken rule holds it instead.
     """
@@ -140,7 +140,7 @@ class GuardRecord:
 
     Attributes:
         signals: by name of the metric, in the order of steps.
-        resumed_after: by metric name, the newest step when a user ended a hold.
+        resumed_after: by metric name, the step of the newest value when a user ended a hold.
         saved: steps whose checkpoints are this run's; an earlier run may have left others.
     """
 
@@ -311,8 +311,8 @@ def decide(
 ) -> Verdict | None:
     """Return the action of the first broken rule, if any.
 
-    An impossible rollback becomes a hold. A rollback never restores a step that breaks its own
-    rule, since that may include the collapse.
+    An impossible rollback becomes a hold. It restores no step whose own value breaks the same rule:
+    the collapse may be in it.
 
     Args:
         rules: in the order of their importance.

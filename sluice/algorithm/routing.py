@@ -66,7 +66,7 @@ class RoutedReplica:
     trial, beside those that it still has.
 
     `order` is its index in the announcement, `capacity` the most sequences at once, `trial` the
-    group on trial.
+    reservation of the group that it gets as a trial.
     """
 
     announced: AnnouncedReplica
@@ -160,9 +160,9 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
 
 
 class MeanContext:
-    """The mean tokens of a sequence at its end, with its share of the prompt.
+    """The tokens of a sequence at its end, with its share of the prompt.
 
-    They are a mean over about the last 256.
+    They are a mean over about the last 256 sequences.
 
     Attributes:
         expected: the mean, which follows in steps of a tenth; 0 before the first sequence.

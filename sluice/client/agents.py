@@ -66,7 +66,7 @@ class AgentCounts:
     Attributes:
         running: programs that run now.
         ended: programs that ended with exit code 0.
-        failed: programs that failed.
+        failed: all other programs.
         stopped: by the end of the command, or the run did not take their ends, such as of samples
             that had been given up.
         rewards: number of printed rewards that the run accepted.

@@ -201,7 +201,7 @@ class CheckReport:
 
     Attributes:
         problems: all broken rules.
-        notes: settings with an unexpected effect, and joint effects of settings.
+        notes: settings that are mapped or have no effect, and joint effects of settings.
         keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
         learning_rate: the actor's peak learning rate.

@@ -28,7 +28,7 @@ _HONOURED_BY_ROUNDS = frozenset(
 def explain_key(path: str) -> Entry:
     """Return the catalogue entry of a key, in any accepted spelling.
 
-    A key below a free-form one or a block has that one's row.
+    A key below a free-form one or a block has that one's entry.
 
     Raises:
         ConfigError: there is no such key; the error names the nearest known ones.

@@ -84,7 +84,7 @@ class ParallelLayout:
 
     @property
     def peers(self) -> int:
-        """The number of ranks with one stage and tensor index, which have the same part of the
+        """The number of ranks of one stage and tensor index, which hold the same part of the
         model."""
         return self.ranks // (self.tensor * self.pipeline)
 

@@ -73,7 +73,7 @@ def value_section(annotation: object) -> type[Section] | None:
 
 
 def expectation(annotation: object) -> str:
-    """Return the values of a type as text, for example ``an integer >= 1 or null``."""
+    """Return the values that a type accepts, as text, for example ``an integer >= 1 or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _bounded(arguments[0], arguments[1:])

@@ -138,7 +138,7 @@ class ClassEpisode:
         return Observation(messages, tools=_offered(self._methods), done=self._is_done)
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
-        """Make the calls of an answer; pass text to `turn`, or end the episode without `turn`."""
+        """Make the calls of an answer; pass text to `turn`; without one, end the episode."""
         self._last = answer.content
         if answer.tool_error or answer.tool_calls:
             return await self._called(answer)

@@ -360,7 +360,7 @@ def _continuing(what: str, value: object) -> ChatMessage:
 ReadArguments = Callable[[str], Mapping[str, Any]]
 """Reads the JSON of a call; raises ArgumentsError if it does not fit."""
 CallResult = tuple[ChatMessage, float | None]
-"""The text that the policy reads after a call, and the call's reward."""
+"""The message that the policy reads after a call, and the call's reward."""
 
 
 async def results_of_calls(
@@ -368,7 +368,7 @@ async def results_of_calls(
     tools: Mapping[str, ReadArguments],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
 ) -> tuple[tuple[ChatMessage, ...], float | None]:
-    """Make an answer's calls one by one; return the text that the policy reads, and their reward.
+    """Make an answer's calls one by one; return what the policy reads, and their total reward.
 
     Args:
         tools: what reads the arguments of each, by name.

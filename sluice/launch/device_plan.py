@@ -69,7 +69,7 @@ class FoundDevices:
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
     def pool(self) -> tuple[str, ...]:
-        """Return overrides for the largest pool with the same number of devices on each machine."""
+        """Return overrides for the largest pool of machines with equally many devices each."""
         sizes = sorted(self.by_node or (max(self.count, 1),), reverse=True)
         nodes = max(range(1, len(sizes) + 1), key=lambda count: count * sizes[count - 1])
         return (
@@ -90,7 +90,7 @@ class DevicePlan:
         config: the configuration with the split.
         line: text for the user; empty if the launch does not train and generate on devices.
         lack: why its devices do not suffice, with the remedy; empty if they do. Without a line no
-            number would suffice.
+            number of devices would.
         remedy: overrides that make them suffice; empty if there are none or none are needed.
         is_shared: trainer and replica share one GPU.
     """

@@ -140,7 +140,7 @@ class ServiceSpec:
         environment: variables set on top of the launcher's.
         restarts: when to restart it after a failure.
         ends_run: the run is over when it ends with code 0.
-        is_needed: the run fails if it ends early on request.
+        is_needed: the run fails if it ends early, even with code 0 or on request.
         crew: processes of a crew start and end together; empty for a crew of its own.
         starts_before: how often earlier launchers started it in this run.
     """

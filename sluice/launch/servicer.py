@@ -51,7 +51,7 @@ class Processes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScaleChange:
-    """The numbers of the replicas to start, and of those to drain."""
+    """The numbers of the replicas to start, and of those to drain, each in that order."""
 
     start: tuple[int, ...]
     drain: tuple[int, ...]

@@ -82,7 +82,7 @@ class Credentials:
 
     Args:
         authority: PEM of the authorities that sign peers' certificates; None: the system's.
-        certificate, key: PEM of this process's certificate; None without one.
+        certificate, key: PEM of this process's certificate and of its key; None without them.
         is_encrypted: whether connections use TLS.
         asks_certificate: whether servers ask callers for a certificate.
         server_name: the name in servers' certificates; None to expect their address.

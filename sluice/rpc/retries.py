@@ -58,8 +58,8 @@ class RetryPolicy:
         patience_s: how long failures in a row may last. Any progress starts the count again. A call
             with a deadline is sent to a full service until the deadline, for any patience. 0:
             nothing is retried.
-        stall_s: seconds without tokens, or a sign that the engine generates for others, after which
-            another replica continues.
+        stall_s: seconds without tokens, and without a sign that the engine generates for others,
+            after which another replica continues.
     """
 
     first_s: float = 0.1
@@ -107,8 +107,8 @@ class Retries:
         deadline_s: seconds from now for all tries together; None: no deadline.
         retries_on: returns whether to retry after an error.
         most_failures: tries that may fail in all; None: any number.
-        most_defects: consecutive answers that the peer is broken, after which it needs help; None
-            for any number.
+        most_defects: answers in a row that the peer is broken, after which the call fails, since
+            the peer does not recover without help; None: any number.
         warns_after_s: length of an absence after which it is logged, once, and so is its end;
             None: nothing is logged.
         clock: seconds, monotonic.

@@ -120,8 +120,8 @@ class RpcServer:
     async def set_named(self, name: str, *, serving: bool) -> None:
         """Set the health status of `name`, which need not be a service.
 
-        A name is unknown until it is set. `set_serving` does not change names of its own kind, and
-        a server that stops answers NOT_SERVING for all.
+        A name is unknown until it is set. `set_serving` does not change one that is no service,
+        and a server that stops answers NOT_SERVING for all.
         """
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)

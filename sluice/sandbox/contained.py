@@ -24,7 +24,7 @@ from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
 END_TIMEOUT_S = 20.0
-"""Seconds in which a killed sandbox has to be gone; a busy machine needs some."""
+"""Seconds in which a killed sandbox has to be gone; a busy machine takes a while."""
 START_TIMEOUT_S = 30.0
 """Seconds in which the wrapper has to say which process is the first of its namespace."""
 READY = b"sluice: ready\n"

@@ -137,7 +137,7 @@ def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     """Return the shapes after `merge_adapters`; keep tensors that are no adapter of a weight.
 
     An adapter's rank is limited to the larger side of its weight, so that a sender cannot demand
-    any amount of memory.
+    unlimited memory.
     """
     found = dict(shapes)
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:

@@ -95,8 +95,8 @@ def decode_gaps(words: NDArray[np.uint8], num_positions: int, length: int) -> Po
 
 
 def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
-    """Return the steps from `old` to `new`: unsigned, of one width, ``[changed]``, different
-    everywhere.
+    """Return the steps from `old` to `new`, both ``[changed]``, unsigned, of one width; no element
+    is equal.
 
     Returns:
         uint8 ``[changed]``, and the new bits of elements whose step is 255, in order.

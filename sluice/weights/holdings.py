@@ -40,7 +40,7 @@ def held_part(
     """Return the part of a holding that a share takes; ``None`` if it takes nothing.
 
     Args:
-        share: the wanted part of them; its cuts are checked.
+        share: the wanted part of the tensors; its cuts were checked before.
         holding: the available part; ``None`` for all weights.
     """
     if holding is None:
@@ -69,7 +69,7 @@ def stream_plans(
     """Return the layout of each stream to the workers with a share; ``None`` for no stream.
 
     Args:
-        share: the workers' share; its cuts are checked.
+        share: the workers' share; its cuts were checked before.
         holdings: the holdings of the sending ranks; empty if one rank holds all weights.
     """
     parts = [held_part(tensors, share, holding) for holding in holdings or (None,)]

@@ -210,7 +210,7 @@ def plan_transfer(
     Args:
         tensors: in the order of the wire; names are unique (tied weights are listed once).
         bucket_bytes: largest collective, a multiple of 64 and at least 4096.
-        share: the part of them to send; its cuts are checked.
+        share: the part of them to send; its cuts were checked before.
 
     Raises:
         InvalidRequestError: no tensors, a repeated name, an unknown dtype, a negative dimension
@@ -277,7 +277,7 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
         if pieces and offset + size - start > bucket_bytes:
             yield Bucket(index, start, offset, tuple(pieces))
             index, start, pieces = index + 1, offset, []
-        while done < size:  # loops only for a tensor larger than a bucket
+        while done < size:  # more than once only for a tensor larger than a bucket
             length = min(size - done, start + bucket_bytes - offset - done)
             pieces.append(Piece(tensor, done, offset + done - start, length))
             done += length

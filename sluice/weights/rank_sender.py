@@ -85,7 +85,7 @@ class OtherRank(Protocol):
         should_stop: threading.Event,
         has_changes: bool,
     ) -> list[SentStream]:
-        """Make the rank send a version; return what it sent to each class."""
+        """Make the rank send a version; return what each class got, in the order of `plans`."""
         ...
 
     def probe(self, timeout_s: float) -> None:

@@ -158,7 +158,7 @@ class WeightReceiver:
             WeightSyncError: a collective failed or was aborted, the update builds on a version that
                 is not held here or is damaged, or the trailer does not match the request and the
                 bytes received. The epoch is then over.
-            DeadlineError: the total exceeded the limit for all collectives.
+            DeadlineError: all collectives together exceeded their time limit.
         """
         if not self._staging.acquire(blocking=False):
             raise NotReadyError(f"version {version}: another version is being staged; abort it")

@@ -66,10 +66,10 @@ def broadcast_deadline_s(
     timeout_s: float,
     holdings: Sequence[Holding] = (),
 ) -> float:
-    """Return the time limit for all collectives of a version, for any share, seconds.
+    """Return the time limit for all collectives of a version together, for any share, seconds.
 
     Args:
-        timeout_s: time limit of a collective.
+        timeout_s: time limit of each collective.
     """
     size = stream_bucket_bytes(tensors, bucket_bytes, WHOLE, holdings)
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
@@ -343,7 +343,7 @@ class WeightSender:
             NotReadyError: there is no formed group.
             WeightSyncError: a collective failed, stalled or was stopped. Names the members (any
                 of them may be the cause: probe them, and the other ranks) and the bucket.
-            DeadlineError: the whole took longer than all its collectives may together.
+            DeadlineError: all collectives together exceeded their time limit.
         """
         own, order = self._current()
         self._check_weights(weights)

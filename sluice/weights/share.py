@@ -23,7 +23,7 @@ Ranges = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
 
 MAX_RANGES = 1024
-"""Most blocks of a part (the product of its ranges); more would be slow to pack."""
+"""Most ranges of a cut, and most blocks of a part; more would be slow to pack."""
 
 
 def cuts_by_name(share: WeightShare) -> dict[str, Cuts]:

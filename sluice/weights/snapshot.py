@@ -102,7 +102,7 @@ class SnapshotBuffers:
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Snapshot]:
-        """Read the newest version (``None``) or the one before it.
+        """Read a version: the newest one, by default, or the one before it.
 
         Its memory is not overwritten inside the block.
 

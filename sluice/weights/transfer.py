@@ -153,10 +153,10 @@ def _check_sum(body: bytes) -> bytes:
 
 
 def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
-    """Return the time limit for all collectives of a version, seconds.
+    """Return the time limit for all collectives of a version together, seconds.
 
     Args:
-        timeout_s: time limit of a collective.
+        timeout_s: time limit of each collective.
     """
     return (len(plan.buckets) + _NUM_FRAMING_COLLECTIVES) * timeout_s
 

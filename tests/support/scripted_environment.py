@@ -26,6 +26,7 @@ from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.types import (
     Answer,
     ChatMessage,
+    Failed,
     FinishReason,
     Prompt,
     PromptOrigin,
@@ -273,6 +274,12 @@ class ThisProcess:
 
     async def abandon(self) -> None:
         """Nothing is held."""
+
+
+def failure_of(rollout: Rollout) -> Failed:
+    """Return how a sample failed, which it must have."""
+    assert isinstance(rollout.outcome, Failed)
+    return rollout.outcome
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

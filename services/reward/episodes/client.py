@@ -77,7 +77,7 @@ class _Due:
 
 
 class CallBatches:
-    """Calls to all servers. Calls of Open and Step that are due together travel in one Play.
+    """Calls to servers. Calls of Open that are due together travel in one Play, and so do Steps.
 
     Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
     call: its episode alone; of the connection, or of a result that is too large: episodes that open
@@ -284,8 +284,8 @@ class ServedEnvironments:
     """Episodes on servers of EnvironmentService.
 
     Args:
-        credentials: their authorities check servers at https:// addresses. Such servers never see
-            them, since they are no part of the run.
+        credentials: their authorities check servers at https:// addresses. Such servers get no
+            credentials, since they are no part of the run.
     """
 
     def __init__(
@@ -334,10 +334,10 @@ class ServedEpisode:
         self._id, self._num_tries = task.episode_id, 1
         self._server: Server | None = None
         self._is_held = False  # its gRPC channel
-        self._end: environment.CloseResponse | None = None  # the result of the last answer
+        self._end: environment.CloseResponse | None = None  # how a step ended the episode
 
     async def open(self) -> Observation:
-        """Choose a server and begin; while it is down, wait up to the time of a call.
+        """Choose a server and begin; while none answers, try again within the time of a call.
 
         Without the wait, groups would fail as fast as they start while a server restarts, and use
         up the data set.

@@ -331,8 +331,8 @@ class Episode:
         return found
 
     async def _sampled(self, begun: Continued) -> tuple[Continued, AnsweredTurn | None]:
-        """Sample another turn. Return the turn and how it begins, which changes if the template
-        rewrites history; ``None`` if no token is left."""
+        """Sample another turn. Return how it begins, which changes if the template rewrites
+        history, and the turn; ``None`` if no token is left."""
         number, parent = len(self._turns), begun.parent
         if self._tokens_left(parent) < 1:
             return begun, None

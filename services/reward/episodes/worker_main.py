@@ -71,7 +71,7 @@ def loaded(source: EnvironmentSource) -> Environment:
     environment = source.load()
     if _PYTHON_TOOL in sys.modules:
         config = inherited_config()
-        process_sandbox(config)  # refuses environments that keep no state
+        process_sandbox(config)  # refuses sandboxes that keep no state
         proven_sandbox(config)
     return environment
 

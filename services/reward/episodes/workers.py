@@ -2,8 +2,9 @@
 
 Consumes: an environment's source. Waits for: the end of a worker, and twice a second its report of
 its oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
-dies, or has a call longer than sluice.environment.call_timeout_s, is killed with all processes that
-it started, and replaced; only its episodes fail. On shutdown: all workers are killed and reaped.
+dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all
+processes that it started, and replaced; only its episodes fail. On shutdown: all workers are killed
+and reaped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PEER = "environment worker"
 START_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.5
 CANCEL_S = 3.0
-"""Seconds that a call may take to end after it was given up; a thread never does."""
+"""Seconds for a call to end after it was given up: a coroutine does, a thread does not."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MODULE = "services.reward.episodes.worker_main"
 

@@ -400,7 +400,7 @@ class GroupDispatcher:
 
 
 def end_early(collected: CollectedSamples) -> None:
-    """End a group that has used its time or tokens, with its finished samples.
+    """End a group that has used its time or tokens; its unfinished samples end as aborted.
 
     Raises:
         GroupFailedError: no sample of it has finished.

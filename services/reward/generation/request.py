@@ -94,7 +94,7 @@ class GroupProgress:
 
     @property
     def over_at(self) -> float | None:
-        """The time at which the group is over; a past time if it is over already."""
+        """When the group has used its time; a past time if it is over already."""
         return self.first_start if self.is_over else self.rules.over_at(self.first_start)
 
     def check(self, now: float) -> bool:
@@ -271,7 +271,7 @@ class GenerationClient(Protocol):
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream samples, and continue those in `partials`.
 
-        Raise `SluiceError` on failure, and `InvalidRequestError` if a retry cannot succeed.
+        Raise `SluiceError` on failure, and `InvalidRequestError` if a retry would be refused too.
         """
         ...
 

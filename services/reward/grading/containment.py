@@ -113,7 +113,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
     """Kill the processes that one scan finds; return their number. They may have forked
     meanwhile."""
     found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
-    # The youngest first, since they may be gone soonest.
+    # As a rule the youngest first, since they may be gone soonest.
     found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in found:
         _send(pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
-    """Stop each marked process of `pids` as soon as it is found, so that none forks before it is
+    """Stop each sought process of `pids` as soon as it is found, so that none forks before it is
     killed."""
     found = []
     for pid in pids:
@@ -249,7 +249,7 @@ class IdleCpu:
 def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
     """Return the CPU used between two readings; ``None`` if there was a request between them.
 
-    A process that only the second reading has started in between, so all its CPU time counts.
+    A process that is new in the second reading started in between, so all its CPU time counts.
     """
     if reference.num_uses != reading.num_uses:
         return None
@@ -284,7 +284,7 @@ async def watch_idle(
 
     A scorer may answer or fail and leave threads or processes that spin, which no sample's time
     limit ends. So about once a second, compare the CPU time of idle processes, and of all that they
-    started, with the previous reading. A process that cannot be read counts as using nothing.
+    started, with an earlier reading. A process that cannot be read counts as using nothing.
 
     Args:
         idle: the request counts of the scorer processes that are idle now, by mark.

@@ -58,7 +58,7 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
     """Return the configured shaping; ``None`` for the naive manager or when it is off.
 
     Raises:
-        ConfigError: the buffer is longer than the response may be.
+        ConfigError: the buffer's length is not between 1 and the longest response.
     """
     buffer = reward.reward_kwargs.overlong_buffer_cfg
     if reward.reward_manager.name != "dapo" or not buffer.enable:

@@ -1,5 +1,5 @@
 """Limits that a process that runs the user's code sets for itself: address space, open files, CPU
-time, child processes, output, and the life of its parent. Wall-clock limits are enforced from
+time, further processes, output, and the life of its parent. Wall-clock limits are enforced from
 outside.
 """
 

@@ -66,7 +66,7 @@ class _WorkerSlot:
     Attributes:
         is_idle: whether it is free for the next request.
         num_uses: requests that have used it.
-        last_source: data source of the last item that it graded.
+        last_source: data source of the last item of its last request.
     """
 
     worker: ScorerWorker | None = None
@@ -111,7 +111,7 @@ class ScorerPool:
         """Total seconds that processes have worked since the start."""
         self.num_asked = 0
         self.num_replaced = 0
-        """Processes killed because of a fault, since the start."""
+        """Processes killed because of a fault or of CPU use while idle, since the start."""
         self.num_ended_idle = 0
         """Processes killed because they used CPU while idle."""
 

@@ -59,7 +59,7 @@ _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
 
 class LoadingEndedError(ConfigError):
-    """A process ended while it loaded the user's code; a negative code is a signal."""
+    """A process ended while it loaded the user's code; a negative code is a signal's."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -286,7 +286,7 @@ async def start_worker(setup: ScorerSetup, family: str) -> ScorerWorker:
 def kill_session(process: asyncio.subprocess.Process) -> None:
     """Kill the session that a process leads, at once."""
     with suppress(ProcessLookupError):
-        # This reaches all its children, even after it has ended, and no fork can escape it.
+        # Reaches what it started in the session, even after it has ended; no fork can escape it.
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -47,8 +47,8 @@ PEER = "reward service"
 class TrainBatches:
     """The trainer's side of the loop.
 
-    The ledger knows which batch is leased; this class holds the batch, if this process formed it,
-    until it is acknowledged or voided.
+    Only the ledger knows which batch is leased; this class holds the batch, if this process formed
+    it, until it is acknowledged or voided.
 
     Attributes:
         changes: notified of every change that may complete a batch.

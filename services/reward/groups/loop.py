@@ -382,7 +382,7 @@ class GroupLoop:
     ) -> None:
         """Start with a new trainer, perhaps from an older policy: generate pending groups again.
 
-        A trainer that the ledger knows continues, since only this service has restarted.
+        The trainer that the ledger knows continues, since only this service has restarted.
         """
         ledger = self._ledger
         if trainer == ledger.trainer:
@@ -401,7 +401,7 @@ class GroupLoop:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._sources[prompt.source].prompts.put(prompt)
-        # In all other cases the trainer sends no position, and the data set continues from here.
+        # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._start_data(resume_from or DataProgress(0))
         ledger.begin_trainer(trainer, version)
@@ -493,7 +493,7 @@ class LoopFacts:
         num_kept: groups for the next batch, at most its part for each source.
         lacking: text about the named sources that lack groups (`TrainingSources.lacking`).
         outside: the peer of `GroupDispatcher.awaited_outside`; may be empty.
-        is_untaken: whether no agent has taken any of their samples.
+        is_untaken: whether no agent has taken any of the samples that wait outside.
     """
 
     is_announced: bool

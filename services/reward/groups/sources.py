@@ -2,7 +2,8 @@
 
 A run without `sluice.sources` has one source with an empty name. Each source has its rows,
 settings, sampling strategy and part of every batch; replicas, scorers and the ledger are shared. If
-the fleet lacks capacity for all, the source that lacks most of its groups starts first.
+the fleet lacks capacity for all, the source that has filled its part of the batches least starts
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class TrainingSource:
     """A source of training prompts.
 
     Attributes:
-        name: empty if the run has only one source.
+        name: empty in a run without `sluice.sources`.
         share: its share of every batch, as configured.
         follows_yield: whether the share follows the yield.
         settings: the settings of its groups.
@@ -52,7 +53,7 @@ class TrainingSource:
     def first_sequences(self, first_samples: int) -> int:
         """Return the number of sequences in a group's first request for `first_samples`.
 
-        A group that ends after its probes needs no greedy response, so that one comes with the
+        A group that ends after its probes needs no greedy response, so it is generated with the
         rest.
         """
         is_whole = first_samples >= self.settings.samples_per_group
@@ -100,7 +101,7 @@ class TrainingSources(dict[str, TrainingSource]):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether some source can start no more groups, so that no batch can be filled."""
+        """Whether some source can start no more groups; every batch needs groups of each."""
         return any(one.is_exhausted for one in self.values())
 
     def lacking(self) -> str:

@@ -106,7 +106,7 @@ class ValidationExample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedValidation:
-    """Metrics by verl's names, with standard errors, and the number of tokens generated."""
+    """Metrics by verl's names, with standard errors, and response tokens generated for them."""
 
     metrics: dict[str, float]
     examples: list[ValidationExample]
@@ -115,7 +115,7 @@ class FinishedValidation:
 
 
 class ValidationRun:
-    """The validated prompts of one run, by position, and examples from the whole set.
+    """The validated prompts of one run, by position, and examples, spread over the whole set.
 
     Args:
         num_examples: largest number of responses to keep for display.

@@ -7,12 +7,12 @@ read back from a file waits again or is leased.
 
 The ledger answers from memory. With a file it also passes every change to a writer thread, which
 commits the changes in order. Callers whose changes must survive wait for `durable`: for a client's
-receipt or outcome, a leased batch, an acknowledgement. If the process dies, all changes after some
-moment may be lost. Their prompts are then pending, and their samples are generated again.
+receipt or outcome, a leased batch, an acknowledgement. If the process dies, all other changes after
+some moment may be lost. Their prompts are then pending, and their samples are generated again.
 
 Of an ended data-set prompt the ledger keeps the position. An ended client's prompt stays whole
-until `ended_ids` others have ended, but keeps its images only if it was trained, since it may be
-issued again.
+until `ended_ids` others have ended after it, but keeps its images only if it was trained, since it
+may be issued again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 logger = logging.getLogger(__name__)
 
 ENDED_IDS_REMEMBERED = 65_536
-"""The last ended clients' prompts to remember: their ids cannot be reused. At 500 bytes each, 32
-MiB."""
+"""How many ended clients' prompts are remembered: their ids cannot be reused. At 500 bytes each,
+32 MiB."""
 ACKNOWLEDGED_REMEMBERED = 64
-"""The last acknowledged batches to remember: these may be acknowledged again after a restart."""
+"""How many of the last acknowledged batches may be acknowledged again after a restart."""
 STRIKES_REMEMBERED = 65_536
-"""The last prompts with strikes to remember."""
+"""How many prompts with strikes are remembered, those struck last."""
 MAX_DETAIL_CHARS = 1000
 
 _ACCEPT = "INSERT INTO pending VALUES (?, ?, ?, ?)"
@@ -114,7 +114,7 @@ class PromptLedger:
         all_strikes: the strikes in a row of each prompt that has any, by `prompt_key`.
 
     Raises:
-        DataError: the file is damaged, in use, or has another program's or format's content; from a
+        DataError: the file is damaged, in use, of another program or of another format; from a
             change: the file can no longer be written.
     """
 
@@ -442,7 +442,7 @@ class PromptLedger:
     # ------------------------------------------------------------------------------------ strikes
 
     def note_strikes(self, key: str, strikes: int) -> None:
-        """Set a prompt's strikes; remember only the last prompts with strikes."""
+        """Set a prompt's strikes; remember only the prompts struck last."""
         self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
         self.all_strikes.pop(key, None)
         if strikes:

@@ -1,4 +1,4 @@
-"""Stream the rows of the data set, shuffled in each epoch and resumable at any row.
+"""Stream the rows of the data set, epoch after epoch, shuffled, resumable at any row.
 
 A *position* counts rows over all epochs: position p is row ``p % N`` of epoch ``p // N`` in that
 epoch's order. The order depends on (seed, epoch) alone: blocks (row groups of Parquet, a thousand

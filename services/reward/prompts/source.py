@@ -24,7 +24,7 @@ ROWS_PER_READ = 64
 _KEY_BYTES = 16
 _FRAME = Struct("<Q").pack
 DATASET_ID_PREFIX, VALIDATION_ID_PREFIX = "data-", "validation-"
-"""The prefix of the ids of data-set prompts."""
+"""The prefixes of the ids of the run's own prompts."""
 
 
 def prompt_key(prompt: Prompt) -> str:
@@ -47,7 +47,7 @@ class PromptSource:
         open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
         forecast: how long groups take.
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
-        name: the source's name; empty if it is the only one.
+        name: the source's name; empty in a run without `sluice.sources`.
         environment: the environment of rows that name none; ``None`` for the run's.
 
     Attributes:

@@ -126,7 +126,7 @@ class YieldGuard:
     Args:
         min_yield: least share of kept groups; 0 sets no bound.
         num_groups: the number of last groups that the share covers.
-        source: the source whose groups it watches; empty if there is only one.
+        source: the source whose groups it watches; empty in a run without `sluice.sources`.
 
     Attributes:
         num_unsampled: prompts in a row that ended as too long or in quarantine.
@@ -186,7 +186,7 @@ class YieldGuard:
         Args:
             end: how it ended; ``None`` if it was kept.
             detail: why.
-            counts_alike: whether it counts among the first groups that all fail for one reason.
+            counts_alike: whether it counts among the first groups that may all fail alike.
         """
         self._ends.append(_KEPT if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
@@ -229,7 +229,7 @@ class YieldGuard:
         """Return the error for a data set that ended before the batch was full."""
         if self._num_left_out and not self._ends:
             remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
-        elif self._source:  # a source repeats its rows, so all of them must have been left out
+        elif self._source:  # a source repeats its rows, so none of them can start
             remedy = f"give other rows in sluice.sources.{self._source}.files"
             if self._num_quarantined:
                 remedy += ", or release prompts: delete their lines in reward/quarantine.jsonl"

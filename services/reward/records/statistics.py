@@ -142,7 +142,7 @@ def batch_content_metrics(
 
 
 def _ages(name: str, ages: Sequence[int]) -> dict[str, float]:
-    """Return staleness [rows] under verl's metric names; empty for no rows."""
+    """Return the mean, max and min of `ages`, versions [rows]; empty for no rows."""
     if not ages:
         return {}
     return {
@@ -164,10 +164,10 @@ def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def repetition_share(token_ids: TokenIds) -> float:
-    """Return the share of a response's 4-grams that occurred in it before.
+    """Return the share of a response's 4-grams that occurred in it before; 0 without a 4-gram.
 
     Args:
-        token_ids: uint32 [tokens] of one response; shorter than a 4-gram, it returns 0.
+        token_ids: uint32 [tokens] of one response.
     """
     count = token_ids.size - _GRAM + 1
     if count <= 0:
@@ -202,7 +202,7 @@ def uses_of_group(
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
     found[TokenUse.FAILED] += progress.num_replaced
-    # Tokens in no sample of the group belong to samples that were generated again.
+    # Tokens in no sample of the group were thrown away when a sample restarted.
     found[TokenUse.ABORTED] += max(0, progress.num_received - found.total())
     return found
 
@@ -439,7 +439,7 @@ class GroupStatistics:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """The sum of ended prompts, graded samples and received tokens since the start."""
+        """The numbers of ended prompts, graded samples and received tokens since the start."""
         received = sum(self._received.values())
         return self._num_ended, self._totals["reward/samples_graded"], received
 

@@ -90,7 +90,7 @@ class _Float32Head(nn.Linear):
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Compute a model's logits in float32, without converting its head's weight."""
+    """Compute a model's logits in float32; the head's weight stays as it is."""
     given: Any = model.get_output_embeddings()
     own = _Float32Head(
         given.in_features, given.out_features, bias=given.bias is not None, device="meta"

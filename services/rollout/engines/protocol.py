@@ -2,8 +2,8 @@
 
 Tokens in, tokens out. An engine generates groups (all requested samples of a prompt share its
 prefill). For each token it reports the logprob under the distribution that sampled it and the
-policy version. It accepts new weights while it generates. All methods are called from one event
-loop; none may block it. `check_request` and `check_capacity` check requests.
+policy version that did. It accepts new weights while it generates. All methods are called from one
+event loop; none may block it. `check_request` and `check_capacity` check requests.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ class RequestTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(ReplicaCounters):
-    """A snapshot of the engine's counters and of what it serves.
+    """The engine's counters and what it serves, at one moment.
 
     Attributes:
         slots: sequences that can run at once.
         version: the policy version that serves; ``None`` before the first weights.
         weight_digest: its digest; empty before the first weights.
         slots_may_wait: a sample with a slot may still wait for space in the KV cache.
-        kv_tokens: capacity of the KV cache in tokens; 0 if unknown or enough for all slots.
+        kv_tokens: most tokens in the KV cache; 0 if unknown or enough for all slots.
     """
 
     slots: int
@@ -255,7 +255,7 @@ class Engine(Protocol):
             the seconds without a token; 0 if the version served already.
 
         Raises:
-            WeightSyncError: nothing is staged under that version, or with another digest.
+            WeightSyncError: nothing is staged under that version, or its digest is another.
         """
         ...
 

@@ -23,7 +23,7 @@ class EngineSettings:
     Attributes:
         model_path: directory with a Hugging Face configuration.
         trust_remote_code: run model code from the directory.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes the machine's own.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes an accelerator, else CPU.
         dtype: of weights, cache and activations; the embedded engine's probabilities are float32.
         float32_head: compute logits in float32 too.
         slots: samples generated at once.

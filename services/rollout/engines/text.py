@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string, or all of it."""
+    """Return the text before the stop string that begins first, or all of it without any."""
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 

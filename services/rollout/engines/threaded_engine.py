@@ -232,12 +232,12 @@ class EngineCore(ABC, Generic[RunT]):
         """Swap the staged version in; return the seconds without a token, 0 if it served already.
 
         Raises:
-            WeightSyncError: this version is not staged; the old weights stay.
+            WeightSyncError: nothing is staged with this version and digest; the old weights stay.
             EngineError: the engine is broken.
         """
 
     async def swapped(self) -> None:
-        """Wait until no swap is running; a version may be named before its swap has ended.
+        """Wait until no swap is running; `counts` may name a version before its swap has ended.
 
         Raises:
             EngineError: the engine is broken, for example by a swap that could not resume.

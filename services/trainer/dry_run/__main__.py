@@ -27,7 +27,7 @@ from sluice.config.run import RunConfig
 from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 _BYTES_OF_A_LOGIT = 10
-"""In an uncompiled block: the logit in bfloat16 and float32, and its exponential."""
+"""In an uncompiled block: the logit in 16 bits and in float32, and its exponential."""
 _IN_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
@@ -35,7 +35,7 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     """Return the bytes of each run."""
     torch.set_num_threads(1)
     config = with_adapters(msgspec.convert(asked.config, RunConfig))
-    # Use the head's block size and matrix products of a GPU.
+    # Compute the head in blocks as large as on a GPU, and with a GPU's matrix products.
     token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
     if config.actor_rollout_ref.actor.fsdp_config.use_torch_compile:
         compiled_bytes = 2 * token_statistics.COMPILED_BLOCK_BYTES

@@ -101,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _move(self, kind: str, func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-        """Run a collective to its end without counting its internal copies.
+        """Run a collective, a real one to its end, without counting its internal copies.
 
         A thread of gloo frees its tensors only some time after the collective has ended, and a wait
         for a sum that ranks divide would count the copy that gloo makes.

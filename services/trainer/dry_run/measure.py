@@ -253,7 +253,7 @@ class _Rank:
         return forward, kept, max(backward, count.peak), dict(moved)
 
     def _forward(self) -> tuple[Tensor | GradientEdge, Tensor]:
-        """Return the tensor that a backward pass starts from, and its gradient."""
+        """Return the tensor or edge that a backward pass starts from, and its gradient."""
         outputs, stage = self._outputs(), self._stage
         if stage is None or stage.after is None:
             return outputs, torch.ones_like(outputs)

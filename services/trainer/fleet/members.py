@@ -1,8 +1,8 @@
 """Membership: replicas by name and instance, their versions, and whether their engines progress.
 
-A replica is a member as long as its heartbeats arrive. A held replica keeps the validated version
-while the others get the next one. A live replica that has work but samples no token is stalled:
-nothing new is sent to it. It returns as a newcomer when its engine progresses.
+A replica is a member as long as its heartbeats arrive. A held replica keeps the version that
+is being validated while the others get the next one. A live replica that has work but samples no
+token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
 
 The state is pure: callers pass the time in, from one event loop; `drop_silent` looks at the clock
 for it. `Fleet.changed` is set at every change of membership or state; its reader clears it.
@@ -50,8 +50,8 @@ class EngineProgress:
     """An engine's last progress.
 
     Args:
-        sign: the progress reported last.
-        since_s: the time of that heartbeat.
+        sign: the last heartbeat that showed progress.
+        since_s: its time.
         is_stalled: whether the engine is out of use until it progresses again.
     """
 
@@ -237,10 +237,10 @@ class Fleet:
             self._note(info.instance_id, load)
 
     def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
-        """Drop and return the replicas without a heartbeat for `ttl_s`.
+        """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`.
 
         Args:
-            awake_s: when this process began to read heartbeats; silence before it does not count.
+            awake_s: end of this process's last standstill; silence before it does not count.
         """
         silent = [
             m for m in self._members.values() if now_s - max(m.last_seen_s, awake_s) > self._ttl_s
@@ -376,9 +376,10 @@ async def drop_silent(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Look at intervals, until cancelled, for replicas that are silent, and drop them.
+    """Drop silent replicas at intervals, until cancelled.
 
-    While this process stands still, heartbeats lie unread: then all replicas get time to be heard.
+    While this process stands still, nobody reads heartbeats: afterwards each replica has the whole
+    time to live for the next one.
     """
     looked_s, awake_s = clock(), -math.inf
     while True:

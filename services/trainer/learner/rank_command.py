@@ -108,7 +108,7 @@ class RankLeader:
 
         Returns:
             an empty text if all samples arrived; otherwise the reason why the batch must be taken
-                again.
+            again.
         """
         with self._together():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
@@ -175,8 +175,8 @@ class RankLeader:
 
         Returns:
             rank 0's work, to be called. If `saves_aside`, the other ranks are working already and
-                later commands may run meanwhile, so call it in another thread. Otherwise all ranks
-                work during the call.
+            later commands may run meanwhile, so call it in another thread. Otherwise all ranks work
+            during the call.
         """
         if not self.saves_aside:
             return partial(self.save, directory)
@@ -353,7 +353,7 @@ def follow(
     failures: list[Exception] = []  # for saves beside training
     samples = RankSamples(learner, parallel, reader)
     try:
-        # If one failed, the others wait for this rank's part until this process ends.
+        # If a save failed, the others wait for this rank's part until this process ends.
         while not failures and _obeys(learner, parallel, samples, saving, failures, snapshots):
             pass
     except Exception:

@@ -120,7 +120,8 @@ class ImageRanks:
     """The ranks of a stage that train the same rows: they divide the images of these rows.
 
     Attributes:
-        share: this rank's part of the tokens between layers; ``None`` if it has all tokens.
+        share: this rank's place among them, and its part of the tokens between layers; ``None`` if
+            it has all tokens.
         encodes: whether this rank's stage has the vision tower.
     """
 

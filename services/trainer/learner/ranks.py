@@ -493,7 +493,7 @@ class TorchDistributed(DataParallel):
         raise PeerError(seen, phase, str(error)) from error
 
     def _meet(self) -> list[ProcessMark]:
-        """Return the ranks' processes on this machine. Collective."""
+        """Return all ranks' processes; those on other machines cannot be observed. Collective."""
         fields = stat_fields(os.getpid())
         started = float(fields[START_FIELD]) if fields else 0.0
         host = host_of_pids()
@@ -525,7 +525,8 @@ class TorchDistributed(DataParallel):
     def _mesh_of(self, grid: Tensor, names: tuple[str, ...], sharing: str) -> DeviceMesh:
         """Return the mesh of a grid of all ranks, made once; all ask for grids in the same order.
 
-        The first dimension is that of this rank's stage; the second is left out if its size is 1.
+        The mesh is of this rank's stage, the grid's first dimension; the second is left out if its
+        size is 1.
         """
         key = (*grid.shape, *names)
         if key not in self._meshes:

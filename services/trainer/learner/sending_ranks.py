@@ -217,7 +217,7 @@ class SendingRank(services.SendingRankServiceServicer):
         return RankSender(spec, self._number, plans, name, workers, self._device, self._keeps_base)
 
     def _begin(self, number: int, new: _Epoch) -> list[RankSender]:
-        """Note an epoch, unless it is over; return the senders of epochs that it ends."""
+        """Note an epoch, unless it is over; return the senders of epochs that are over now."""
         with self._lock:
             # A worker is in one group at a time, so the calls to leave its earlier groups were
             # lost.

@@ -146,7 +146,7 @@ class StepProfiler:
 
         Yields:
             a dictionary that later gets ``timing_s/start_profile`` and ``timing_s/stop_profile``,
-                seconds.
+            seconds.
         """
         times: dict[str, float] = {}
         began_s = time.perf_counter()

@@ -100,7 +100,7 @@ class _BucketExchange:
         self._device = next((one.device for one in parts.values()), torch.device("cpu"))
 
     def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
-        """Return the rows to fill, on their receiver; None on other ranks."""
+        """Return the rows, complete after the exchange, on their receiver; None on other ranks."""
         part = self._parts.get(rows.name)  # a rank of another stage has none
         pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
         is_here = len(pieces) == 1 and receiver in pieces[0].holders

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 ACKNOWLEDGED = "groups_acknowledged"
 _ATTEMPTS = 10
 _PAUSE_S = 0.05
-# Longest wait of a step for its accounts, if a peer hangs.
+# Longest wait of a step for its accounts, even if a peer hangs.
 _LONGEST_TAKE_S = 2.0
 _LONGEST_SETTLE_S = 4.0  # and what one more attempt takes
 _PREFIX = "reward/tokens/"

@@ -47,7 +47,7 @@ class RunGuards:
 
     Args:
         file: the file of their record.
-        state: paused by the guards; shows their rules.
+        state: paused by the guards; shows their judgements.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ LEFT_OUT = OutcomeRule()
 
 @dataclass(frozen=True, slots=True)
 class OutcomePolicy:
-    """The rules of a run; samples with kinds of failure without a rule are left out.
+    """The rules of a run; a sample whose kind of failure has no rule is left out.
 
     Args:
         rules: the rules by kind of failure; only rules for scoring failures may repeat a sample.

@@ -53,7 +53,7 @@ class StragglerRules:
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
 
     def is_stalled(self, pace: StreamPace, read_until: float) -> bool:
-        """Return whether the stream was silent for too long. Data that arrived by `read_until` is
+        """Return whether the stream was silent for too long. What came by `read_until` has been
         read: a busy service reads late, which does not count as silence."""
         at = self.stalled_at(pace)
         return at is not None and at <= read_until
@@ -96,7 +96,7 @@ class StreamPace:
 
     Attributes:
         waiting: samples without a token from this stream; they may be waiting for a slot.
-        running: unfinished samples with tokens, and the arrival time of their newest token.
+        running: unfinished samples with tokens from it, and when their newest one came.
         last_progress: time of the last sign of progress of these samples.
         num_tokens: tokens received.
     """

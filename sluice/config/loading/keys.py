@@ -25,7 +25,7 @@ def find_key(path: KeyPath) -> Entry | None:
     """Return the entry of the key at `path` in sluice's spelling; `None` for a section or an
     unknown key.
 
-    Below a free-form key or a block it is the row of that one, and values are of any type.
+    Below a free-form key or a block it is the entry of that one, and values are of any type.
     """
     if (entry := catalogue().get(".".join(path))) is not None:
         return entry

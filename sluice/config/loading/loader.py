@@ -74,8 +74,8 @@ class ReadRun:
 
 
 def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
-    """Read the same, and return problems of keys and values with it instead of raising, so that
-    rules can be applied to the rest.
+    """Read a configuration as `load_config` does, but return the problems of keys and values, so
+    that rules can be applied to the rest.
 
     Raises:
         ConfigError: a file cannot be read.

@@ -1,5 +1,5 @@
-"""Rules on `sluice.sources`: shares must add up, and one batch must be able to hold all
-settings."""
+"""Rules on `sluice.sources`: shares must add up, and one batch must be able to hold the settings
+of all sources."""
 
 from __future__ import annotations
 

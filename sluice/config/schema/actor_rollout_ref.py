@@ -58,7 +58,7 @@ class MultiTurnConfig(Section, frozen=True):
     """Maximum answers of the policy in an episode; none: no limit."""
 
     max_user_turns: PositiveInt | None = None
-    """Maximum turns that answer the policy in an episode, including tools; none: no limit."""
+    """Maximum observations after answers in an episode, including tools'; none: no limit."""
 
     max_parallel_calls: PositiveInt = 1
     """Calls of one answer that are made; further ones are left out."""

@@ -525,7 +525,9 @@ class RewardServiceConfig(Section, frozen=True):
     """Tokens at which a training group ends without its unfinished samples; none: never."""
 
     inflight_slack: PositiveFloat = 1.5
-    """Maximum sequences in flight per slot of all replicas; above 1 keeps slots busy."""
+    """Maximum sequences in flight per slot of all replicas; above 1 keeps slots busy
+    between calls.
+    """
 
     max_client_pending: PositiveInt = 65536
     """Maximum unfinished prompts of all clients together."""

@@ -158,7 +158,7 @@ class PlacedServices:
         self._shared: SharedConfig | None = None
 
     async def place(self, plans: Sequence[PlacementPlan], advice: str = "") -> None:
-        """Reserve resources for all processes at the start of the run.
+        """Reserve resources for all processes that the run begins with.
 
         Args:
             plans: in the order of start.

@@ -41,7 +41,7 @@ class PlacementPlan:
         name: unique in the run.
         kind: the kind of its processes.
         bundles: the resources of each bundle.
-        strategy: how bundles are spread over nodes.
+        strategy: how the bundles are placed on nodes.
         members: the processes.
     """
 

@@ -27,15 +27,20 @@ from sluice.errors import (
 from sluice.types import (
     ChatMessage,
     EpisodeEnd,
-    Failed,
     FailureKind,
-    Rollout,
     RolloutGroup,
     Scored,
     Tool,
 )
 from tests.support.leased import Leased, leased
-from tests.support.scripted_environment import LOOK, eventually, group_request, jar_policy, read_by
+from tests.support.scripted_environment import (
+    LOOK,
+    eventually,
+    failure_of,
+    group_request,
+    jar_policy,
+    read_by,
+)
 
 TOOLS = [
     {
@@ -82,11 +87,6 @@ async def play(run: Leased, lease: str, reward: float, marker: str = "7") -> str
 
 async def generated(run: Leased, n: int = 2) -> RolloutGroup:
     return await run.generator.generate(group_request(n))
-
-
-def failure_of(rollout: Rollout) -> Failed:
-    assert isinstance(rollout.outcome, Failed)
-    return rollout.outcome
 
 
 async def take(run: Leased, count: int) -> list[LeasedSample]:

@@ -27,7 +27,7 @@ FIRST_TESTS = 10
 TEST_S = 10.0
 """Most seconds of one test."""
 _TEST_OUTPUT_BYTES, _OUTPUT_BYTES = 4 * MIB, 64 * MIB
-_BUDGET_SHARE, _KILL_SHARE = 0.8, 0.1  # of the sample's time
+_BUDGET_SHARE, _KILL_SHARE = 0.8, 0.1  # of the sample's time: for tests, and until the kill
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # numpy.allclose
 _RUNNER = Path(program_runner.__file__)
 _LANGUAGE = re.compile(r"\s*[A-Za-z]+\s*")
@@ -52,7 +52,7 @@ class ProgramTests:
     """Grades a response by the tests that its program passes.
 
     The score is the share of the first ten tests that pass. If these all pass but a later test
-    fails, the score is 10/11. Tests that the time does not suffice for count as failed.
+    fails, the score is 10/11. Tests for which the time is too short count as failed.
 
     Args:
         limits: limits of a program; its time and output limits are set here.
@@ -151,8 +151,8 @@ def _lists(found: object) -> tuple[list[object], list[object]]:
 
 
 def program_of(response: str) -> str:
-    """Return the program in a response: the last Python block, else the first block without a
-    language, else the whole text."""
+    """Return the program in a response: the last Python block, else the first block, else the
+    whole text."""
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
     if "```" not in response:
@@ -199,8 +199,8 @@ def _verdict(answer: _TestReport, cases: ProgramCases) -> bool | None:
 def is_same_output(output: str, expected: str) -> bool:
     """Return whether a program's output is the expected one.
 
-    Ignore spaces around the text and around each line, and empty lines; lines of numbers, not all
-    integers, may differ by a relative 1e-5.
+    Ignore spaces around the text and around each line, and empty lines. If every line is a
+    number, and not all are integers, each may differ by a relative 1e-5.
     """
     lines = output.splitlines()
     whole = expected.strip()

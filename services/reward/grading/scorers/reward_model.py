@@ -1,8 +1,8 @@
 """Use a reward model behind HTTP as a scorer: send a question, read one number, refuse any other
 reply.
 
-It runs in a scorer process like any scorer, so a hanging connection ends with the process. It calls
-OpenAI's chat completions, which vLLM, SGLang and others serve.
+It runs in a scorer process like any scorer, so a hanging connection ends with the process at the
+latest. It calls OpenAI's chat completions, which vLLM, SGLang and others serve.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class Extension:
 
     Attributes:
         token_ids: [prompts, most new tokens] int64, padded on the right.
-        positions: their positions; those of padding also lie below the longest prompt.
+        positions: their positions; also those of padding lie within the longest prompt.
     """
 
     def __init__(

@@ -458,7 +458,7 @@ class GenerationLoop:
         assert sample is not None
         tokens, logprobs = self._table.take(row)
         routing = None
-        # A sample that continues elsewhere is computed again there.
+        # An aborted sample is computed again where it continues.
         if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
             routing = self._routing(row)
         if sample.owner.request.affinity and reason is not FinishReason.ABORTED:

@@ -103,7 +103,7 @@ class VendorClient(WorkerCalls, Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of the KV cache in tokens; 0 if unknown."""
+        """Most tokens in the KV cache; 0 if unknown."""
         ...
 
     async def pause(self, *, recomputes: bool) -> None:

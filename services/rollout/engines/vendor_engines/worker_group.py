@@ -124,8 +124,8 @@ class WorkerGroup:
             slowest.
 
         Raises:
-            WeightSyncError: a worker failed, or two workers differ in a part that both have; names
-                it.
+            WeightSyncError: a worker failed, or differs from another in a part that both have;
+                names the worker.
         """
         phase, self.staged = f"staging version {version}", _NOTHING_STAGED
         outcomes = await self._outcomes(phase, "sluice_stage", version)

@@ -310,8 +310,8 @@ def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]
 
 
 def _common(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
-    """Return for each rank how many numbers of this rank's interval of `ours` lie in that
-    rank's."""
+    """Return for each rank how many numbers of this rank's interval in `ours` lie in that rank's
+    in `theirs`."""
     first, end = np.maximum(theirs[:-1], ours[rank]), np.minimum(theirs[1:], ours[rank + 1])
     found: list[int] = np.maximum(end - first, 0).tolist()
     return found

@@ -48,7 +48,7 @@ _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # missing i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpertRows:
-    """How a layer's rows are routed over ranks: a row is a token at one of its experts.
+    """Where a layer's rows go over the ranks: a row is a token at one of its experts.
 
     Args:
         counts: int64 [ranks, experts / ranks], rows for each of this rank's experts, by sender.
@@ -65,8 +65,8 @@ class _ExpertRows:
 class Routing:
     """The choices of one pass, by the index of the layer among those with experts.
 
-    Without `experts`, each layer takes the choices `given`, if any, or those of its router, and
-    stores them here.
+    Without `experts`, each layer takes the experts `given` where they are known, else its router's
+    choices, and stores them here.
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
@@ -182,7 +182,7 @@ class RoutingTape:
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
     def _exchanged(self, counts: Tensor) -> list[_ExpertRows]:
-        """Return the rows of layers whose counts are int64 [layers, experts]."""
+        """Return where the rows of layers go, whose counts are int64 [layers, experts]."""
         if self.group is None:
             return [_ExpertRows(one[None], [], []) for one in counts]
         # [layers, experts] -> [ranks, layers, experts / ranks]
@@ -343,7 +343,7 @@ class SparseExperts(nn.Module):
 
     @torch.no_grad()
     def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
-        """Return the experts of each token, int64 [tokens, k], and how its rows are routed."""
+        """Return the experts of each token, int64 [tokens, k], and where its rows go."""
         if self.layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
             self._tape.note(self.layer, best)

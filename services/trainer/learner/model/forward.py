@@ -116,8 +116,8 @@ def gather_in_passes(model: PreTrainedModel) -> None:
 def set_head(model: PreTrainedModel, *, in_float32: bool, is_compiled: bool) -> None:
     """Make `token_outputs` compute logits in float32, and compile its arithmetic on them.
 
-    If the device multiplies bfloat16 into float32, only gradients of the logits are rounded to the
-    weight's dtype; otherwise a pass holds a float32 copy of the head, with float32 gradients.
+    If the device multiplies 16-bit floats into float32, only gradients of the logits are rounded to
+    the weight's dtype; otherwise a pass holds a float32 copy of the head, with float32 gradients.
     MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of differences between engine
     and trainer.
     """

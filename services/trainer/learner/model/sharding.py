@@ -61,7 +61,7 @@ class Shards:
     sums_once: bool
 
     def sum_gradients(self, wanted: bool) -> None:
-        """Set whether the next backward pass sums gradients over ranks.
+        """Set whether the next backward pass sums gradients over ranks, or only a later one.
 
         Until then each rank holds whole gradients, which takes memory but saves communication.
         """

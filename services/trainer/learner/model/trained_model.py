@@ -137,9 +137,9 @@ class TrainedModel:
 
 
 class PolicyState:
-    """A snapshot of a model for a checkpoint: once it is made, training may continue.
+    """A model's state, ready to be written to a checkpoint; with `copies` training may continue.
 
-    Its construction and all its methods are collective.
+    Collective, as is all its work but `check_files`.
 
     Args:
         directory: a new or empty folder.
@@ -206,7 +206,7 @@ class PolicyState:
         (self._directory / EXTRA_STATE_FILE).write_text(text, encoding="utf-8")
 
     def check_files(self) -> None:
-        """Check that rank 0 sees the files of all ranks.
+        """Check on rank 0 that it sees the files of all ranks.
 
         Raises:
             OSError: a file is missing.
@@ -324,7 +324,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
     differing = sorted(set(outline).symmetric_difference(loaded) | set(report["missing_keys"]))
-    # Build by the folder's config.json: a model of another size has the same names.
+    # `saved` follows the folder's config.json: a model of another size has the same names.
     differing += [n for n in outline if n in loaded and outline[n].shape != loaded[n].shape]
     if differing:
         raise CheckpointError(

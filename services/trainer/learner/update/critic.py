@@ -54,7 +54,7 @@ def _model(config: RunConfig) -> ModelConfig:
 
 
 def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
-    """Return this rank's stage of the critic, not sharded yet."""
+    """Return the critic, or this rank's stage of it, not sharded yet."""
     model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
     tensor, most = sizes.tensor_parallel_size, max_row_tokens(config.data)
