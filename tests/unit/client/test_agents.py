@@ -312,11 +312,11 @@ async def test_nothing_of_a_program_s_group_is_left_though_sigterm_ends_none_of_
     async with asyncio.timeout(60):
         while not note.exists() or not note.read_text():
             await asyncio.sleep(0.01)
-        stopping = asyncio.ensure_future(program.stop())
-        await asyncio.sleep(0)  # it waits
-        if is_cancelled:
-            stopping.cancel()
-        await asyncio.wait([stopping])
+        async with asyncio.TaskGroup() as tasks:
+            stopping = tasks.create_task(program.stop())
+            await asyncio.sleep(0)  # it waits
+            if is_cancelled:
+                stopping.cancel()
         assert stopping.cancelled() == is_cancelled
         while Path(f"/proc/{int(note.read_text())}/cmdline").exists():
             await asyncio.sleep(0.01)
