@@ -116,7 +116,7 @@ class RewardProcess:
             else:
                 raise AssertionError("there is a batch")
             if words in said:
-                return code  # type: ignore[no-any-return]
+                return code
         raise AssertionError(f"{words!r} is not in {said!r}")
 
     def samples(self, batch_id: str, rows: Sequence[int]) -> Any:
