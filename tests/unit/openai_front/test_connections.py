@@ -133,8 +133,13 @@ async def test_a_request_that_is_being_answered_is_not_idle(
 
 
 class FullReplica(TokenReplica):
+    """Refuses every request, and so many seconds pass with each: fewer than a stalled call has."""
+
+    skip_time: Callable[[float], None]
+
     async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         self.requests.append(request)
+        self.skip_time(25.0)
         kind = ((CLASS_KEY, "ExhaustedError"),)
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
         await context.abort(code, "the queue is full", trailing_metadata=kind)
@@ -144,16 +149,12 @@ async def test_a_deadline_that_passed_while_all_was_full_is_reported_as_full(
     skip_time: Callable[[float], None],
 ) -> None:
     replica = FullReplica()
-    settings = FrontSettings(deadline_s=200.0)
+    replica.skip_time = skip_time
     async with (
         token_replicas(replica) as addresses,
-        http_front(*addresses, settings=settings) as front,
+        http_front(*addresses, settings=FrontSettings(deadline_s=200.0)) as front,
         asyncio.timeout(HELD_S),
-        asyncio.TaskGroup() as tasks,
     ):
-        asking = tasks.create_task(front.post(COMPLETION, **ASKED))
-        while len(replica.requests) < 3:
-            await asyncio.sleep(0.01)
-        skip_time(200.0)
-        status, answer = await asking
+        status, answer = await front.post(COMPLETION, **ASKED)
     assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert len(replica.requests) > 1
