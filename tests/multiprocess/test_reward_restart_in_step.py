@@ -48,7 +48,7 @@ async def test_the_batch_in_hand_is_not_sampled_again_when_it_is_reported_as_tra
             service.process.kill()
             await service.wait()
         async with reward_process(config) as service:
-            # Still version 2, during step 3: as the trainer's announcer tells it.
+            # Still version 2, during step 3: as the trainer's announcer reports it.
             await service.announce(2, [replica], resume_from=in_hand.progress)
             await service.announce(3, [replica], resume_from=in_hand.progress)
             after = await trained(service, replica, 4, 4)

@@ -18,7 +18,7 @@ def positions(batch_ids: list[str]) -> list[int]:
 
 
 class Trainer:
-    """Takes batches and tells its data progress with every announcement, twice."""
+    """Takes batches and reports its data progress with every announcement, twice."""
 
     def __init__(self, replica: ScriptedReplica) -> None:
         self.replica, self.version = replica, 0

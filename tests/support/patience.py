@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -20,4 +21,5 @@ def in_time(
     try:
         attempt(short_s)
     except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it met
+        traceback.print_exc()  # pytest shows it if the long attempt fails, too, or with -rP
         attempt(long_s)

@@ -51,7 +51,7 @@ def names(page: Page) -> set[str]:
 
 
 def targets(run_dir: Path) -> dict[str, str]:
-    """Addresses by the name of the process, as the run's folder tells them."""
+    """Addresses by the name of the process, as the run's folder lists them."""
     found = {}
     for file in sorted((run_dir / FOLDER).glob("*.json")):
         (group,) = json.loads(file.read_text(encoding="utf-8"))

@@ -471,7 +471,7 @@ class TorchDistributed(DataParallel):
             with waiting_for("trainer ranks", phase):
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            # Only Gloo's text, which is unreliable, tells a deadline from a lost connection. Use
+            # Only Gloo's text, which is unreliable, separates a deadline from a lost peer. Use
             # the clock.
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
             self._fail(error, phase, peer, is_late=is_late)

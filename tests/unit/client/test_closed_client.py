@@ -32,7 +32,7 @@ QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
 
 
 class LastingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Tells of one step, and of no end."""
+    """Reports one step, and no end."""
 
     async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield trainer_pb2.WatchStepsResponse(step=1)

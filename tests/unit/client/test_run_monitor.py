@@ -41,7 +41,7 @@ async def test_steps_come_from_the_wanted_one_until_the_run_ends() -> None:
 
 
 class SlowTrainer(ScriptedTrainer):
-    """Tells of one step a call, the one it is asked for, and ends after the third."""
+    """Reports one step a call, the one it is asked for, and ends after the third."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ async def test_the_callers_deadline_ends_the_scoring() -> None:
     assert service.num_cancelled == len(service.sizes)
 
 
-async def test_a_deadline_that_passes_over_failures_tells_of_them(
+async def test_a_deadline_that_passes_over_failures_names_the_last_one(
     monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
 ) -> None:
     after = Retries.wait_after

@@ -200,7 +200,7 @@ async def test_a_call_that_reaches_its_own_deadline_is_made_again(
 ) -> None:
     @dataclass
     class LastingReward(MovingReward):
-        """Its first call lasts until its deadline, and tells of no outcome."""
+        """Its first call lasts until its deadline, and reports no outcome."""
 
         num_calls: int = 0
 

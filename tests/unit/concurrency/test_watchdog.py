@@ -1,4 +1,4 @@
-"""The watchdog's thread: what it tells, and how it ends a process. Judged time is made up."""
+"""The watchdog's thread: what it reports, and how it ends a process. Judged time is made up."""
 
 from __future__ import annotations
 

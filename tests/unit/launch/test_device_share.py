@@ -1,4 +1,4 @@
-"""Which NPUs or GPUs a run's processes get, and what else the launcher tells them."""
+"""Which NPUs or GPUs a run's processes get, and what else the launcher passes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's calls over a real socket, and the file that tells where it listens."""
+"""The launcher's calls over a real socket, and the file that says where it listens."""
 
 from __future__ import annotations
 

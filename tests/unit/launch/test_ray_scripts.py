@@ -30,7 +30,7 @@ exit "${RAY_CODE:-0}"
 SLEEP = """#!/usr/bin/env bash
 exec /bin/sleep "${1/#[0-9]*/0.01}"
 """
-# Tells that it runs and which signal it was sent, and ends with a code of its own.
+# Reports that it runs and which signal it was sent, and ends with a code of its own.
 LISTENS = """
 trap 'echo received TERM >> "$CALLS"; exit 9' TERM
 trap 'echo received INT >> "$CALLS"; exit 9' INT

@@ -1,4 +1,4 @@
-"""The body of an actor: it keeps one real process and tells of it."""
+"""The body of an actor: it keeps one real process and reports it."""
 
 from __future__ import annotations
 

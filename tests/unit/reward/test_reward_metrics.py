@@ -1,4 +1,4 @@
-"""What the reward service exports is what its status tells."""
+"""What the reward service exports is what its status reports."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
 async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_is_not_judged() -> (
     None
 ):
-    """A replica that tells version 0 when 1 is announced: its groups are too old at their start."""
+    """A replica that reports version 0 when 1 is announced: its groups start too old."""
     client = ScriptedClient()
     strict = config(max_staleness=0)
     async with running_app(strict, client) as app:

@@ -1,4 +1,4 @@
-"""Of the trainer's wait for a batch, the reward service tells the part in which it was not full."""
+"""The reward service reports in which part of the trainer's wait for a batch it was not full."""
 
 from __future__ import annotations
 

@@ -147,5 +147,5 @@ async def test_the_states_add_up_to_the_age_of_the_process(
             younger_s = process_age_s()
             spent_s = sum(engine.load().seconds_by_state.values())
             older_s = process_age_s()
-            # The kernel tells a process's start in ticks of 10 ms.
+            # The kernel gives a process's start in ticks of 10 ms.
             assert younger_s - 0.02 <= spent_s <= older_s + 0.02
