@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from sluice.service_contract import CONFIG_NAME
 RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")
 _ESTIMATOR = "algorithm.adv_estimator"
+_AHEAD = re.compile(r"one_step_off|fully_async")  # verl's recipes that generate ahead
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -93,6 +95,12 @@ def script_settings(
         _report(f"  exports: {', '.join(sorted(launch.exported))}")
         os.environ.update(launch.exported)
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
+    if _AHEAD.search(launch.module):
+        _report(
+            "  note: this recipe trains on samples of an older policy, by default with "
+            "algorithm.rollout_correction.bypass_mode=true; here both need their keys, this one and "
+            "sluice.asynchrony.max_staleness=1"
+        )
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):
         settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins

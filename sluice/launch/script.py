@@ -75,6 +75,7 @@ _HIDDEN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _LOCAL = re.compile(r"\b(?:local|declare|read)\b([^\n;]*)")
+_MAY_BE_UNSET = re.compile(r"\$\{([A-Za-z_]\w*):?\+|\bfor\s+([A-Za-z_]\w*)")  # ${A:+-$A}, for A in
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,11 +457,13 @@ def script_text(script: Path) -> str:
 
 
 def referenced_names(script: str) -> list[str]:
-    """Return the variables that a script uses without a default, without names local to it."""
+    """Return the variables that a script uses without a default, without names local to it, names
+    that it tests (``${A:+-$A}``) and those of its loops."""
     code = _code(script)
-    local = {word.partition("=")[0] for found in _LOCAL.findall(code) for word in found.split()}
+    known = {word.partition("=")[0] for found in _LOCAL.findall(code) for word in found.split()}
+    known.update(tested or looped for tested, looped in _MAY_BE_UNSET.findall(code))
     found = (braced or plain for braced, plain in _REFERENCE.findall(code))
-    return [name for name in dict.fromkeys(found) if name not in local]
+    return [name for name in dict.fromkeys(found) if name not in known]
 
 
 def _code(script: str) -> str:

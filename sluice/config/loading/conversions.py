@@ -41,6 +41,7 @@ NULL_IS_DEFAULT = (
     "actor_rollout_ref.actor.data_loader_seed",
     "actor_rollout_ref.actor.optim.lr_warmup_steps",
     "actor_rollout_ref.actor.optim.min_lr_ratio",
+    "actor_rollout_ref.actor.profiler.ranks",
     "critic.data_loader_seed",
     "critic.optim.lr_warmup_steps",
     "critic.optim.min_lr_ratio",
@@ -69,6 +70,11 @@ def _words(words: Mapping[str, str]) -> Callable[[object], object]:
         return words.get(value, value) if isinstance(value, str) else value
 
     return translate
+
+
+def _none(value: object) -> object:
+    """Return null for the text None, which stands in verl's files up to 0.5."""
+    return None if value == "None" else value
 
 
 def _loggers(value: object) -> object:
@@ -141,6 +147,7 @@ WORDS: dict[str, Callable[[object], object]] = {
     f"{_ACTOR}.fsdp_config.dtype": _words(_DTYPES),
     "critic.fsdp.model_dtype": _words(_DTYPES),
     "critic.fsdp.dtype": _words(_DTYPES),
+    "actor_rollout_ref.ref.megatron.expert_tensor_parallel_size": _none,
     f"{_ROLLOUT}.dtype": _words(_DTYPES),
     f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
     "reward.reward_manager.name": _words(_MANAGERS),

@@ -110,6 +110,17 @@ def test_a_scripts_configuration_file_comes_before_its_settings(script: str) -> 
     assert (config.data.seed, config.data.train_batch_size) == (5, 64)
 
 
+def test_a_recipe_that_generates_ahead_is_told_by_which_keys_it_does_so_here(script: str) -> None:
+    module = "verl.experimental.one_step_off_policy.main_ppo"
+    text = SCRIPT.replace("verl.trainer.main_ppo", module).replace("--config-name=other", "")
+    Path(script).write_text(text, encoding="utf-8")
+    keys = ["sluice.asynchrony.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
+    found = sluice("config", "check", script, "--trust-script", "--no-files", "--json", *keys)
+    note = next(line for line in found.stderr.splitlines() if line.startswith("  note: "))
+    assert all(key in note for key in keys)
+    assert "bypass" not in str(json.loads(found.stdout)["violations"])
+
+
 @isolated
 def test_a_configuration_files_variables_are_those_of_the_script(
     script: str, monkeypatch: pytest.MonkeyPatch

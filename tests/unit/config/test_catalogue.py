@@ -167,3 +167,18 @@ def test_responses_from_a_file_are_refused_and_their_other_settings_accepted(sec
 )
 def test_keys_that_stand_only_in_the_code_of_verl_are_known(override: str) -> None:
     load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.profiler={discrete:true,all_ranks:false,ranks:null}",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs={activations_checkpoint_method:null}",
+        "actor_rollout_ref.ref.megatron.expert_tensor_parallel_size=None",
+        "critic.megatron.override_transformer_config=${actor_rollout_ref.actor.megatron.override_transformer_config}",
+        "actor_rollout_ref.rollout.use_fire_sampling=false",
+        "critic.kl_ctrl={type:fixed,kl_coef:0.001}",
+    ],
+)
+def test_the_values_in_the_files_of_verl_0_4_are_accepted(override: str) -> None:
+    load_config(None, [override])

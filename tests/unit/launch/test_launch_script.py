@@ -451,6 +451,12 @@ def test_names_with_defaults_in_quotes_and_local_ones_are_not_looked_for() -> No
     assert referenced_names(script) == ["a", "b"]
 
 
+def test_names_that_a_script_tests_and_those_of_its_loops_are_not_looked_for() -> None:
+    preload = 'export LD_PRELOAD="x.so${LD_PRELOAD:+:$LD_PRELOAD}"'
+    loop = 'for v in $(env); do unset "$v"; done'
+    assert referenced_names(f'{preload}\n{loop}\nname=a${{S+"-"}}${{S}}$MISSING') == ["MISSING"]
+
+
 def test_what_would_run_is_known_before() -> None:
     assert printers_in("# date\nx=$(basename $0)\nls -l | wc -l\npython3 ls.py") == [
         "basename",
