@@ -49,6 +49,7 @@ _FORMER_NAMES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 _READABLE = 0o644
+_GENERATION_FILE = "generation_config.json"
 _FAMILIES: Mapping[str, Callable[..., object]] = {
     "ForTokenClassification": AutoModelForTokenClassification.from_config,
     "ForCausalLM": AutoModelForCausalLM.from_config,
@@ -297,7 +298,11 @@ def _save(model: PreTrainedModel, weights: Mapping[str, Tensor], target: Path) -
     model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = model.dtype
+    given = target / _GENERATION_FILE
+    kept = given.read_bytes() if given.is_file() else None
     model.save_pretrained(target)
+    if kept is not None:  # what was written is derived from config.json
+        given.write_bytes(kept)
 
 
 def _save_by_saved_names(

@@ -165,6 +165,15 @@ def test_experts_get_the_names_that_engines_read(tmp_path: Path, names: str) -> 
     assert compare_weights(out, tmp_path / "base", nothing) == []
 
 
+def test_the_end_tokens_and_sampling_defaults_of_the_checkpoint_are_kept(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    given = checkpoint / "huggingface" / "generation_config.json"
+    given.write_text('{"eos_token_id": [1, 2], "temperature": 0.7, "top_k": 20}', encoding="utf-8")
+    found = merged(checkpoint, tmp_path / "out") / given.name
+    assert found.read_bytes() == given.read_bytes()
+
+
 def test_a_critic_keeps_its_value_head(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama")
     config = AutoConfig.from_pretrained(base, num_labels=1)
