@@ -13,6 +13,8 @@ ImageSource = bytes | str
 """An encoded image, or the path of one."""
 
 DATA_URI = "data:"
+_FILE_URI = "file://"
+_OWN_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # in verl's rows
 _BASE64 = ";base64"
 FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an image"
 
@@ -20,20 +22,28 @@ FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an
 def image_source(found: object) -> ImageSource:
     """Return the image that a row holds: verl's ``{bytes, path}``, bytes, a path, a data: URI.
 
-    Text in ``bytes`` is base64, since JSON has no bytes.
+    Text in ``bytes`` is base64, since JSON has no bytes. A path may be a file: URI, and be named
+    ``image``.
 
     Raises:
-        ValueError: it is none of these. The error describes the value and not its place.
+        ValueError: it is none of these, or has a size of its own. The error describes the value and
+            not its place.
     """
     if isinstance(found, Mapping):
-        data, path = found.get("bytes"), found.get("path")
+        for name in _OWN_SIZES:
+            if found.get(name) is not None:
+                raise ValueError(
+                    f"sets {name}, and all images have the sizes of the model's "
+                    "preprocessor_config.json; set them there, and resize this image if it needs less"
+                )
+        data, path = found.get("bytes"), found.get("path") or found.get("image")
         if isinstance(data, str) and data:
             return _decoded(data)
         found = data or path
     if isinstance(found, str) and found.startswith(DATA_URI):
         return image_of_uri(found)
     if isinstance(found, bytes | str) and found:
-        return found
+        return found if isinstance(found, bytes) else found.removeprefix(_FILE_URI)
     raise ValueError(f"holds neither {FORMS}")
 
 

@@ -34,9 +34,18 @@ def test_a_list_of_paths_is_taken_as_it_is(tmp_path: Path) -> None:
     assert images_of(tmp_path, "<image> which?", ["a.png"]) == ("a.png",)
 
 
+def test_verls_other_name_of_a_path_and_a_uri_of_a_file_are_read(tmp_path: Path) -> None:
+    images = [{"image": "a.png"}, {"image": "file:///data/b.png"}]
+    assert images_of(tmp_path, "<image><image> which?", images) == ("a.png", "/data/b.png")
+    (tmp_path / "c").mkdir()
+    plain = images_of(tmp_path / "c", "<image> which?", ["file:///data/b.png"])
+    assert plain == ("/data/b.png",)
+
+
 @pytest.mark.parametrize(
     ("content", "images", "message"),
     [
+        ("<image>", [{"bytes": b"a", "max_pixels": 9}], r"'images\[0\]' sets max_pixels, and all"),
         ("<image>?", [{"bytes": None, "path": None}], r"'images\[0\]' holds neither the bytes"),
         ("no mark", [{"bytes": b"a", "path": None}], "0 times <image>, 'images' 1 images"),
         ("<image> mark", [], "1 times <image>, 'images' 0 images"),
