@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from sluice.config.loading.keys import all_names
-from sluice.config.loading.yaml_files import VERLS_ESTIMATOR
+from sluice.config.loading.yaml_files import VERLS_ESTIMATOR, VERLS_OWN
 from sluice.errors import ConfigError
 from sluice.launch.script import (
     RECORDED,
@@ -86,7 +86,8 @@ def script_settings(
     for name in launch.unset:
         _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
-        is_file = word.startswith("--config-name")
+        name = word.removeprefix("--config-name=").removesuffix(".yaml")
+        is_file = word.startswith("--config-name") and not VERLS_OWN.fullmatch(name)
         more = "; give what it changes of verl's defaults as key=value" if is_file else ""
         _report(f"  ignored: {word}{more}")
     if launch.config is not None:
@@ -98,8 +99,8 @@ def script_settings(
     if _AHEAD.search(launch.module):
         _report(
             "  note: this recipe trains on samples of an older policy, by default with "
-            "algorithm.rollout_correction.bypass_mode=true; here both need their keys, this one and "
-            "sluice.asynchrony.max_staleness=1"
+            "algorithm.rollout_correction.bypass_mode=true; here both need their keys, this one "
+            "and sluice.asynchrony.max_staleness=1"
         )
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):

@@ -34,7 +34,7 @@ def image_source(found: object) -> ImageSource:
             if found.get(name) is not None:
                 raise ValueError(
                     f"sets {name}, and all images have the sizes of the model's "
-                    "preprocessor_config.json; set them there, and resize this image if it needs less"
+                    "preprocessor_config.json; set them there, or resize this image"
                 )
         data, path = found.get("bytes"), found.get("path") or found.get("image")
         if isinstance(data, str) and data:

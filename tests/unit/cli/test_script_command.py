@@ -110,7 +110,15 @@ def test_a_scripts_configuration_file_comes_before_its_settings(script: str) -> 
     assert (config.data.seed, config.data.train_batch_size) == (5, 64)
 
 
-def test_a_recipe_that_generates_ahead_is_told_by_which_keys_it_does_so_here(script: str) -> None:
+def test_the_name_of_verls_own_file_asks_for_nothing(script: str) -> None:
+    own = SCRIPT.replace("--config-name=other", "--config-name='ppo_megatron_trainer.yaml'")
+    Path(script).write_text(own, encoding="utf-8")
+    found = sluice("config", "check", script, "--trust-script", "--no-files")
+    lines = found.stderr.splitlines()
+    assert "  ignored: --config-name=ppo_megatron_trainer.yaml" in lines
+
+
+def test_a_note_names_the_keys_of_a_recipe_that_generates_ahead(script: str) -> None:
     module = "verl.experimental.one_step_off_policy.main_ppo"
     text = SCRIPT.replace("verl.trainer.main_ppo", module).replace("--config-name=other", "")
     Path(script).write_text(text, encoding="utf-8")
