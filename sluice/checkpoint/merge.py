@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -113,6 +113,9 @@ def _write_adapted(
 ) -> None:
     """Write the base model with the adapter added to its weights."""
     adapter = read_adapter(source.role)
+    if not adapter.base and (source.role.parent / CONFIG_FILE).is_file():
+        # verl's merger writes the adapter below its model, and does not name it.
+        adapter = replace(adapter, base=str(source.role.parent))
     base = Path(adapter.base)
     if not (base / CONFIG_FILE).is_file():
         raise CheckpointError(

@@ -284,7 +284,7 @@ def refuse_adapters(folder: Path, names: Collection[str]) -> None:
     if adapters:
         raise CheckpointError(
             f"{folder} holds LoRA weights (first {min(adapters)}), which are not merged here; use "
-            "`python -m verl.model_merger merge --backend fsdp` and then peft's merge_and_unload"
+            "`python -m verl.model_merger merge --backend fsdp`, then `sluice merge` on its output"
         )
 
 

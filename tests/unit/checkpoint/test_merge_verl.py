@@ -6,6 +6,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from sluice.checkpoint.safetensors_files import compare_weights
 from sluice.checkpoint.source import find_source
 from sluice.checkpoint.verl_shards import join_parts
 from sluice.errors import CheckpointError
+from tests.support.layer_parity import random_adapter
+from tests.support.saved_adapter import write_adapter
 from tests.support.tiny_policy import FAMILIES, make_model, save_model
 
 Layout = Mapping[str, Placement | None]  # None: no DTensor, every rank holds its piece of dim 0
@@ -89,7 +92,8 @@ def _piece(whole: Tensor, placement: Placement | None, mesh: DeviceMesh, shard: 
 
 
 NORM = "model.norm.weight"
-OUT_PROJECTION = "model.layers.0.self_attn.o_proj.weight"
+OUT_LAYER = "model.layers.0.self_attn.o_proj"
+OUT_PROJECTION = f"{OUT_LAYER}.weight"
 PLAIN = "model.layers.1.self_attn.o_proj.weight"
 LAYOUT = {NORM: Replicate(), OUT_PROJECTION: Shard(1), PLAIN: None}
 
@@ -308,6 +312,19 @@ def test_whole_weights_with_adapters_names_are_refused_and_the_adapter_beside_th
     adapter.mkdir()
     (adapter / "adapter_config.json").touch()
     assert find_source(tmp_path).role == adapter
+
+
+def test_the_adapter_that_verls_merger_writes_below_its_model_is_added_to_it(
+    tmp_path: Path,
+) -> None:
+    written = save_model(tmp_path / "written", "llama")
+    model = make_model("llama")
+    adapter = replace(random_adapter(model), base="")
+    write_adapter(written / "lora_adapter", adapter)
+    found = weights_of(merged(written, tmp_path / "out", dtype="keep"))
+    a, b = (adapter.tensors[f"{OUT_LAYER}.lora_{one}.weight"] for one in "AB")
+    before = model.get_parameter(f"{OUT_LAYER}.weight")
+    torch.testing.assert_close(found[f"{OUT_LAYER}.weight"], before + adapter.scale * (b @ a))
 
 
 def test_a_tensor_that_every_rank_holds_whole_is_taken_once() -> None:
