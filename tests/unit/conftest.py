@@ -36,8 +36,8 @@ def waits_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tries_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call to a peer that is out of reach is tried as often as ever, without a pause."""
-    at_once = {name: replace(policy, backoff_s=0.0) for name, policy in CALL_POLICIES.items()}
-    monkeypatch.setattr("sluice.rpc.client.CALL_POLICIES", at_once)
+    for name, policy in CALL_POLICIES.items():
+        monkeypatch.setitem(CALL_POLICIES, name, replace(policy, backoff_s=0.0))
 
 
 @pytest.fixture
