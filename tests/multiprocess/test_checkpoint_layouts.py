@@ -22,13 +22,11 @@ from tests.support.tiny_policy import make_batch, make_config, save_model
 from tests.support.trainer_ranks import trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "two shards": (2, {}),
     "two copies of two shards": (4, {"fsdp_size": 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),
     "divided by two ranks, in two copies": (4, {"expert_parallel_size": 2, "fsdp_size": 2}),
-    "divided by four ranks": (4, {"expert_parallel_size": 4}),
 }
 
 

@@ -166,8 +166,7 @@ def test_each_weight_of_a_critic_is_on_one_stage_and_its_head_on_the_last(tmp_pa
     ("family", "layout", "keys"),
     [
         ("qwen3", stages(2), OWN_STEPS),
-        ("llama", stages(2, tensor_parallel_size=2), {}),
-        ("qwen3_moe", stages(2, ulysses_sequence_parallel_size=2, expert_parallel_size=2), {}),
+        ("qwen3_moe", stages(2, tensor_parallel_size=2, expert_parallel_size=2), {}),
     ],
 )
 def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(

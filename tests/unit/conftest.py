@@ -5,10 +5,12 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from sluice.config.run import RunConfig
+from sluice.rpc.policy import CALL_POLICIES
 
 
 @pytest.fixture
@@ -29,6 +31,13 @@ def waits_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(selectors.DefaultSelector, "select", pass_by)
+
+
+@pytest.fixture
+def tries_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call to a peer that is out of reach is tried as often as ever, without a pause."""
+    for name, policy in CALL_POLICIES.items():
+        monkeypatch.setitem(CALL_POLICIES, name, replace(policy, backoff_s=0.0))
 
 
 @pytest.fixture

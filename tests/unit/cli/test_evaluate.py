@@ -23,6 +23,8 @@ from sluice.launch.servicer import ReplicaScale, launch_service
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
 
 

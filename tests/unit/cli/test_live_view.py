@@ -34,6 +34,8 @@ from tests.support.rpc_server import rpc_server
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, run_folder
 from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer, monitored
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:7", "serving", 3, 256, 120, 6412.2, 0.3)
 
 

@@ -27,6 +27,8 @@ from sluice.launch.servicer import LauncherAddress, write_launcher
 from sluice.service_contract import TRACKER_NAME
 from tests.support.run_folder import run_folder
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 NOWHERE = ["sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1"]
 
 

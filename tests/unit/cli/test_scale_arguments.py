@@ -38,6 +38,8 @@ from sluice.launch.servicer import (
     write_launcher,
 )
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:

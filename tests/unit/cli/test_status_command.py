@@ -20,6 +20,8 @@ from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.servicer import ReplicaScale, launch_service
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 # Ports on which nothing of ours can listen.
 NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
 

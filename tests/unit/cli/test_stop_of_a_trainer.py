@@ -21,6 +21,8 @@ from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
 from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 
 class DyingTrainer(ScriptedTrainer):
     """After the call another one is in its place, which knows nothing of it."""

@@ -37,6 +37,8 @@ from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
 from tests.support.scripted_environment import eventually, group_request
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 AGENT = """
 import json, os, sys, urllib.request
 task = json.loads(sys.stdin.readline())

@@ -34,6 +34,8 @@ from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED
 from tests.support.zombie_mark import zombie_mark
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 TIMEOUT_S = 1.0
 LONG_S = 60.0
 NOWHERE = "127.0.0.1:1"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import dump_config, flat_settings, parse_document, write_config
@@ -22,6 +22,7 @@ WORDS = st.one_of(
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), WORDS)
 
 
+@settings(max_examples=20)
 @given(
     name=WORDS, lr=st.floats(min_value=1e-12, max_value=1e3), kwargs=st.dictionaries(WORDS, SCALARS)
 )

@@ -19,6 +19,8 @@ from sluice.dashboard.serving import URL_NAME, serve_page
 from sluice.errors import ConfigError
 from tests.support.dashboard_run import HOSTILE, add_lines, fill_run, make_run, step_row
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 TOKEN = "service a-token-of-32-characters-or-more"
 LONG_S = 60.0
 

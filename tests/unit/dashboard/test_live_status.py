@@ -19,6 +19,8 @@ from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
 from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 LONG_S = 60.0
 
 

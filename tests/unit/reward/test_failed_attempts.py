@@ -29,6 +29,7 @@ from tests.support.reward_app import (
 )
 from tests.support.scripted_rollout import rollout_of
 
+pytestmark = pytest.mark.usefixtures("waits_take_no_time")
 SAMPLES = 4
 MIXED = "answer=1 right=1"
 WHOLE_GROUPS = {"policy_loss": {"loss_mode": min(GROUP_LOSSES)}}

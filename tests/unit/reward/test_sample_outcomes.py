@@ -23,6 +23,7 @@ from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Score
 from tests.support.reward_app import InlineScorer, ScriptedClient, publish, replica, submit
 from tests.support.scripted_rollout import rollout_of
 
+pytestmark = pytest.mark.usefixtures("waits_take_no_time")
 SAMPLES = 4
 CRASH, TIMEOUT = FailureKind.SCORER_CRASH, FailureKind.SCORER_TIMEOUT
 UNSCORABLE, ENGINE = FailureKind.UNSCORABLE, FailureKind.ENGINE_ERROR

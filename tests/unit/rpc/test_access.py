@@ -36,6 +36,8 @@ from tests.support.certified import (
 )
 from tests.support.rpc_server import LIMIT_BYTES, REWARD
 
+pytestmark = pytest.mark.usefixtures("tries_follow_at_once")
+
 STUBS = (
     rollout_pb2_grpc.RolloutServiceStub,
     weights_pb2_grpc.WeightSyncServiceStub,

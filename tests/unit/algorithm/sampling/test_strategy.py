@@ -115,7 +115,7 @@ def test_probes_and_memory_save_samples_and_keep_the_share_of_hard_prompts(
 
 def test_without_the_guard_hard_prompts_are_lost(plain: Totals) -> None:
     unguarded = strategy(StrategyName.STAGED_MEMORY, coverage_guard=False)
-    found = World(unguarded).run(80, 40)
+    found = World(unguarded).run(50, 30)
     assert found.hard / found.kept < 0.8 * plain.hard / plain.kept
 
 
@@ -235,7 +235,7 @@ def test_a_prompt_known_to_be_in_between_is_sampled_without_probes() -> None:
 def after_wrong_samples() -> SamplingStrategy:
     """A strategy whose guard has seen enough hard groups to draw the hard side at w < 1."""
     chosen = strategy(StrategyName.STAGED_MEMORY)
-    World(chosen).run(40, 0)
+    World(chosen).run(24, 0)
     return chosen
 
 
