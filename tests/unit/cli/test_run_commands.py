@@ -286,13 +286,17 @@ def test_a_run_that_went_back_and_has_saved_nothing_since_begins_again_where_it_
 
 def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
     run, copy = past("a").absolute(), Path("runs/copied").absolute()
-    write_config(load_config(None, [f"sluice.run_dir={run}"]), run / "config.yaml")
+    settings = [*NOWHERE, f"sluice.run_dir={run}", "trainer.total_training_steps=9"]
+    write_config(load_config(None, settings), run / "config.yaml")
     copytree(run, copy)
     with pytest.raises(ConfigError, match="copied or moved; add") as refused:
         read_to_start(copy / "config.yaml", [])
     assert f"add sluice.run_dir={copy} to continue" in str(refused.value)
     here = read_to_start(copy / "config.yaml", [f"sluice.run_dir={copy}"])
     assert here.config.sluice.run_dir == str(copy)
+    again = f"`sluice up runs/copied/config.yaml sluice.run_dir={copy}` starts it again"
+    assert again in sluice("status", "runs/copied").output
+    assert f"`sluice up {run}/config.yaml` starts it again" in sluice("status", str(run)).output
 
 
 def test_init_writes_a_launch_with_comments_and_replaces_no_file() -> None:
