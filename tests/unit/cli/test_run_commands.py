@@ -183,7 +183,17 @@ def test_a_service_without_a_log_is_refused_with_those_that_have_one() -> None:
     refused = sluice("logs", "rollout-9")
     assert "has no log of 'rollout-9'; it has reward, trainer" in str(refused.exception)
     refused = sluice("logs", "reward", "runs/other")
+    assert str(refused.exception).startswith("run: runs/other does not exist; give a run's")
+    (Path("runs") / "other").mkdir()
+    refused = sluice("logs", "reward", "runs/other")
     assert str(refused.exception).startswith("run: runs/other/logs holds no logs")
+
+
+def test_of_two_names_that_are_no_run_logs_takes_neither_for_a_folder() -> None:
+    logged()
+    for words in (("trainer", "other"), ("other", "trainer")):
+        refused = str(sluice("logs", *words).exception)
+        assert refused.startswith(f"run: there is no folder {words[0]}, and none {words[1]}; give")
 
 
 def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
