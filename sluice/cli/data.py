@@ -116,7 +116,7 @@ def inspect(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help=".parquet, .json or .jsonl files, or patterns; read in order."
+            metavar="FILE", help=".parquet, .json or .jsonl files, or patterns; read in order."
         ),
     ],
     *,
