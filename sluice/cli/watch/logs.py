@@ -67,7 +67,7 @@ def logs(
 
 
 def _as_service(named: Path, other: str | None) -> tuple[Path | None, str]:
-    """Return the run and the service of two arguments, of which the first is no run."""
+    """Return the run and the service of two arguments; the first is no run."""
     if other is not None and not _is_path(other):
         raise ConfigError(
             f"run: there is no folder {named}, and none {other}; give the folder of a run, such as "
