@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import counted, output_console, print_json, print_line, print_table
+from sluice.config.schema.data import file_list
 from sluice.data.inspection import (
     QUANTILES,
     Inspection,
@@ -112,7 +113,12 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
 
 @data_commands.command("inspect")
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE", help=".parquet, .json or .jsonl files, or patterns; read in order."
+        ),
+    ],
     *,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
@@ -129,35 +135,36 @@ def inspect(
     image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
     as_json: AsJson = False,
 ) -> None:
-    """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
+    """Summarize files: data sources with their scorers, lengths, duplicates, unusable rows.
 
     Images are read, and must respect the default limits of sluice.limits; the tokens of rows with
     images are not counted. No configuration is read: the template has its defaults.
     The exit code is 1 if a row cannot be used.
 
     \b
-    Example:
+    Examples:
       sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
+      sluice data inspect gsm8k.parquet math.parquet
     """
     if max_prompt_length is not None and tokenizer is None:
         raise ConfigError("--max-prompt-length counts tokens; give a model folder with --tokenizer")
     columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
-    files = open_prompt_files([str(file)], columns, config_key="FILE")
+    paths = file_list([str(file) for file in files])
+    opened = open_prompt_files(paths, columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
-    with counted("reading", files.num_rows) as advance:
+    with counted("reading", opened.num_rows) as advance:
         found = inspect_files(
-            files,
+            opened,
             measure_tokens=measure,
             check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
             num_head=head,
             on_rows=advance,
         )
-    names = check_raw_file(file)
+    names = list(dict.fromkeys(name for path in paths for name in check_raw_file(Path(path))))
     if as_json:
-        print_json(inspection_as_json(str(file), names, found, max_prompt_length))
+        print_json(inspection_as_json(paths, names, found, max_prompt_length))
     else:
-        shown = ", ".join(names)
-        print_inspection(output_console(), str(file), shown, found, max_prompt_length)
+        print_inspection(output_console(), paths, names, found, max_prompt_length)
     if found.num_bad:
         raise typer.Exit(1)
 
@@ -202,15 +209,15 @@ def token_counter(folder: Path) -> MeasureTokens:
 
 def print_inspection(
     console: Console,
-    file: str,
-    columns: str,
+    files: list[str],
+    columns: list[str],
     found: Inspection,
     max_prompt_length: int | None = None,
 ) -> None:
     """Print all findings, problems last."""
     facts = [
         ("rows", str(found.num_rows)),
-        ("columns", columns),
+        ("columns", ", ".join(columns)),
         ("duplicates", _share(found.num_duplicates, found.num_rows)),
         *([("images", str(found.num_images))] if found.num_images else []),
         ("unusable rows", _share(found.num_bad, found.num_rows)),
@@ -219,7 +226,7 @@ def print_inspection(
         overlong = found.num_longer(max_prompt_length)
         name = f"over {max_prompt_length} tokens{_of_text(found)}"
         facts.append((name, _share(overlong, found.tokens.size)))
-    print_table(console, printable(file), ("what", "value"), facts)
+    print_table(console, printable(", ".join(files)), ("what", "value"), facts)
     print_table(
         console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)
     )
@@ -231,12 +238,12 @@ def print_inspection(
 
 
 def inspection_as_json(
-    file: str, columns: list[str], found: Inspection, max_prompt_length: int | None = None
+    files: list[str], columns: list[str], found: Inspection, max_prompt_length: int | None = None
 ) -> dict[str, object]:
     """Return all findings as one object; `num_overlong` is null without a limit."""
     overlong = None if max_prompt_length is None else found.num_longer(max_prompt_length)
     return {
-        "file": file,
+        "files": files,
         "columns": columns,
         "num_rows": found.num_rows,
         "num_duplicates": found.num_duplicates,

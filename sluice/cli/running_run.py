@@ -16,6 +16,8 @@ from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import host_of_pids, process_marks
 from sluice.config.derived import checkpoint_folder
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.override_values import override_value
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.launch.servicer import all_left, launched_processes
@@ -81,9 +83,24 @@ class PastRun:
 
 
 def resume_command(run_dir: Path) -> str:
-    """Return the command that resumes a run, for a shell."""
+    """Return the command that resumes a run, for a shell; a copied folder's resumes the copy."""
     where = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
-    return shlex.join(["sluice", "up", str(run_dir / CONFIG_NAME), *where])
+    file = run_dir / CONFIG_NAME
+    is_copy = file.is_file() and is_copied(run_dir, load_config(file, ()))
+    here = (folder_setting(run_dir.absolute()),) if is_copy else ()
+    return shlex.join(["sluice", "up", str(file), *here, *where])
+
+
+def is_copied(run_dir: Path, config: RunConfig) -> bool:
+    """Return whether a run's folder was copied or moved since its file was written."""
+    named = Path(config.sluice.run_dir)
+    is_there = named.is_dir() and named.samefile(run_dir)
+    return named.is_absolute() and named != run_dir.absolute() and not is_there
+
+
+def folder_setting(run_dir: Path) -> str:
+    """Return the override for the run's folder; 2026 is a name there."""
+    return f"sluice.run_dir={override_value(str(run_dir))}"
 
 
 def newest_step(config: RunConfig) -> int | None:

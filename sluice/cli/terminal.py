@@ -131,12 +131,13 @@ def print_table(
 
     Args:
         console: where to print it.
-        title: a line above it.
+        title: a line above it; may be empty.
         columns: headings.
         rows: texts, one for each column.
         right: headings of columns that are aligned to the right.
     """
-    console.print(Text(title, style="bold"))
+    if title:
+        console.print(Text(title, style="bold"))
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(

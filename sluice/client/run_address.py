@@ -65,11 +65,7 @@ def locate_run(run: Path) -> RunLocation:
         ConfigError: nothing was started from there.
     """
     file = run / CONFIG_NAME if run.is_dir() else run
-    if not run.exists():
-        started = [found.parent.name for found in run.parent.glob(f"*/{CONFIG_NAME}")]
-        near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
-        meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
-        raise ConfigError(f"run: {run} does not exist; {meant}")
+    refuse_missing(run)
     if not file.is_file():
         raise ConfigError(
             f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
@@ -82,6 +78,16 @@ def locate_run(run: Path) -> RunLocation:
         peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
     )
+
+
+def refuse_missing(run: Path) -> None:
+    """Raise ConfigError if a run's folder does not exist; it names those that are called alike."""
+    if run.exists():
+        return
+    started = [found.parent.name for found in run.parent.glob(f"*/{CONFIG_NAME}")]
+    near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
+    meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
+    raise ConfigError(f"run: {run} does not exist; {meant}")
 
 
 def run_started_from(file: Path) -> Path:

@@ -56,6 +56,8 @@ def is_parquet(path: str) -> bool:
     """
     file = Path(path)
     suffix = file.suffix.lower()
+    if file.is_dir():
+        raise DataError(f"{path} is a folder; name its files, such as {file / '*.parquet'}")
     if not file.is_file():
         raise DataError(f"no file {path}; give the path of a data file")
     if suffix not in (PARQUET_SUFFIX, *JSON_SUFFIXES):
@@ -282,7 +284,7 @@ def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[Ro
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{path} is no readable parquet file ({error}); convert it to parquet"
+            f"{path} is no readable parquet file ({error}); write it or download it again"
         ) from error
     file_start = start
     for index, size in enumerate(sizes):

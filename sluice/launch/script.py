@@ -453,7 +453,9 @@ def script_text(script: Path) -> str:
     try:
         return script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"script {script} cannot be read: {error}") from error
+        raise ConfigError(
+            f"script {script} cannot be read: {error}; give the path of a bash script"
+        ) from error
 
 
 def referenced_names(script: str) -> list[str]:

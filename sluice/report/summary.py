@@ -103,7 +103,7 @@ class RunSummary:
     def as_text(self) -> str:
         """Return a few lines for the console."""
         before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
-        after = "-" if self.accuracy_after is None else f"{self.accuracy_after:.3f}"
+        after = "not measured" if self.accuracy_after is None else f"{self.accuracy_after:.3f}"
         if self.accuracy_best is not None and self.accuracy_best != self.accuracy_after:
             after += f" (best {self.accuracy_best:.3f} after step {self.accuracy_best_step})"
         head = "" if self.is_finished else "not finished: the numbers so far\n"

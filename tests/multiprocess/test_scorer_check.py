@@ -52,7 +52,7 @@ def test_a_good_function_scores_a_made_up_response_to_each_row(tmp_path: Path) -
     ("source", "name", "message"),
     [
         ("import nowhere", "compute_score", r"score\.py.*No module named 'nowhere'.*line 1"),
-        (GOOD, "grade", r"score\.py defines no function 'grade'"),
+        (GOOD, "grade", r"score\.py defines no function 'grade', but compute_score; define"),
         ("def grade(answer): return 1", "grade", r"grade\(answer\) cannot be called"),
         ("import sys; sys.exit(4)", "grade", r"score\.py ended with code 4"),
         ("import os; os.kill(os.getpid(), 11)", "grade", r"score\.py ended with SIGSEGV"),

@@ -31,7 +31,10 @@ def engine(log: Path) -> Iterator[str]:
     if _answers():
         yield "the one that runs here"
         return
-    ensure_programs(("dockerd",), _PACKAGES, "SLUICE_INSTALL_DOCKER")
+    try:
+        ensure_programs(("dockerd",), _PACKAGES, "SLUICE_INSTALL_DOCKER")
+    except NoProgramError as error:
+        raise NoProgramError(f"no Docker engine answers; {error}") from error
     if os.geteuid() != 0:
         raise NoProgramError("no Docker engine answers, and only root can start one; start it")
     with started(("dockerd",), log, ends_within_s=_END_WITHIN_S) as process:

@@ -183,7 +183,7 @@ class StateFiles:
     """Reads parts of the files that `write_state` wrote on any number of ranks.
 
     Raises (all methods):
-        OSError, SafetensorError, ValueError, KeyError, TypeError: a file is missing or damaged.
+        OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -198,10 +198,13 @@ class StateFiles:
                 self._pieces[name] = [(whole, (0,) * max(1, len(self._shapes[name])))]
             return
         found = json.loads(index.read_text(encoding="utf-8"))
-        files = [folder / name for name in found["files"]]
-        for name, one in found["tensors"].items():
-            self._shapes[name] = tuple(one["shape"])
-            self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
+        try:
+            files = [folder / name for name in found["files"]]
+            for name, one in found["tensors"].items():
+                self._shapes[name] = tuple(one["shape"])
+                self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{index.name}: not the index of a state: {error}") from error
 
     @property
     def names(self) -> frozenset[str]:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.running_run import last_seen, newest_step
+from sluice.cli.running_run import folder_setting, is_copied, last_seen, newest_step
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
-from sluice.config.loading.override_values import override_value
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.configuration import of_other_keys
@@ -76,11 +75,11 @@ def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
     is_of_a_run = file.name == CONFIG_NAME and (folder / METRICS_NAME).is_file()
     if not is_of_a_run or not run_dir.is_absolute():
         return run
-    if folder == run_dir or (run_dir.is_dir() and folder.samefile(run_dir)):
+    if not is_copied(folder, run.config):
         resumes = not chosen & _START_KEYS and _has_saved(run.config)
         return read_run(file, [*overrides, *_RESUMES]) if resumes else run
     if "sluice.run_dir" not in chosen:
-        here = shlex.quote(f"sluice.run_dir={override_value(str(folder))}")
+        here = shlex.quote(folder_setting(folder))
         raise ConfigError(
             f"{file}: sluice.run_dir = {run_dir}: the run's folder was copied or moved; add {here} "
             f"to continue in this one, or start {run_dir / CONFIG_NAME}"

@@ -14,8 +14,8 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
 from sluice.cli.run.checked import examined_to_start, refuse_other_ledger
-from sluice.cli.run.quickstart import folder_setting, made_settings
-from sluice.cli.running_run import newest_step
+from sluice.cli.run.quickstart import made_settings
+from sluice.cli.running_run import folder_setting, newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder

@@ -17,6 +17,7 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson, Overrides
 from sluice.cli.run.checked import checked_run, refuse_beside_another
 from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
+from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.loading.override_values import override_value
@@ -151,11 +152,6 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"trainer.seed={seed}",
         *assets.task.overrides,
     ]
-
-
-def folder_setting(run_dir: Path) -> str:
-    """Return the override for the run's folder; 2026 is a name there."""
-    return f"sluice.run_dir={override_value(str(run_dir))}"
 
 
 def with_fitting(base: Path, settings: list[str]) -> list[str]:

@@ -9,12 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from sluice.cli.arguments import AsJson, Overrides
-from sluice.cli.run.quickstart import (
-    folder_setting,
-    mark_run_folder,
-    preparation,
-    start_at_zero,
-)
+from sluice.cli.run.quickstart import mark_run_folder, preparation, start_at_zero
 from sluice.cli.run.up import (
     Display,
     On,
@@ -25,6 +20,7 @@ from sluice.cli.run.up import (
     ray_options,
     run_configured,
 )
+from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError

@@ -19,7 +19,7 @@ import typer
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import ask_run, is_active
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
-from sluice.client.run_address import locate_run
+from sluice.client.run_address import locate_run, refuse_missing
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
 from sluice.dashboard.run_data import NO_POINTS, compare_folders
 from sluice.dashboard.serving import URL_NAME, serve_page, write_report
@@ -196,6 +196,7 @@ def compare(
     if len(runs) < _FEWEST:
         raise typer.BadParameter("give at least two runs", param_hint="RUN RUN...")
     for run in runs:
+        refuse_missing(run)
         if not (run / METRICS_NAME).is_file():
             raise DataError(
                 f"run: {run} holds no {METRICS_NAME}; give folders of runs that trained a step"

@@ -52,8 +52,8 @@ def logs(
       sluice logs runs/quickstart
       sluice logs trainer -f -n 20
     """
-    if run is not None and _is_service_name(run) and (service is None or _is_path(service)):
-        run, service = None if service is None else Path(service), str(run)
+    if run is not None and _is_service_name(run):
+        run, service = _as_service(run, service)
     named = named_run(run, run_option)
     folder = (named.parent if named.is_file() else named) / "logs"
     show = partial(_print, has_name=service is None, as_json=as_json)
@@ -64,6 +64,16 @@ def logs(
         time.sleep(_POLL_S)
         for file in _files(folder, service):
             show(file, _new_lines(tails.setdefault(file, LineTail(file))))
+
+
+def _as_service(named: Path, other: str | None) -> tuple[Path | None, str]:
+    """Return the run and the service of two arguments; the first is no run."""
+    if other is not None and not _is_path(other):
+        raise ConfigError(
+            f"run: there is no folder {named}, and none {other}; give the folder of a run, such as "
+            f"runs/quickstart, or the service alone, which is one of the newest run's"
+        )
+    return None if other is None else Path(other), str(named)
 
 
 def _is_service_name(named: Path) -> bool:
@@ -88,6 +98,9 @@ def _files(folder: Path, service: str | None) -> list[Path]:
     """Return the log files. Raise ConfigError without any, or if the service has none."""
     files = sorted(folder.glob(f"*{_SUFFIX}"))
     if not files:
+        from sluice.client.run_address import refuse_missing  # gRPC, which only this needs
+
+        refuse_missing(folder.parent)
         raise ConfigError(f"run: {folder} holds no logs; give the folder of a started run")
     if service is not None:
         chosen = [file for file in files if file.name == f"{service}{_SUFFIX}"]

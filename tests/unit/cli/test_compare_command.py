@@ -63,3 +63,5 @@ def test_one_run_or_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     code, text = compare(str(one), str(tmp_path))
     assert code == 1
     assert "metrics.jsonl" in text
+    refused = CliRunner().invoke(commands, ["compare", str(one), f"{tmp_path}/ome"]).exception
+    assert f"run: {tmp_path}/ome does not exist; did you mean" in str(refused)

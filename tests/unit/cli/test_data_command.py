@@ -66,6 +66,25 @@ def test_inspect_as_json_says_the_same(rows_file: Path) -> None:
     assert found["tokens"] == {}
 
 
+@pytest.mark.parametrize("named", [("a.parquet", "b.jsonl"), ("[ab].*",), ("b.jsonl", "a.*")])
+def test_files_are_inspected_together_as_a_run_reads_them(
+    tmp_path: Path, named: tuple[str, ...]
+) -> None:
+    rows = prompt_rows(["a" * 10, "b" * 20])
+    write_prompts(tmp_path / "a.parquet", rows)
+    other = {**rows[0], "level": 3}
+    (tmp_path / "b.jsonl").write_text(json.dumps(other) + "\n{broken\n", encoding="utf-8")
+    result = invoke("inspect", *(tmp_path / name for name in named), "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 1, result.output
+    assert sorted(found["files"]) == [str(tmp_path / name) for name in ("a.parquet", "b.jsonl")]
+    assert (found["num_rows"], found["num_bad"], found["num_duplicates"]) == (4, 1, 1)
+    assert set(found["columns"]) == set(other)
+    assert f"{tmp_path / 'b.jsonl'}, row 1: no JSON object" in found["problems"][0]
+    shown = invoke("inspect", tmp_path / "a.parquet", tmp_path / "b.jsonl").output
+    assert f"{tmp_path / 'a.parquet'}, {tmp_path / 'b.jsonl'}\n" in shown
+
+
 def test_unusable_rows_are_listed_by_number_and_make_the_exit_code_1(tmp_path: Path) -> None:
     rows = prompt_rows([f"{i}" for i in range(30)])
     for row in rows[3:]:

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run import quickstart as quickstart_module
-from sluice.cli.run.quickstart import folder_setting, preparation, quickstart
+from sluice.cli.run.quickstart import preparation, quickstart
+from sluice.cli.running_run import folder_setting
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.quickstart.settings import PrepareProgress

@@ -185,7 +185,17 @@ def test_a_service_without_a_log_is_refused_with_those_that_have_one() -> None:
     refused = sluice("logs", "rollout-9")
     assert "has no log of 'rollout-9'; it has reward, trainer" in str(refused.exception)
     refused = sluice("logs", "reward", "runs/other")
+    assert str(refused.exception).startswith("run: runs/other does not exist; give a run's")
+    (Path("runs") / "other").mkdir()
+    refused = sluice("logs", "reward", "runs/other")
     assert str(refused.exception).startswith("run: runs/other/logs holds no logs")
+
+
+def test_of_two_names_that_are_no_run_logs_takes_neither_for_a_folder() -> None:
+    logged()
+    for words in (("trainer", "other"), ("other", "trainer")):
+        refused = str(sluice("logs", *words).exception)
+        assert refused.startswith(f"run: there is no folder {words[0]}, and none {words[1]}; give")
 
 
 def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +298,17 @@ def test_a_run_that_went_back_and_has_saved_nothing_since_begins_again_where_it_
 
 def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
     run, copy = past("a").absolute(), Path("runs/copied").absolute()
-    write_config(load_config(None, [f"sluice.run_dir={run}"]), run / "config.yaml")
+    settings = [*NOWHERE, f"sluice.run_dir={run}", "trainer.total_training_steps=9"]
+    write_config(load_config(None, settings), run / "config.yaml")
     copytree(run, copy)
     with pytest.raises(ConfigError, match="copied or moved; add") as refused:
         read_to_start(copy / "config.yaml", [])
     assert f"add sluice.run_dir={copy} to continue" in str(refused.value)
     here = read_to_start(copy / "config.yaml", [f"sluice.run_dir={copy}"])
     assert here.config.sluice.run_dir == str(copy)
+    again = f"`sluice up runs/copied/config.yaml sluice.run_dir={copy}` starts it again"
+    assert again in sluice("status", "runs/copied").output
+    assert f"`sluice up {run}/config.yaml` starts it again" in sluice("status", str(run)).output
 
 
 def test_init_writes_a_launch_with_comments_and_replaces_no_file() -> None:

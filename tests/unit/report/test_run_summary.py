@@ -117,7 +117,7 @@ def test_an_unfinished_run_shows_no_count_that_it_does_not_know(tmp_path: Path) 
 def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:
     found = summary(tmp_path, validations=())
     assert (found.accuracy_before, found.accuracy_after) == (None, None)
-    assert found.as_text().startswith("held-out accuracy - in 2 steps")
+    assert found.as_text().startswith("held-out accuracy not measured in 2 steps")
 
 
 @pytest.mark.parametrize(

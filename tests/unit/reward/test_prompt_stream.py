@@ -277,6 +277,8 @@ def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     empty.touch()
     with pytest.raises(DataError, match=r"a\.parquet is no readable parquet file"):
         open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
+    with pytest.raises(DataError, match=rf"{tmp_path} is a folder; .* such as {tmp_path}/\*\.par"):
+        open_prompt_files([str(tmp_path)], COLUMNS, config_key="data.train_files")
     with pytest.raises(DataError, match="no file /nowhere"):
         open_prompt_files(["/nowhere"], COLUMNS, config_key="data.train_files")
     with pytest.raises(DataError, match=r"a\.csv ends in '\.csv'; give a \.parquet"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
@@ -159,6 +159,8 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, model_folder:
     ("file", "content"),
     [
         ("optimizer.safetensors", b"not it"),
+        ("optimizer.index.json", b'{"files": [], "tensors": []}'),
+        ("optimizer.index.json", b'{"files": [3], "tensors": {}}'),
         ("extra_state.json", b"not it"),
         ("extra_state.json", b'{"skipped_updates": 0, "random_state": {"cpu": "00"}}'),
         ("extra_state.json", b'{"skipped_updates": 0, "random_state": ["00"]}'),
@@ -186,6 +188,22 @@ def test_a_device_too_small_for_the_moments_is_no_damaged_checkpoint(
 
     monkeypatch.setattr(StateFiles, "fill", refuse)
     with pytest.raises(torch.OutOfMemoryError):
+        learner.load(tmp_path / "actor")
+
+
+@pytest.mark.parametrize("owner", [StateFiles, Qwen3ForCausalLM])
+def test_an_error_of_the_code_while_resuming_is_no_damaged_checkpoint(
+    tmp_path: Path, model_folder: Path, owner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(model_folder)
+    learner.train_step(make_batch(2), 1)
+    learner.save(tmp_path / "actor")
+
+    def fails(*_: object, **__: object) -> None:
+        raise TypeError("an argument too many")
+
+    monkeypatch.setattr(owner, "fill" if owner is StateFiles else "from_pretrained", fails)
+    with pytest.raises(TypeError, match="an argument too many"):
         learner.load(tmp_path / "actor")
 
 

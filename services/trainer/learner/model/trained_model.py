@@ -262,13 +262,15 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 @contextmanager
 def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
     """Make errors of the block name the file that it cannot read, or the first damaged one in the
-    folder `weights`."""
+    folder `weights`. With that folder, errors of the code are raised as they are."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # no file is at fault
         raise
     except (*_UNREADABLE, SafetensorError) as error:
         damaged = None if weights is None else _damaged_file(weights)
+        if weights and not damaged and isinstance(error, TypeError | AttributeError):
+            raise
         raise CheckpointError(
             f"{damaged or file} cannot be read ({error}); {resume_remedy(checkpoint)}"
         ) from error
