@@ -84,7 +84,7 @@ def shape_of_run(recipe: Recipe) -> ModelShape | None:
 def test_the_checkouts_recipes_are_listed_by_name() -> None:
     result = CliRunner().invoke(commands, ["recipe", "list"])
     assert result.exit_code == 0
-    listed = [line.split()[0] for line in result.output.splitlines()[2:] if line]
+    listed = [line.split()[0] for line in result.output.splitlines()[1:] if line]
     assert listed == [recipe.name for recipe in RECIPES]
     assert recipes_folder() == ROOT / "recipes"
 
