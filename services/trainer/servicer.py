@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if other := other_version(request.sluice_version):
             logger.warning("replica %s %s", replica.name, other)
         replica = replace(replica, shares=shares_from_proto(request.shares, replica.ranks))
-        self._fleet.register(replica, request.weights_layout_digest, self._fleet.clock())
+        self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
         return trainer.RegisterReplicaResponse(
             heartbeat_interval_seconds=self._interval_s, time_to_live_seconds=self._ttl_s
         )
@@ -72,14 +73,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             counters_from_proto(request),
             draining=request.draining,
             turns=request.engine_turns,
-            now_s=self._fleet.clock(),
+            now_s=time.monotonic(),
         )
         return trainer.HeartbeatResponse()
 
     async def GetStatus(
         self, request: trainer.GetStatusRequest, context: Context
     ) -> trainer.GetStatusResponse:
-        state, now_s = self._state, self._fleet.clock()
+        state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
             instance_id=state.instance_id,
             phase=_PHASE_TO_PROTO[state.phase],

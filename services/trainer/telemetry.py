@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -140,7 +141,7 @@ def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
 
 
 def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:
-    members, now_s = replicas.members(), replicas.clock()
+    members, now_s = replicas.members(), time.monotonic()
     states = Counter(member.state for member in members)
     for state in MemberState:
         yield reading("sluice_fleet_replicas", states[state], state)

@@ -4,8 +4,8 @@ A replica is a member as long as its heartbeats arrive. A held replica keeps the
 is being validated while the others get the next one. A live replica that has work but samples no
 token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
 
-The state is pure: callers pass the time of `Fleet.clock` in, from one event loop. `Fleet.changed`
-is set at every change of membership or state; its reader clears it.
+The state is pure: callers pass the time in, from one event loop; `drop_silent` looks at the clock
+for it. `Fleet.changed` is set at every change of membership or state; its reader clears it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sluice.weights.share import check_share
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 0.5
+_WATCH_INTERVAL_S, _STOOD_STILL_S = 0.5, 2.0
 
 MAX_MEMBERS = 4_096
 """Replicas at one time; as many as an announcement to the reward service may name."""
@@ -85,24 +85,6 @@ class EngineProgress:
         return replace(self, is_stalled=self.sign.turns > 0)
 
 
-class WatchedClock:
-    """Seconds that count against replicas: those in which this process could read heartbeats.
-
-    Between two looks at it, at most `_WATCH_INTERVAL_S` pass: the rest is a standstill of this
-    process, such as of a machine that was overloaded or paused.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._looked_s = self._watched_s = clock()
-
-    def __call__(self) -> float:
-        now_s = self._clock()
-        self._watched_s += min(now_s - self._looked_s, _WATCH_INTERVAL_S)
-        self._looked_s = now_s
-        return self._watched_s
-
-
 class MemberState(StrEnum):
     """The state of a replica, which decides what it is used for."""
 
@@ -135,7 +117,6 @@ class Fleet:
         ttl_s: seconds without a heartbeat after which a replica is dropped.
         stall_s: seconds with work but without a token after which a replica is stalled.
         weights: the trainer's weights; replicas may take shares of them.
-        clock: the time of all calls; `drop_silent` looks at it often.
     """
 
     def __init__(
@@ -144,9 +125,7 @@ class Fleet:
         ttl_s: float,
         stall_s: float = math.inf,
         weights: Sequence[TensorSpec] = (),
-        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.clock = clock or WatchedClock()
         self._layout_digest = layout_digest
         self._weights = weights
         self._ttl_s = ttl_s
@@ -257,9 +236,15 @@ class Fleet:
         if info.instance_id in self._loads:
             self._note(info.instance_id, load)
 
-    def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
-        """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`."""
-        silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
+    def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
+        """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`.
+
+        Args:
+            awake_s: end of this process's last standstill; silence before it does not count.
+        """
+        silent = [
+            m for m in self._members.values() if now_s - max(m.last_seen_s, awake_s) > self._ttl_s
+        ]
         for member in silent:
             self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
         return tuple(member.info for member in silent)
@@ -387,12 +372,23 @@ class Fleet:
 
 
 async def drop_silent(
-    fleet: Fleet, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    fleet: Fleet,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Drop silent replicas at intervals, until cancelled."""
+    """Drop silent replicas at intervals, until cancelled.
+
+    While this process stands still, nobody reads heartbeats: afterwards each replica has the whole
+    time to live for the next one.
+    """
+    looked_s, awake_s = clock(), -math.inf
     while True:
         await sleep(_WATCH_INTERVAL_S)
-        fleet.expire(fleet.clock())
+        now_s = clock()
+        if now_s - looked_s > _STOOD_STILL_S:
+            awake_s = now_s
+        looked_s = now_s
+        fleet.expire(now_s, awake_s)
 
 
 def _serves(member: FleetMember, version: int) -> bool:

@@ -6,10 +6,9 @@ import logging
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, MemberState, WatchedClock
+from services.trainer.fleet.members import Fleet, MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import ReplicaInfo
-from tests.support.clock import Clock
 
 LAYOUT, TTL_S, STALL_S = "layout", 6.0, 20.0
 INFO = ReplicaInfo("a", "a-1", "a:1", 8)
@@ -51,21 +50,6 @@ def test_a_replica_that_lives_and_draws_nothing_is_no_longer_announced(
     assert fleet.changed.is_set()
     assert "replica a out of use: work, but no token for 21.0 s" in caplog.text
     assert not fleet.expire(22.0)  # it lives
-
-
-def test_time_in_which_the_trainer_stood_still_is_no_stall_of_a_replica() -> None:
-    clock = Clock()
-    fleet = Fleet(LAYOUT, TTL_S, STALL_S, clock=WatchedClock(clock))
-    fleet.register(INFO, LAYOUT, fleet.clock())
-    beat(fleet, fleet.clock(), tokens=5, turns=1)
-    fleet.mark_serving(INFO, 3)
-    clock.now_s += 3 * STALL_S
-    beat(fleet, fleet.clock(), tokens=5, turns=1)
-    assert state(fleet) is MemberState.SERVING
-    for _ in range(int(2 * STALL_S)):
-        clock.now_s += 0.5
-        beat(fleet, fleet.clock(), tokens=5, turns=1)
-    assert state(fleet) is MemberState.STALLED
 
 
 def test_a_replica_that_draws_again_needs_the_present_weights_first(fleet: Fleet) -> None:
