@@ -245,37 +245,33 @@ class TrainLoop:
         published_from_s = time.monotonic()
         await self._publish(tasks, batch, step, trace)
         published_s = time.monotonic()
-        accounts = account_metrics(await accounting)
-        try:
-            await self._save_if_due(step)
-        finally:  # a checkpoint that began is completed, and a resumed run does not repeat the step
-            ended_s = time.monotonic()
-            times = StepTimes(
-                wait_batch_s=taken_s - began_s,
-                train_s=train_s,
-                update_weights_s=published_s - published_from_s,
-                save_checkpoint_s=ended_s - published_s,
-                step_s=ended_s - began_s,
-            )
-            interval = self._fleet_interval(fleet_began)
-            metrics = {
-                **step_metrics(
-                    step,
-                    batch,
-                    learned,
-                    times,
-                    interval,
-                    ranks=self._ranks,
-                    dataset_rows=self._dataset_rows,
-                ),
-                **self._delivered.metrics,
-                **self._learner.take_memory_metrics(),
-                **host_memory_metrics(),
-                **accounts,
-                **self._guards.row(step),
-            }
-            self._reporter.step(step, metrics)
+        await self._save_if_due(step)
+        ended_s = time.monotonic()
+        times = StepTimes(
+            wait_batch_s=taken_s - began_s,
+            train_s=train_s,
+            update_weights_s=published_s - published_from_s,
+            save_checkpoint_s=ended_s - published_s,
+            step_s=ended_s - began_s,
+        )
+        metrics = {
+            **step_metrics(
+                step,
+                batch,
+                learned,
+                times,
+                self._fleet_interval(fleet_began),
+                ranks=self._ranks,
+                dataset_rows=self._dataset_rows,
+            ),
+            **self._delivered.metrics,
+            **self._learner.take_memory_metrics(),
+            **host_memory_metrics(),
+            **account_metrics(await accounting),
+            **self._guards.row(step),
+        }
         self._guards.stepped(step, metrics)
+        self._reporter.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
 
     async def _validate_if_due(self, tasks: asyncio.TaskGroup, step: int) -> None:

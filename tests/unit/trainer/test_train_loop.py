@@ -12,13 +12,7 @@ import pytest
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.loop.train_loop import TrainLoop
 from sluice.algorithm.accounting import ReplicaCounters
-from sluice.errors import (
-    BatchUnfillableError,
-    CheckpointError,
-    DataExhaustedError,
-    DeadlineError,
-    leaves,
-)
+from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError, leaves
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
 
@@ -205,25 +199,6 @@ async def test_checkpoints_are_saved_every_so_often_and_at_the_end_with_the_data
 ) -> None:
     await run(world.loop(save_freq=save_freq))
     assert [event for event in world.events if event.startswith("save")] == saved
-
-
-async def test_a_run_that_a_signal_ends_while_it_saves_has_recorded_the_saved_step(
-    world: World,
-) -> None:
-    world.holds["save 2 at 20"] = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run(world.loop(save_freq=2)))
-        await until(lambda: "save 2 at 20" in world.events)
-        running.cancel()
-    assert world.recorded["step 2"]["training/global_step"] == 2
-    assert world.state.step == 1, "the step has not ended"
-
-
-async def test_a_step_whose_checkpoint_cannot_be_written_is_recorded(world: World) -> None:
-    world.faults["save 2 at 20"] = CheckpointError("the disk is full")
-    with only(CheckpointError):
-        await run(world.loop(save_freq=2))
-    assert "step 2" in world.recorded
 
 
 async def test_a_resumed_run_continues_at_its_step_and_always_sends_the_cursor() -> None:
