@@ -203,10 +203,11 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder} holds no adapter that can be read ({error!r}); give a folder with "
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft saves them"
         ) from error
-    if rank < 1 or not math.isfinite(alpha):
+    # verl's merger writes 0 where it does not know the run's alpha: the adapter would add nothing.
+    if rank < 1 or not math.isfinite(alpha) or alpha == 0:
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG}: r={rank} and lora_alpha={alpha} make no adapter; give a "
-            "rank of at least 1 and a finite number"
+            f"{folder / ADAPTER_CONFIG}: r={rank} and lora_alpha={alpha} make no adapter; write "
+            "the run's lora_rank, at least 1, and its lora_alpha, finite and not 0, into the file"
         )
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:

@@ -320,6 +320,7 @@ def test_a_saved_adapter_is_where_another_run_starts(folder: Path, tmp_path: Pat
         ({"r": 8}, r"has shape .* but adapter_config\.json says r=8"),
         ({"lora_alpha": "much"}, r"holds no adapter that can be read"),
         ({"lora_alpha": math.nan}, r"lora_alpha=nan make no adapter"),
+        ({"lora_alpha": 0}, r"lora_alpha=0.0 make no adapter; write the run's"),
         ({"r": 0}, r"r=0 and .* make no adapter"),
     ],
 )
