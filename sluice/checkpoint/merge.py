@@ -117,7 +117,7 @@ def _write_adapted(
         # verl's merger writes the adapter below its model, and does not name it.
         adapter = replace(adapter, base=str(source.role.parent))
     base = Path(adapter.base)
-    if not (base / CONFIG_FILE).is_file():
+    if not adapter.base or not (base / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{source.role} adapts the model in '{adapter.base}', which holds no {CONFIG_FILE}; "
             f"write its folder as base_model_name_or_path into {source.role / ADAPTER_CONFIG}"

@@ -98,9 +98,9 @@ def script_settings(
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     if _AHEAD.search(launch.module):
         _report(
-            "  note: this recipe trains on samples of an older policy, by default with "
-            "algorithm.rollout_correction.bypass_mode=true; here both need their keys, this one "
-            "and sluice.asynchrony.max_staleness=1"
+            "  note: verl's recipe trains on samples of an older policy, with "
+            "algorithm.rollout_correction.bypass_mode=true; for the same here, set this key and "
+            "sluice.asynchrony.max_staleness=1"
         )
     settings = list(launch.settings)
     if launch.config is None and not any(_sets_estimator(one) for one in settings):

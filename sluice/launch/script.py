@@ -75,7 +75,9 @@ _HIDDEN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _LOCAL = re.compile(r"\b(?:local|declare|read)\b([^\n;]*)")
-_MAY_BE_UNSET = re.compile(r"\$\{([A-Za-z_]\w*):?\+|\bfor\s+([A-Za-z_]\w*)")  # ${A:+-$A}, for A in
+_MAY_BE_UNSET = re.compile(  # ${A:+-$A}, for A in
+    r"\$\{([A-Za-z_]\w*):?\+|\bfor\s+([A-Za-z_]\w*)\s*(?:\b(?:in|do)\b|;)"
+)
 
 
 @dataclass(frozen=True, slots=True)

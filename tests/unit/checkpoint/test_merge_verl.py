@@ -327,6 +327,16 @@ def test_the_adapter_that_verls_merger_writes_below_its_model_is_added_to_it(
     torch.testing.assert_close(found[f"{OUT_LAYER}.weight"], before + adapter.scale * (b @ a))
 
 
+def test_an_adapter_without_a_model_is_not_added_to_the_one_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(save_model(tmp_path / "another", "llama"))
+    adapter = replace(random_adapter(make_model("llama")), base="")
+    write_adapter(tmp_path / "written" / "lora_adapter", adapter)
+    with pytest.raises(CheckpointError, match=r"write its folder as base_model_name_or_path"):
+        merged(tmp_path / "written" / "lora_adapter", tmp_path / "out")
+
+
 def test_a_tensor_that_every_rank_holds_whole_is_taken_once() -> None:
     parts = [torch.ones(4), torch.ones(4)]
     assert join_parts("buffer", parts, (4,)).shape == (4,)

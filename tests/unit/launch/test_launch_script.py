@@ -455,6 +455,7 @@ def test_names_that_a_script_tests_and_those_of_its_loops_are_not_looked_for() -
     preload = 'export LD_PRELOAD="x.so${LD_PRELOAD:+:$LD_PRELOAD}"'
     loop = 'for v in $(env); do unset "$v"; done'
     assert referenced_names(f'{preload}\n{loop}\nname=a${{S+"-"}}${{S}}$MISSING') == ["MISSING"]
+    assert referenced_names('echo "waits for MODEL"\nls $MODEL') == ["MODEL"]
 
 
 def test_what_would_run_is_known_before() -> None:

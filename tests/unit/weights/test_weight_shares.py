@@ -231,7 +231,7 @@ def test_one_group_that_fails_ends_all_groups_of_the_epoch(stack: ExitStack) -> 
     fleet.workers["split", 1].abort("a test")
     with pytest.raises(WeightSyncError):
         fleet.sender.broadcast(buffer_of(_weights()), 1, _NEVER)
-    for worker in fleet.workers.values():  # as the trainer reports them; else by their deadline
+    for worker in fleet.workers.values():  # as the trainer asks of them; else by their deadline
         worker.abort("the epoch is over")
     for one in waiting:
         assert isinstance(one.exception(_WAIT_S), WeightSyncError | NotReadyError | None)
