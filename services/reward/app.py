@@ -134,13 +134,13 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     )
     if path is None and archive is None:
         return None
-    num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
+    num_samples, max_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
     return GroupLog(
         path,
         num_samples,
         samples=archive,
-        most_chars=most_chars,
-        most_bytes=waiting_bytes(rows_per_batch(config), most_chars),
+        max_chars=max_chars,
+        max_bytes=waiting_bytes(rows_per_batch(config), max_chars),
         environments=environment_names(config),
         samples_of_source={
             name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()

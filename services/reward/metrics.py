@@ -27,7 +27,7 @@ from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.types import TrainGroup
 
 _INTERVAL_S = 1.0
-_BATCHES, _LEAST_S = 4, 60.0
+_BATCHES, _MIN_S = 4, 60.0
 _AGAIN = {
     "scored": "reward/samples_scored_again",
     "generated": "reward/samples_generated_again",
@@ -94,7 +94,7 @@ class _Mark:
 
 
 class DemandMeter:
-    """Measures the use of the fleet for the last `_BATCHES` batches, at least `_LEAST_S` seconds.
+    """Measures the use of the fleet for the last `_BATCHES` batches, at least `_MIN_S` seconds.
 
     It looks once a second, only if metrics are on, and assumes that what it finds has held since
     the previous look. `sluice.algorithm.routing` computes the demand.
@@ -121,7 +121,7 @@ class DemandMeter:
         if facts.num_batches != self._num_batches:
             self._num_batches = facts.num_batches
             self._marks.append(_Mark(now_s, self.slot_seconds, self.starved_s))
-        while len(self._marks) > _BATCHES and now_s - self._marks[1].at_s >= _LEAST_S:
+        while len(self._marks) > _BATCHES and now_s - self._marks[1].at_s >= _MIN_S:
             self._marks.popleft()
 
     @property

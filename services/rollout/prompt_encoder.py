@@ -35,7 +35,7 @@ OWN_ARGUMENTS = frozenset(
     )
 )
 """Template arguments that only the encoder sets."""
-_MOST_BRIDGES = 16
+_MAX_BRIDGES = 16
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -209,7 +209,7 @@ class PromptEncoder:
         # Threads call this, too: each step is safe, and a bridge that is made twice does no harm.
         bridge = self._bridges.pop(key, None) or self._new_bridge(arguments)
         self._bridges[key] = bridge
-        while len(self._bridges) > _MOST_BRIDGES:
+        while len(self._bridges) > _MAX_BRIDGES:
             self._bridges.popitem(last=False)
         return bridge
 

@@ -238,13 +238,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Return the whole prompt; a longer one of the run's own services may be cut, unless it has
         a bound of its own."""
         prompt, longest = request.prompt, self._engine.max_model_len
-        most = request.max_sequence_tokens
-        if most:
+        max_tokens = request.max_sequence_tokens
+        if max_tokens:
             earlier = len(prompt.continuation.token_ids_u32) // 4
-            check_sequence(earlier, min(most, longest))
+            check_sequence(earlier, min(max_tokens, longest))
         ids = await self._encoded(prompt)
-        if most:
-            check_sequence(ids.size, min(most, longest))
+        if max_tokens:
+            check_sequence(ids.size, min(max_tokens, longest))
             return ids
         is_rendered = prompt.WhichOneof("input") in ("chat", "text")
         if is_own and self._training_prompts is not None and is_rendered:

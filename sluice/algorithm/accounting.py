@@ -238,7 +238,7 @@ class TokenReading:
         return max(0, round(sum(self.after.values()) - sum(self.before.values())))
 
     @property
-    def most_residual(self) -> float:
+    def max_residual(self) -> float:
         """Residual if the service got nothing between `before` and the reading of the fleet."""
         return token_account(self.fleet, self.before).residual
 

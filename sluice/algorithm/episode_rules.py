@@ -181,14 +181,14 @@ def within_limits(messages: Sequence[ChatMessage], rules: EpisodeRules) -> tuple
 
 def truncated(text: str, rules: EpisodeRules) -> str:
     """Return a tool's text, cut as verl does: at the named side, or between two halves."""
-    most = rules.max_tool_response_length
-    if len(text) <= most:
+    max_length = rules.max_tool_response_length
+    if len(text) <= max_length:
         return text
     if rules.truncate_side == "left":
-        return f"{_MARK}...{text[-most:]}"
+        return f"{_MARK}...{text[-max_length:]}"
     if rules.truncate_side == "right":
-        return f"{text[:most]}...{_MARK}"
-    half = most // 2
+        return f"{text[:max_length]}...{_MARK}"
+    half = max_length // 2
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 

@@ -436,8 +436,8 @@ def _verdict(broken: Sequence[Problem]) -> str:
 
 def _print_memory(console: Console, memory: CheckedMemory) -> None:
     engine, trainer = memory.engine, memory.trainer
-    most = max(memory.guess, engine.rollout.weights, engine.rollout.kv_of_all_sequences)
-    if trainer is None and most < SMALL_BYTES:
+    largest = max(memory.guess, engine.rollout.weights, engine.rollout.kv_of_all_sequences)
+    if trainer is None and largest < SMALL_BYTES:
         count = f"{engine.parameters:,} parameters"
         print_line(
             console, f"Memory: less than {SMALL_BYTES / GIB:g} GiB on each device ({count})\n"

@@ -116,7 +116,7 @@ class AgentRunner:
         self._has_ended, self._wait_s = has_ended, wait_s
         self._away_since: float | None = None
         self._arguments = program_of(command)
-        self._most_failures = max(16, 2 * parallel)
+        self._max_failures = max(16, 2 * parallel)
         self._failures_in_a_row = 0
         self._freed = asyncio.Event()
         self.counts = AgentCounts()
@@ -264,7 +264,7 @@ class AgentRunner:
         self._failures_in_a_row += 1
         if self._failures_in_a_row == 1:
             self._say(f"an agent failed: {outcome.failure}")
-        if self._failures_in_a_row >= self._most_failures:
+        if self._failures_in_a_row >= self._max_failures:
             raise ConfigError(
                 f"--command: {self._failures_in_a_row} agents in a row failed, the last: "
                 f"{outcome.failure}; run it by hand with a task on its standard input"

@@ -95,14 +95,14 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
 
 
 def packed(
-    parts: Iterable[reward.TakeSamplesResponse], most_bytes: int = 512 << 10
+    parts: Iterable[reward.TakeSamplesResponse], max_bytes: int = 512 << 10
 ) -> Iterator[reward.TakeSamplesResponse]:
-    """Put parts that follow one another into one message, as many as fit into `most_bytes`.
+    """Put parts that follow one another into one message, as many as fit into `max_bytes`.
 
     A message costs the service a turn of its loop, which at a large fleet is longer than what a
     small sample takes. A larger part travels alone.
     """
-    for message, *more in bundles(parts, lambda part: part.ByteSize(), most_bytes):
+    for message, *more in bundles(parts, lambda part: part.ByteSize(), max_bytes):
         message.more.extend(more)
         yield message
 

@@ -97,14 +97,14 @@ def present_waits() -> tuple[Waiting, ...]:
     return merged_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
 
 
-def merged_waits(waits: Iterable[Waiting], most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
-    """Merge waits of one peer and phase; the longest first, `most` lines at most."""
+def merged_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
+    """Merge waits of one peer and phase; the longest first, `max_lines` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:
         by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
     lines = [_one_line(group) for group in by_purpose.values()]
     lines.sort(key=lambda line: (-line.seconds, line.peer, line.phase))
-    return tuple(lines[:most])
+    return tuple(lines[:max_lines])
 
 
 def _one_line(group: Sequence[Waiting]) -> Waiting:

@@ -169,8 +169,12 @@ def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
         nodes = max(1, trainer // per_node)
         # A replica is on one machine.
         beside = max(0, per_node - trainer) // each
-        most = beside + (config.trainer.nnodes - nodes) * (per_node // each)
-        if is_even and (devices - trainer) % each == 0 and (devices - trainer) // each <= most:
+        max_replicas = beside + (config.trainer.nnodes - nodes) * (per_node // each)
+        if (
+            is_even
+            and (devices - trainer) % each == 0
+            and (devices - trainer) // each <= max_replicas
+        ):
             yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
 
 

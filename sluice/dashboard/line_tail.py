@@ -13,7 +13,7 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 _NEWLINE = b"\n"
 
 
@@ -46,7 +46,7 @@ class LineTail:
     Args:
         path: the file; it may not exist yet.
         chunk_bytes: about as many are read at a time; a longer line is read whole.
-        most_line_bytes: a longer line is left out and counted in `num_left_out`.
+        max_line_bytes: a longer line is left out and counted in `num_left_out`.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LineTail:
         path: Path,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        most_line_bytes: int = MOST_LINE_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         self._path = path
         self._chunk_bytes = chunk_bytes
-        self._most = most_line_bytes
+        self._max_line_bytes = max_line_bytes
         self._is_within_long_line = False
         self.num_left_out = 0
         self._offset = 0
@@ -102,9 +102,9 @@ class LineTail:
     def _lines(self, file: BinaryIO) -> list[Line]:
         file.seek(self._offset)
         found, end = [], self._offset + self._chunk_bytes
-        while self._offset < end and (text := file.readline(self._most)):
+        while self._offset < end and (text := file.readline(self._max_line_bytes)):
             is_end = text.endswith(_NEWLINE)
-            if not is_end and len(text) < self._most:
+            if not is_end and len(text) < self._max_line_bytes:
                 break  # it is being written
             if is_end and not self._is_within_long_line:
                 found.append(Line(self._offset, text[:-1]))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sluice.config.addresses import bare_host, split_host_port
-from sluice.dashboard.curves import FEWEST_POINTS
+from sluice.dashboard.curves import MIN_POINTS
 from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import ConfigError, InvalidRequestError
@@ -52,10 +52,10 @@ HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
 """Headers of every answer. Texts of models and prompts are hostile."""
-MOST_POINTS, USUAL_POINTS = 2000, 400
-MOST_GROUPS, USUAL_GROUPS = 100, 25
-MOST_TEXT_CHARS = 200
-_MOST_SHOWN = 40
+MAX_POINTS, USUAL_POINTS = 2000, 400
+MAX_GROUPS, USUAL_GROUPS = 100, 25
+MAX_TEXT_CHARS = 200
+_MAX_SHOWN_CHARS = 40
 _NumberT = TypeVar("_NumberT", int, float)
 Query = Mapping[str, str]
 _EXCERPT_CHARS = 160
@@ -125,13 +125,13 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
 
 def parse_points(query: Query) -> int:
     """Return the maximum of points in a curve. Raises InvalidRequestError."""
-    found = _integer(query, "points", FEWEST_POINTS, MOST_POINTS)
+    found = _integer(query, "points", MIN_POINTS, MAX_POINTS)
     return USUAL_POINTS if found is None else found
 
 
 def parse_page_size(query: Query) -> int:
     """Return the maximum of groups in a page. Raises InvalidRequestError."""
-    found = _integer(query, "most", 1, MOST_GROUPS)
+    found = _integer(query, "most", 1, MAX_GROUPS)
     return USUAL_GROUPS if found is None else found
 
 
@@ -146,9 +146,9 @@ def parse_metric(query: Query) -> str:
 def parse_text(query: Query, name: str) -> str:
     """Return a text; empty: there is none. Raises InvalidRequestError."""
     text = query.get(name, "")
-    if len(text) > MOST_TEXT_CHARS:
+    if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequestError(
-            f"{name}: has {len(text)} characters; give at most {MOST_TEXT_CHARS}"
+            f"{name}: has {len(text)} characters; give at most {MAX_TEXT_CHARS}"
         )
     return text
 
@@ -199,10 +199,10 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 15
 
 
-def _integer(query: Query, name: str, least: int, most: int) -> int | None:
+def _integer(query: Query, name: str, minimum: int, maximum: int) -> int | None:
     value = _parsed(query, name, int)
-    if value is not None and not least <= value <= most:
-        raise InvalidRequestError(f"{name}: {value} is out of range; give {least} to {most}")
+    if value is not None and not minimum <= value <= maximum:
+        raise InvalidRequestError(f"{name}: {value} is out of range; give {minimum} to {maximum}")
     return value
 
 
@@ -218,13 +218,13 @@ def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _Numbe
     if not text:
         return None
     try:
-        return parse(text[:_MOST_SHOWN])
+        return parse(text[:_MAX_SHOWN_CHARS])
     except ValueError as error:
         raise InvalidRequestError(f"{name}: {_shown(text)} is not a number") from error
 
 
 def _shown(text: str) -> str:
-    return repr(text[:_MOST_SHOWN])
+    return repr(text[:_MAX_SHOWN_CHARS])
 
 
 def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:

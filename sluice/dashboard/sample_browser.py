@@ -19,7 +19,7 @@ from sluice.dashboard.sample_lines import (
 )
 from sluice.telemetry.samples import FOLDER_NAME, SampledGroup, SampledResponse
 
-MOST_GROUPS = 200_000
+MAX_GROUPS = 200_000
 _EXAMPLES = "validation"
 SEARCH_S = 1.0
 READ_S = 0.5
@@ -41,14 +41,14 @@ class SampleFilter:
     Args:
         outcomes: their outcome is one of these.
         first_step, last_step: bounds of their step, both included.
-        least_score, most_score: bounds of the mean over scored responses, both included.
+        min_score, max_score: bounds of the mean over scored responses, both included.
     """
 
     outcomes: frozenset[ShownOutcome] = frozenset()
     first_step: int | None = None
     last_step: int | None = None
-    least_score: float | None = None
-    most_score: float | None = None
+    min_score: float | None = None
+    max_score: float | None = None
 
     def admits(self, lines: GroupLines) -> bool:
         """Return whether a group is listed; a bound of the score excludes groups without one."""
@@ -57,8 +57,8 @@ class SampleFilter:
             (not self.outcomes or lines.outcome in self.outcomes)
             and (self.first_step is None or lines.step >= self.first_step)
             and (self.last_step is None or lines.step <= self.last_step)
-            and (self.least_score is None or score >= self.least_score)
-            and (self.most_score is None or score <= self.most_score)
+            and (self.min_score is None or score >= self.min_score)
+            and (self.max_score is None or score <= self.max_score)
         )
 
 
@@ -119,12 +119,12 @@ class SampleBrowser:
     Args:
         folders: where the samples are; one that does not exist has none.
         clock: seconds, monotonic.
-        most_groups: a full index drops its oldest half.
+        max_groups: a full index drops its oldest half.
     """
 
     folders: dict[SampleSource, Path]
     clock: Callable[[], float] = time.monotonic
-    most_groups: int = MOST_GROUPS
+    max_groups: int = MAX_GROUPS
     _files: dict[Path, SampleFile] = field(default_factory=dict)
     _index: dict[int, IndexEntry] = field(default_factory=dict)
     _next_ordinal: int = 0
@@ -187,8 +187,8 @@ class SampleBrowser:
 
     def _add(self, file: SampleFile, groups: Iterable[GroupLines]) -> None:
         for lines in groups:
-            if len(self._index) >= self.most_groups:
-                newest = list(self._index.values())[-self.most_groups // 2 :]
+            if len(self._index) >= self.max_groups:
+                newest = list(self._index.values())[-self.max_groups // 2 :]
                 self._index = {entry.ordinal: entry for entry in newest}
             entry = IndexEntry(self._next_ordinal, file, lines)
             self._index[entry.ordinal] = entry
@@ -200,7 +200,7 @@ class SampleBrowser:
         self._index = {n: entry for n, entry in self._index.items() if entry.file is not file}
 
     def page(
-        self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, most: int = 25
+        self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, limit: int = 25
     ) -> Page:
         """Return some groups of the list, highest step first, then newest first.
 
@@ -208,7 +208,7 @@ class SampleBrowser:
             wanted: the groups to list.
             text: only groups with this text in the prompt or in a response, in any case.
             after: the end of the previous page.
-            most: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
+            limit: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
                 may be empty and still have a next one.
         """
         matching = [entry for entry in self._index.values() if wanted.admits(entry.lines)]
@@ -221,7 +221,7 @@ class SampleBrowser:
         needle, ends_s = text.casefold(), self.clock() + SEARCH_S
         for num_searched, entry in enumerate(matching):
             is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
-            if len(found) == most or (is_late and num_searched):
+            if len(found) == limit or (is_late and num_searched):
                 last = matching[num_searched - 1]
                 return Page(found, last.cursor, num_matching, num_searched)
             group = _load(entry)

@@ -13,8 +13,8 @@ from sluice.dashboard.line_tail import UNREADABLE, Line
 from sluice.telemetry.samples import SampledGroup, SampledResponse
 from sluice.types import PromptEnd
 
-MOST_STEP = (1 << 31) - 1
-MOST_GROUP_BYTES = 256 << 20
+MAX_STEP = (1 << 31) - 1
+MAX_GROUP_BYTES = 256 << 20
 
 _OWN_COLUMNS = frozenset({"input", "output", "gts", "score", "step", "reward", "uid"})
 
@@ -101,7 +101,7 @@ class _OpenGroup:
     def takes(self, line: Line, row: DumpRow) -> bool:
         """Return whether the row belongs to it. A group that is too large to show is cut."""
         length = line.offset + len(line.text) - self.begin
-        return self.key == _key(row) and length <= MOST_GROUP_BYTES
+        return self.key == _key(row) and length <= MAX_GROUP_BYTES
 
     def add(self, line: Line, row: DumpRow) -> None:
         self.end = line.offset + len(line.text)
@@ -148,7 +148,7 @@ class GroupReader:
     def _archived(self, line: Line) -> GroupLines | None:
         group = _group(line.text)
         step = 0 if group is None else group.version + 1 if group.step is None else group.step
-        if group is None or abs(step) > MOST_STEP:
+        if group is None or abs(step) > MAX_STEP:
             self._note_unread(line)
             return None
         scores = [one.score for one in group.responses if one.score is not None]
@@ -163,7 +163,7 @@ class GroupReader:
 
     def _dumped(self, line: Line) -> GroupLines | None:
         row, found = dump_row(line.text), None
-        if row is None or abs(row.step) > MOST_STEP:
+        if row is None or abs(row.step) > MAX_STEP:
             self._note_unread(line)
             return None
         if self._open is not None and not self._open.takes(line, row):

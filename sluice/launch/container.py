@@ -152,23 +152,24 @@ def _replica_devices(
         return all_that_it_sees
     share = device_share if (service.device or "").startswith("npu") else gpu_share
     found = share(config, shared)
-    most = found.beside_trainer()
-    is_by_hand = config.sluice.weights.backend == "gloo" and not most
+    max_replicas = found.beside_trainer()
+    is_by_hand = config.sluice.weights.backend == "gloo" and not max_replicas
     if is_by_hand:  # one replica shares devices with the trainer
         if not (found.numbers and found.devices_per_replica):
             return all_that_it_sees
-        most = 1
-    number = run.claim_replica(most)
+        max_replicas = 1
+    number = run.claim_replica(max_replicas)
     if number is None:
         remedy = (
-            f", which have claimed them; start fewer (docker compose up --scale rollout={most})"
-            if most
+            ", which have claimed them; start fewer "
+            f"(docker compose up --scale rollout={max_replicas})"
+            if max_replicas
             else "; give the containers more devices, or lower trainer.n_gpus_per_node"
         )
         raise ConfigError(
             f"{SHARED_DEVICES_VARIABLE}={shared[SHARED_DEVICES_VARIABLE]}: beside "
             f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
-            f"{most} replica(s) of {found.devices_per_replica}{remedy}"
+            f"{max_replicas} replica(s) of {found.devices_per_replica}{remedy}"
         )
     if is_by_hand:
         return all_that_it_sees | dict(shared.items() - os.environ.items())

@@ -32,7 +32,7 @@ _BACKEND_KEY = "sluice.weights.backend"
 _UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARED_UTILIZATION = 0.5
 """Largest share of a shared GPU's memory for the engine, if the trainer's need is unknown."""
-_LEAST_UTILIZATION = 0.1
+_MIN_UTILIZATION = 0.1
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device if no driver reports it."""
 _SEVERAL_HOSTS = (
@@ -212,7 +212,7 @@ def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
         return _SHARED_UTILIZATION
     guess = guessed_memory(shape, training_layout(config))
     held = guess.state if sleeps_while_training(config) else guess.peak
-    return max(_LEAST_UTILIZATION, (device.usable_bytes - held) / device.size)
+    return max(_MIN_UTILIZATION, (device.usable_bytes - held) / device.size)
 
 
 def _remedy(
@@ -229,9 +229,9 @@ def _remedy(
         may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
         sharding = config.actor_rollout_ref.actor.fsdp_config
         ranks = sharding.tensor_parallel_size * sharding.pipeline_parallel_size
-        least = 1 if may_share and ranks == 1 else ranks + each
+        min_devices = 1 if may_share and ranks == 1 else ranks + each
         trainer = "a trainer" if ranks == 1 else f"a trainer of {ranks}"
-        return (), f"{trainer} and a replica of {each} take at least {least}"
+        return (), f"{trainer} and a replica of {each} take at least {min_devices}"
     enough = split.trainer + split.rollout
     return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 

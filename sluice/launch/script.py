@@ -37,7 +37,7 @@ _CONFIG_OPTIONS = {
     **dict.fromkeys(("--config-name", "-cn"), "name"),
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
-_MOST_SHOWN = 100
+_MAX_SHOWN_CHARS = 100
 _SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)  # of a variable
 _SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
@@ -66,7 +66,7 @@ _OF_BASH = re.compile("_|PATH|PWD|OLDPWD|SHLVL|BASH_.*|__SLUICE_.*")
 _HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
 _BACKGROUND_S = 2.0
-_MOST_ERROR_CHARS = 600
+_MAX_ERROR_CHARS = 600
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[^\]]*\])?\}|([A-Za-z_]\w*))")
 _UNBOUND = re.compile(r"([A-Za-z_]\w*): unbound variable")
 _HIDDEN = re.compile(
@@ -311,7 +311,7 @@ class Recording:
             if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
                 call = [word.replace(value, f"${name}") for word in call]
         line = shlex.join(call).replace("\n", " ")
-        return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
+        return line if len(line) <= _MAX_SHOWN_CHARS else f"{line[:_MAX_SHOWN_CHARS]} ..."
 
 
 def printers_in(script: str) -> list[str]:
@@ -377,7 +377,7 @@ def record(
             tuple(call for call in made if call[:1] not in (_UNSET, _EXPORT)),
             tuple(dict.fromkeys([*_unset_at_launch(made), *_UNBOUND.findall(errors)])),
             _exported_at_launch(made),
-            errors[-_MOST_ERROR_CHARS:],
+            errors[-_MAX_ERROR_CHARS:],
             exit_code,
         )
 

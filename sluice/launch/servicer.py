@@ -27,7 +27,7 @@ from sluice.rpc.server import RpcServer
 from sluice.sandbox.contained import descendants
 from sluice.security.token_file import GivenToken, write_private
 
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 LAUNCHER_NAME = "launcher.json"
 _SECRET_BYTES = 32
 _SERVICE = "sluice.api.launch.v1.LaunchService"
@@ -65,7 +65,7 @@ def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -
     """
     if wanted >= len(serving):
         taken = {*serving, *draining}
-        free = (number for number in range(MOST_REPLICAS + len(taken)) if number not in taken)
+        free = (number for number in range(MAX_REPLICAS + len(taken)) if number not in taken)
         return ScaleChange(tuple(next(free) for _ in range(wanted - len(serving))), ())
     return ScaleChange((), tuple(sorted(serving, reverse=True)[: len(serving) - wanted]))
 
@@ -82,8 +82,8 @@ def check_number(wanted: int) -> None:
             "(sluice.trainer.batch_timeout_s); end it with Ctrl-C and start it again later, "
             "it resumes from its last checkpoint"
         )
-    if wanted > MOST_REPLICAS:
-        raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
+    if wanted > MAX_REPLICAS:
+        raise InvalidRequestError(f"replicas: {wanted} is above {MAX_REPLICAS}")
 
 
 def check_memory(added: int, pids: Sequence[int]) -> None:

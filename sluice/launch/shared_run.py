@@ -76,12 +76,12 @@ class SharedRun:
             starts.write(b".")
         return before
 
-    def claim_replica(self, most: int) -> int | None:
-        """Claim a number below `most` while this process lives; ``None``: others have all.
+    def claim_replica(self, max_replicas: int) -> int | None:
+        """Claim a number below `max_replicas` while this process lives; ``None``: others have all.
 
         For launchers on one machine, whose kernel releases the claim of one that dies.
         """
-        for number in range(most):
+        for number in range(max_replicas):
             file = self._folder / f"replica-{number}.claim"
             claim = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:

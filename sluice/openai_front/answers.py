@@ -25,7 +25,7 @@ from sluice.openai_front.requests import ParsedRequest
 from sluice.types import Answer, Rollout, ScoredPrompt
 
 # What a run accepts unless it lowers `sluice.rollout.max_n`.
-_MOST_PER_CALL = 256
+_MAX_SAMPLES_PER_CALL = 256
 
 Sink = Callable[[int, GenerationEvent], Awaitable[None]]
 """Takes the index of a prompt, and an event of one of its samples."""
@@ -52,8 +52,8 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
 
     async with asyncio.TaskGroup() as tasks:
         for index, prompt in enumerate(asked.prompts):
-            for start in range(0, n, _MOST_PER_CALL):
-                size = min(_MOST_PER_CALL, n - start)
+            for start in range(0, n, _MAX_SAMPLES_PER_CALL):
+                size = min(_MAX_SAMPLES_PER_CALL, n - start)
                 options = replace(
                     asked.options,
                     n=size,

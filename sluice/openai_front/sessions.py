@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 # A form of the answer that cannot be kept is refused as elsewhere.
 _SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
 _KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
-_MOST_NOTED = 32  # names of ignored fields: any caller may make some up
-_MOST_FAILURE = 2000
+_MAX_LOGGED_FIELDS = 32  # names of ignored fields: any caller may make some up
+_MAX_FAILURE_CHARS = 2000
 
 JsonObject = dict[str, Any]
 
@@ -86,7 +86,9 @@ class Sessions:
             end = msgspec.json.decode(body or b"{}", type=_End)
         except DECODE_ERRORS as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
-        failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
+        failure = (
+            "" if end.failure is None else (end.failure[-_MAX_FAILURE_CHARS // 4 :] or "failed")
+        )
         await self._client.leases().end(lease, reward_value=end.reward, failure=failure)
 
     def _fields(self, body: bytes) -> JsonObject:
@@ -103,12 +105,12 @@ class Sessions:
             ignored.add("tool_choice")
             del fields["tool_choice"]
         new = {name[:64] for name in ignored} - self._noted
-        if new and len(self._noted) < _MOST_NOTED:
-            self._noted |= set(sorted(new)[:_MOST_NOTED])
+        if new and len(self._noted) < _MAX_LOGGED_FIELDS:
+            self._noted |= set(sorted(new)[:_MAX_LOGGED_FIELDS])
             logger.warning(
                 "agents send %s, which leased samples ignore: training samples as the run is "
                 "configured",
-                ", ".join(sorted(new)[:_MOST_NOTED]),
+                ", ".join(sorted(new)[:_MAX_LOGGED_FIELDS]),
             )
         return fields
 

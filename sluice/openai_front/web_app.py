@@ -377,6 +377,6 @@ def listening(front: OpenAIFront, host: str, port: int) -> AbstractAsyncContextM
         front.app(),
         host,
         port,
-        most_connections=front.max_connections,
+        max_connections=front.max_connections,
         shutdown_s=_SHUTDOWN_S,
     )

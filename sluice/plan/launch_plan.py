@@ -53,7 +53,7 @@ SMALL_BYTES = GIB / 10
 """On a trainer's device."""
 _ANY_DEVICE = device_kind("80GB")
 """Its memory and speed are not asked about."""
-_MOST_TRIES = 4
+_MAX_TRIES = 4
 _OPTIMISM = 0.9
 """Bytes counted over bytes guessed, before anything was counted with this change."""
 
@@ -300,7 +300,7 @@ def _searched(
         for one in trainer_changes(start, model.shape, own, possible)
         if one.overrides or engine.overrides
     ]
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         change = next(promising(changes, model.shape, device, base, correction), None)
         if change is None:
             break

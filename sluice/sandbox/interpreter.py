@@ -116,7 +116,7 @@ class Interpreter:
         process, output, left = running.process, bytearray(), memoryview(request)
         assert process.stdin is not None
         assert process.stdout is not None
-        most_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
+        max_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
         ends_s = time.monotonic() + self._limits.wall_s
         with selectors.DefaultSelector() as watched:
             for stream, events in (
@@ -139,8 +139,8 @@ class Interpreter:
                     output += chunk
                     if (found := output.find(mark, searched)) >= 0:
                         return bytes(output[:found]), None
-                    if len(output) > most_bytes:
-                        return bytes(output[:most_bytes]), SandboxEnd.OUTPUT_TOO_LARGE
+                    if len(output) > max_bytes:
+                        return bytes(output[:max_bytes]), SandboxEnd.OUTPUT_TOO_LARGE
                 if holds_too_much(process.pid, self._limits.memory_bytes):
                     return bytes(output), SandboxEnd.OUT_OF_MEMORY
         return bytes(output), SandboxEnd.TIMED_OUT

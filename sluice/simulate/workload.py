@@ -26,7 +26,7 @@ NUM_PROMPTS = 8192
 LONG_SHARE = 0.1
 """Prompts with the longest answers, which count as long."""
 
-_LEAST_RATE = 1e-6
+_MIN_RATE = 1e-6
 """Log odds are finite."""
 
 _Tokens = Annotated[float, Meta(ge=1, le=1e7)]
@@ -210,7 +210,7 @@ def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) ->
     chosen = draws.choice(len(kinds), size=num_prompts, p=weights / weights.sum())
     by_kind = np.stack([draws.beta(kind.alpha, kind.beta, num_prompts) for kind in kinds])
     rates = by_kind[chosen, np.arange(num_prompts)]
-    return np.clip(rates, _LEAST_RATE, 1.0 - _LEAST_RATE)
+    return np.clip(rates, _MIN_RATE, 1.0 - _MIN_RATE)
 
 
 def mixture_workload(

@@ -55,7 +55,7 @@ last bits of a matrix product may depend on where its operands lie in a cache li
 MIN_BUCKET_BYTES = 4096
 
 _WANTED_BUCKETS = 4
-MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
+MAX_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
 """Buckets of `hiding_bucket_bytes`, below the largest allowed, that a share takes at most: two
 neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
@@ -185,7 +185,7 @@ def tensor_specs(
 
 
 def hiding_bucket_bytes(
-    tensors: Sequence[TensorSpec], most: int, share: WeightShare = WHOLE
+    tensors: Sequence[TensorSpec], max_bytes: int, share: WeightShare = WHOLE
 ) -> int:
     """Return the bucket size that lets work on one bucket overlap the transfer of the next.
 
@@ -193,13 +193,13 @@ def hiding_bucket_bytes(
     bucket, but not so small that the start of collectives costs the saved time.
 
     Args:
-        most: largest allowed collective; returned for large weights.
+        max_bytes: largest allowed collective; returned for large weights.
     """
     cuts = cuts_by_name(share)
     total = sum(
         _num_bytes(spec, part_shape(spec.shape, cuts.get(spec.name, ()))) for spec in tensors
     )
-    return min(most, max(_align(total // _WANTED_BUCKETS), _WORTHWHILE_BUCKET_BYTES))
+    return min(max_bytes, max(_align(total // _WANTED_BUCKETS), _WORTHWHILE_BUCKET_BYTES))
 
 
 def plan_transfer(

@@ -32,7 +32,7 @@ from sluice.weights.holdings import (
     stream_bucket_bytes,
     stream_plans,
 )
-from sluice.weights.plan import MOST_HIDING_BUCKETS, TransferPlan, WeightBuffer
+from sluice.weights.plan import MAX_HIDING_BUCKETS, TransferPlan, WeightBuffer
 from sluice.weights.rank_sender import Changes, JoinOrder, OtherRank, RankSender
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.transfer import Base, version_deadline_s
@@ -75,7 +75,7 @@ def broadcast_deadline_s(
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
     longest = max(plans, key=lambda plan: len(plan.buckets))
     # A share has smaller buckets than the whole if it is small, and may then have a few more.
-    more = max(0, MOST_HIDING_BUCKETS - len(longest.buckets))
+    more = max(0, MAX_HIDING_BUCKETS - len(longest.buckets))
     return version_deadline_s(longest, timeout_s) + more * timeout_s
 
 
@@ -104,7 +104,7 @@ def share_classes(
     members: Sequence[str],
     tensors: Sequence[TensorSpec],
     shares: Mapping[str, Sequence[WeightShare]],
-    most_bucket_bytes: int,
+    max_bucket_bytes: int,
     holdings: Sequence[Holding] = (),
 ) -> tuple[ShareClass, ...]:
     """Return the classes, in the order of their first workers.
@@ -120,7 +120,7 @@ def share_classes(
             workers.setdefault(share, []).append((name, number))
     # One size for all, since a member has one spec.
     bucket_bytes = max(
-        stream_bucket_bytes(tensors, most_bucket_bytes, share, holdings) for share in workers
+        stream_bucket_bytes(tensors, max_bucket_bytes, share, holdings) for share in workers
     )
     return tuple(
         ShareClass(stream_plans(tensors, bucket_bytes, share, holdings), tuple(found), share)

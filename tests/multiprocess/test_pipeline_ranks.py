@@ -19,7 +19,7 @@ from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
-from tests.support.layer_parity import MOST_ERROR
+from tests.support.layer_parity import MAX_ERROR
 from tests.support.rank_parity import Compared, Subject, compare, made_subject
 from tests.support.rank_peer import NUM_GROUPS, made_batch
 from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
 
 
 def assert_gradients(found: Compared, subject: Subject) -> None:
-    assert found.error <= MOST_ERROR
+    assert found.error <= MAX_ERROR
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in subject.expected.values()))
     for rank in found.ranks:
         assert rank.norm == pytest.approx(norm, rel=1e-5)

@@ -40,7 +40,7 @@ from sluice.vision.vision_shape import reads_images
 from tests.support.image_parity import image_rows
 from tests.support.layer_parity import TEMPERATURE, parity_rows, weighed
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 ROWS_A_PASS = 5
 """One rank's 24 rows are five micro-batches, which four stages take in turn."""
 IMAGE_ROWS_A_PASS = 3
@@ -112,7 +112,7 @@ def divided(
     parallel: TorchDistributed,
 ) -> tuple[LoadedModel, Shards]:
     """This rank's part of a model, in float32, its layout's groups formed."""
-    loaded = load_policy(settings, sharding, MOST_TOKENS, is_sharded=True)
+    loaded = load_policy(settings, sharding, MAX_TOKENS, is_sharded=True)
     if adapts(settings):
         add_adapters(loaded.model, settings, torch.float32)
     loaded = keep_stage(loaded, own_stage(loaded.model, sharding, cut, parallel))

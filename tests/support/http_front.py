@@ -13,7 +13,7 @@ import aiohttp
 from sluice.client import AsyncClient, RetryPolicy, RunAddress
 from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=0.2)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02, patience_s=0.2)
 
 
 @dataclass

@@ -291,8 +291,8 @@ class Episode:
     def _made(self, turn: Turn) -> Answer:
         """Return a turn's answer with the calls that will be made; an agent makes all of them."""
         answer = _answer_of(turn)
-        most = None if self._leased is not None else self._rules.max_parallel_calls
-        return replace(answer, tool_calls=answer.tool_calls[:most])
+        max_calls = None if self._leased is not None else self._rules.max_parallel_calls
+        return replace(answer, tool_calls=answer.tool_calls[:max_calls])
 
     def _committed(self, turn: Turn) -> CommittedTurn:
         prompt_token_ids = self._request.progress.prompt_token_ids
@@ -376,15 +376,15 @@ class Episode:
     def _tokens_left(self, parent: int | None) -> int:
         """Return the token limit of a sequence that continues `parent`, given the other
         sequences."""
-        rules, most = self._rules, self._rules.max_sequence_tokens
+        rules, max_tokens = self._rules, self._rules.max_sequence_tokens
         prompt = self._request.progress.prompt_token_ids
         if rules.max_response_tokens is not None and prompt is not None:
-            most = min(most, prompt.size + rules.max_response_tokens)
+            max_tokens = min(max_tokens, prompt.size + rules.max_response_tokens)
         if rules.max_trained_tokens is None:
-            return most
+            return max_tokens
         inner = {parent, *(turn.parent for turn in self._turns)}
         others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
-        return min(most, rules.max_trained_tokens - others)
+        return min(max_tokens, rules.max_trained_tokens - others)
 
     def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn and what it read after the turn that it continues."""

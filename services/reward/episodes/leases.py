@@ -39,13 +39,13 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import ExhaustedError, LeaseEndedError, NotFoundError, NotReadyError
 from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Scored, Tool
 
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 """Most requests of a lease."""
-MOST_WAITING = 8
+MAX_WAITING = 8
 """Most requests of a lease that wait for their answers, beside the one that is being answered."""
-MOST_WAITING_BYTES = 1 << 24
+MAX_WAITING_BYTES = 1 << 24
 """Most bytes of the waiting requests together; a single request may have more."""
-_MOST_ENDS = 1 << 16
+_MAX_ENDS = 1 << 16
 _SECRET_BYTES = 24
 _AGENT = "agent"
 
@@ -301,8 +301,8 @@ class LeasedEpisode:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
                 raise _at_limit()
-            if len(self._results) >= MOST_REQUESTS:
-                raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
+            if len(self._results) >= MAX_REQUESTS:
+                raise LeaseEndedError(f"lease: {MAX_REQUESTS} requests were sent; post its end")
             self._check_waiting(num_bytes)
             answered = self._results[digest] = asyncio.get_running_loop().create_future()
             self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
@@ -316,10 +316,10 @@ class LeasedEpisode:
     def _check_waiting(self, num_bytes: int) -> None:
         """Raise `ExhaustedError` if the requests that wait leave no space for one of this size."""
         others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
-        if others and (others >= MOST_WAITING or total > MOST_WAITING_BYTES):
+        if others and (others >= MAX_WAITING or total > MAX_WAITING_BYTES):
             raise ExhaustedError(
                 f"lease: {others} requests wait, with this one {total} bytes; at most "
-                f"{MOST_WAITING} wait, of {MOST_WAITING_BYTES} bytes: await their answers first"
+                f"{MAX_WAITING} wait, of {MAX_WAITING_BYTES} bytes: await their answers first"
             )
 
     def end(self, end: PostedEnd) -> None:
@@ -541,7 +541,7 @@ class LeaseDesk:
         """Drop a sample that has ended or was given up, but remember its posted end."""
         if self._leases.pop(episode.lease_id, None) and episode.posted_end is not None:
             self._ends[episode.lease_id] = episode.posted_end
-            if len(self._ends) > _MOST_ENDS:
+            if len(self._ends) > _MAX_ENDS:
                 self._ends.popitem(last=False)
         if episode in self._offers:
             self._offers.remove(episode)

@@ -272,8 +272,10 @@ class GroupDispatcher:
         If the replica with the most slots refuses, the prompt is at fault or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
-        most = max((replica.info.slots for replica in self.queue.fleet.announced), default=slots)
-        return slots < min(samples, most)
+        max_slots = max(
+            (replica.info.slots for replica in self.queue.fleet.announced), default=slots
+        )
+        return slots < min(samples, max_slots)
 
     async def _receive(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
@@ -318,8 +320,8 @@ class GroupDispatcher:
             self._streams.remove(watch)
             watch.close()
             rate = watch.pace.rate(asyncio.get_running_loop().time())
-            if rate is None and (least := watch.pace.least_rate()) is not None:
-                self._note_rate(watch.member, least)
+            if rate is None and (min_rate := watch.pace.min_rate()) is not None:
+                self._note_rate(watch.member, min_rate)
 
     def _note_rate(self, member: RoutedReplica, rate: float) -> None:
         """Note the rate of a stream, unless its replica has left."""

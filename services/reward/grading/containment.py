@@ -53,7 +53,7 @@ _RUN_DIGITS = 16
 _ENDED = frozenset("ZXx")
 LOOK_INTERVAL_S = 0.75
 """Seconds between looks. The first look is the reference; the second finds a spinning thread."""
-MOST_IDLE_CPU_S = 0.5
+MAX_IDLE_CPU_S = 0.5
 """CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
 collection. A spinning thread of an idle machine uses more from one look to the next."""
 WINDOW_S = 5.0
@@ -272,7 +272,7 @@ class IdleWatch:
             used = idle_cpu(reference, reading)
             is_same_window = used is not None and used.idle_s < WINDOW_S
             self._references[mark] = reference if is_same_window else reading
-            if used is not None and used.cpu_s > MOST_IDLE_CPU_S:
+            if used is not None and used.cpu_s > MAX_IDLE_CPU_S:
                 found[mark] = used
         return found
 

@@ -247,12 +247,12 @@ class GroupLoop:
         version = self._groups.policy_version
         if version is None:
             return None
-        chosen, least = None, math.inf
+        chosen, lowest_fill = None, math.inf
         for source in self._sources.values():
             if source.name not in without_prompt and not source.is_exhausted:
                 load = self._load(source, version)
-                if load.num_to_start > 0 and load.fill < least:
-                    chosen, least = source, load.fill
+                if load.num_to_start > 0 and load.fill < lowest_fill:
+                    chosen, lowest_fill = source, load.fill
         return chosen
 
     def _load(self, source: TrainingSource, version: int) -> SourceLoad:

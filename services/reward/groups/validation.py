@@ -352,11 +352,11 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
         return
     counts = Counter(outcome.kind for outcome in failed)
     summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-    most = counts.most_common(1)[0][0]
-    example = next(outcome for outcome in failed if outcome.kind is most)
+    commonest = counts.most_common(1)[0][0]
+    example = next(outcome for outcome in failed if outcome.kind is commonest)
     raise ValidationFailedError(
         f"{phase}: {len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
-        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
+        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {commonest}: "
         f"{example.detail}",
     )
 

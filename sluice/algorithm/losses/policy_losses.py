@@ -249,12 +249,12 @@ def clip_cov_objective(
         & (covariances > settings.clip_cov_lb)
         & (covariances < settings.clip_cov_ub)
     ).nonzero()[:, 0]
-    most = max(int(settings.clip_cov_ratio * inputs.num_tokens), 1)
+    max_clipped = max(int(settings.clip_cov_ratio * inputs.num_tokens), 1)
     # Choose on the CPU, so that a seed means the same on every device.
     chosen_by = torch.Generator().manual_seed(inputs.seed)
     order = torch.randperm(candidates.numel(), generator=chosen_by).to(candidates.device)
     kept = torch.ones_like(inputs.advantages, dtype=torch.bool)
-    kept[candidates[order[:most]]] = False
+    kept[candidates[order[:max_clipped]]] = False
     metrics = {
         "actor/pg_clipfrac": token_metric(~kept),
         "actor/ppo_kl": token_metric(-log_ratio),

@@ -24,7 +24,7 @@ from sluice.algorithm.sampling.rules import SamplingRules
 CERTAIN_GROUPS_PRICE = 1.0
 
 _EASY_FROM = 0.5
-_LEAST_SAVING = 1.0
+_MIN_SAVING = 1.0
 
 
 def plain_price(population: Weights, samples_per_group: int) -> float:
@@ -156,11 +156,11 @@ def choose_attempt(
     """Start a known prompt or skip it, by what earlier attempts showed; with probes or without.
 
     Probes cost time, since the rest of a group starts later. They are left out where they would
-    save fewer than `_LEAST_SAVING` samples.
+    save fewer than `_MIN_SAVING` samples.
     """
     weights = posterior(knowledge.population, attempt.known(version))
     n = rules.samples_per_group
-    if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _LEAST_SAVING:
+    if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _MIN_SAVING:
         attempt = replace(attempt, first_samples=n)
     stakes = whole_attempt(
         weights,
@@ -210,8 +210,8 @@ def choose_rest(
         return attempt
     side = Side.EASY if num_right else Side.HARD
     # Exploration bounds the product of both choices, or a group might represent a hundred others.
-    least = min(1.0, rules.exploration / attempt.probability)
-    probability = max(least, knowledge.guard.probability(side, value))
+    min_probability = min(1.0, rules.exploration / attempt.probability)
+    probability = max(min_probability, knowledge.guard.probability(side, value))
     is_admitted = _uniform(rules.seed, attempt, "rest") < probability
     return _passed(attempt, side, value, probability) if is_admitted else None
 

@@ -309,7 +309,7 @@ def compare_evaluations(
     evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
     benchmarks = compared_benchmarks(evaluations)
     if output is not None:
-        write_page(evaluations, output, most_prompts=prompts, most_responses=responses)
+        write_page(evaluations, output, max_prompts=prompts, max_responses=responses)
     if as_json:
         found = comparison_object(evaluations, benchmarks)
         print_json(found | ({} if output is None else {"page": str(output)}))

@@ -29,7 +29,7 @@ from sluice.report.summary import ended_summary, summarize, write_summary
 from sluice.safe_text import printable
 
 _NICE, _CONNECT_S = 10, 2.0
-_FEWEST, _AXIS_POINTS = 2, 400
+_MIN_RUNS, _AXIS_POINTS = 2, 400
 _BY = {"step": "step {:,}", "tokens": "{:,} tokens", "seconds": "{:,} s"}
 _NONE = "-"
 
@@ -193,7 +193,7 @@ def compare(
       sluice compare runs/one runs/two
       sluice compare runs/* --json
     """
-    if len(runs) < _FEWEST:
+    if len(runs) < _MIN_RUNS:
         raise typer.BadParameter("give at least two runs", param_hint="RUN RUN...")
     for run in runs:
         if not (run / METRICS_NAME).is_file():

@@ -29,7 +29,7 @@ from sluice.report.run_record import METRICS_NAME
 from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME
 
-_MOST_ROWS_A_SERVICE = 8
+_MAX_ROWS_PER_SERVICE = 8
 
 
 def status(
@@ -124,9 +124,9 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
     if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
         yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
     reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
-    for wait in reported[:_MOST_ROWS_A_SERVICE]:
+    for wait in reported[:_MAX_ROWS_PER_SERVICE]:
         yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
-    left_out = len(reported) - _MOST_ROWS_A_SERVICE
+    left_out = len(reported) - _MAX_ROWS_PER_SERVICE
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
     if not reported:

@@ -354,13 +354,13 @@ def _asynchrony(settings: _Settings) -> None:
         )
 
 
-def _least_rate(settings: _Settings) -> None:
+def _min_lr(settings: _Settings) -> None:
     """Turn a least learning rate into a share of the peak."""
     for prefix in (f"{_ACTOR}.optim", "critic.optim"):
-        least = settings.given(f"{prefix}.min_lr")
-        if isinstance(least, int | float):
+        min_lr = settings.given(f"{prefix}.min_lr")
+        if isinstance(min_lr, int | float):
             peak = settings.number(f"{prefix}.lr")
-            settings.put(f"{prefix}.min_lr_ratio", min(1.0, least / peak))
+            settings.put(f"{prefix}.min_lr_ratio", min(1.0, min_lr / peak))
 
 
 def _retention(settings: _Settings) -> None:
@@ -451,7 +451,7 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _optimizer_offload,
     _transport,
     _asynchrony,
-    _least_rate,
+    _min_lr,
     _retention,
     _megatron_adapters,
     _group_scale,

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_is_the_exporters_error(tmp_path: Path) ->
 
 def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path) -> None:
     path, some = tmp_path / "traces.jsonl", spans(3)
-    file = SpanFile(path, most_bytes=10)
+    file = SpanFile(path, max_bytes=10)
     file.append(some)
     size = path.stat().st_size
     with pytest.raises(WriteError, match=r"sluice\.telemetry\.traces\.file_mb"):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 CacheShape = tuple[int, int, int]
 """Layers, KV heads, head dim."""
 NAME = "sluice_slots"
-_MOST_MASKED = 1 << 27
+_MAX_MASK_ELEMENTS = 1 << 27
 """Most elements of the mask for new tokens after a known prefix; a whole prompt needs no mask."""
 
 
@@ -507,7 +507,7 @@ class KeptPrefixes:
             key=lambda found: found[0],
             default=(0, None),
         )
-        is_dear = (len(tokens) - shared) * len(tokens) > _MOST_MASKED
+        is_dear = (len(tokens) - shared) * len(tokens) > _MAX_MASK_ELEMENTS
         if best is None or shared == 0 or is_dear:
             return None
         if shared == len(best.tokens):
@@ -532,6 +532,6 @@ class KeptPrefixes:
 
 def _num_shared(first: TokenRow, second: TokenRow) -> int:
     """Return the length of the common prefix of two token rows."""
-    most = min(len(first), len(second))
-    differs = np.flatnonzero(first[:most] != second[:most])
-    return int(differs[0]) if differs.size else most
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if differs.size else length

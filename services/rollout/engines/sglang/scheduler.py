@@ -355,9 +355,9 @@ def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
         positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
         logits = sampler._preprocess_logits(output.next_token_logits, info)
         uniform = uniform_rows(info.sampling_seed, positions)
-        most = info.max_top_k if info.need_top_k_sampling else None
+        max_top_k = info.max_top_k if info.need_top_k_sampling else None
         tokens, logprobs = sample_rows(
-            logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
+            logits, info.temperatures, info.top_ks, info.top_ps, max_top_k, uniform
         )
         if return_logprob:
             output.next_token_logprobs = logprobs

@@ -469,10 +469,10 @@ def balance_metrics(load: Tensor) -> Mapping[str, float]:
         load: [layers, experts], rows of all ranks.
     """
     violation = load / load.float().mean(1, keepdim=True).clamp_min(1e-9) - 1.0
-    most = violation.amax(1)
+    max_violation = violation.amax(1)
     return {
-        "actor/moe/max_vio/avg": float(most.mean()),
-        "actor/moe/max_vio/max": float(most.max()),
+        "actor/moe/max_vio/avg": float(max_violation.mean()),
+        "actor/moe/max_vio/max": float(max_violation.max()),
         "actor/moe/avg_vio/avg": float(violation.abs().mean()),
     }
 

@@ -101,7 +101,7 @@ class Passes(ABC, Generic[Outputs]):
         self._idle_routings = iter(())
         # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
-        self._left = 0 if self._shards is None else self._most(own)
+        self._left = 0 if self._shards is None else self._max_count(own)
 
     @property
     def num_idle(self) -> int:
@@ -188,7 +188,7 @@ class Passes(ABC, Generic[Outputs]):
             for _ in range(self.num_idle)
         ]
 
-    def _most(self, own: int) -> int:
+    def _max_count(self, own: int) -> int:
         gathered = self._parallel.all_gather([float(own)], "counting micro-batches")
         return int(max(count for (count,) in gathered))
 

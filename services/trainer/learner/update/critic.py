@@ -57,9 +57,9 @@ def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
     """Return the critic, or this rank's stage of it, not sharded yet."""
     model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
-    tensor, most = sizes.tensor_parallel_size, max_row_tokens(config.data)
+    tensor, max_tokens = sizes.tensor_parallel_size, max_row_tokens(config.data)
     try:
-        loaded = load_critic(model, fsdp, most, is_sharded=parallel.world_size > 1)
+        loaded = load_critic(model, fsdp, max_tokens, is_sharded=parallel.world_size > 1)
         check_cuttable(loaded.model, tensor)
         check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
         return keep_stage(loaded, own_stage(loaded.model, fsdp, cut, parallel))
