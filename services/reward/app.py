@@ -357,7 +357,7 @@ class RewardApp:
         gauges = [one.statistics() for one in self.sources.values()]
         return {
             **totals,
-            **{name: value for found in gauges for name, value in found.items()},
+            **{name: value for values in gauges for name, value in values.items()},
             "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),

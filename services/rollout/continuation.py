@@ -301,8 +301,8 @@ class Bridge:
             same = tuple(replace(call, arguments=marked) for call in calls)
             past = replace(past, tool_calls=same or past.tool_calls)
         text = self._access.render([_QUESTION, past, *messages], tools)
-        _, found, added = text.rpartition(self._mark)[2].partition(close)
-        if not found:
+        _, closing, added = text.rpartition(self._mark)[2].partition(close)
+        if not closing:
             raise HistoryRewrittenError(
                 "prompt.continuation: the template leaves out answers; begin a new root: send the "
                 "conversation as a chat"
@@ -374,10 +374,10 @@ class Bridge:
             return said.startswith(answer.content) and not any(
                 token in after for token in self._access.control_tokens.values()
             )
-        found = read_answer(said, self.tool_format, tools)
+        parsed = read_answer(said, self.tool_format, tools)
         thoughts = answer.reasoning or read_answer(answer.content, self.tool_format).reasoning
-        is_alone = not found.content and found.reasoning == thoughts
-        return is_alone and _same_calls(found.tool_calls, answer)
+        is_alone = not parsed.content and parsed.reasoning == thoughts
+        return is_alone and _same_calls(parsed.tool_calls, answer)
 
 
 def _num_shared(head: str, text: str) -> int:

@@ -321,11 +321,11 @@ def _num_characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> i
 
 def _lone_results(messages: Sequence[ChatMessage]) -> list[bool]:
     """Return which turns are results that follow no call."""
-    found, called = list[bool](), False
+    flags, called = list[bool](), False
     for message in messages:
         called = called if message.role == TOOL else bool(message.tool_calls)
-        found.append(message.role == TOOL and not called)
-    return found
+        flags.append(message.role == TOOL and not called)
+    return flags
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
@@ -362,11 +362,11 @@ def _end_tokens(model_path: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             config = msgspec.json.decode((model_path / name).read_bytes())
-            found = config.get("eos_token_id")
+            ids = config.get("eos_token_id")
         except (OSError, msgspec.DecodeError, AttributeError):
             continue
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
 
 

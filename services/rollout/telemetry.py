@@ -28,16 +28,16 @@ def trace_samples(began: Moment, rollouts: Iterable[Rollout]) -> None:
 
 
 def _attributes(rollout: Rollout) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
+    attributes: dict[str, str | int] = {
         Key.SAMPLE_INDEX: rollout.sample_index,
         Key.NUM_TOKENS: rollout.num_tokens,
         Key.FINISH_REASON: rollout.finish_reason.value,
     }
     if rollout.version_spans:
-        found[Key.VERSION] = rollout.version_spans[-1].version
+        attributes[Key.VERSION] = rollout.version_spans[-1].version
         if rollout.version_spans[0].version != rollout.version_spans[-1].version:
-            found[Key.OLDEST_VERSION] = rollout.version_spans[0].version
-    return found
+            attributes[Key.OLDEST_VERSION] = rollout.version_spans[0].version
+    return attributes
 
 
 def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:

@@ -182,8 +182,8 @@ def token_statistics(
         is_compiled=head.is_compiled,
         part=head.part,
     )
-    found = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
-    logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", found)
+    outputs = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
+    logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", outputs)
     return TokenStatistics(
         logprobs,
         entropy if with_entropy else None,
@@ -331,14 +331,14 @@ class _HeadStatistics(torch.autograd.Function):
             compute = compiled_once(_statistics)
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
-            found = compute(
+            block = compute(
                 plan.logits(hidden[taken], weight, bias),
                 labels[taken],
                 plan.factor,
                 with_entropy=plan.entropy,
                 with_squares=plan.squares,
             )
-            for whole, part in zip((logprobs, normaliser, entropy, squares), found, strict=True):
+            for whole, part in zip((logprobs, normaliser, entropy, squares), block, strict=True):
                 if part is not None:
                     whole[taken] = part
         saved = (hidden, weight, bias, labels, normaliser, entropy)

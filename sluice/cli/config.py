@@ -140,12 +140,12 @@ def check(
         files=files,
         here=None if examined is None else examined.config,
     )
-    memory, found = None, list(report.problems)
+    memory, problems = None, list(report.problems)
     if model is not None and report.engine is not None:
         divided, keys = _divided(run, examined, overrides)
         memory = checked_memory(divided, model, report.engine)
-        found += _too_large(memory, device_memory, model, file, keys)
-    report = with_preflight(replace(report, problems=tuple(found)), run, examined)
+        problems += _too_large(memory, device_memory, model, file, keys)
+    report = with_preflight(replace(report, problems=tuple(problems)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
         print_json(report_as_json(report, memory, broken))
@@ -240,22 +240,22 @@ def _too_large(
 def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None) -> CheckReport:
     """Return the report with wrong keys and values and, of an examined machine, the preflight."""
     broken = of_other_keys(report.problems, run.problems)
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if examined is not None:
         devices = found_devices(run.config, examined.environment)
         skipped = [check_configuration]
         if devices is not None and not devices.count:  # the run starts on another host
             skipped.append(check_gpus)
             text = f"this host has no {devices.kind}: devices are checked where the run starts"
-            found.append(Problem("", UNSET, text, severity=Severity.NOTE))
-        found += preflight(examined, lambda check: check.examine not in skipped)
+            problems.append(Problem("", UNSET, text, severity=Severity.NOTE))
+        problems += preflight(examined, lambda check: check.examine not in skipped)
         if line := examined.devices.line:
-            found.append(Problem("", UNSET, line, severity=Severity.NOTE))
-    notes = [one for one in found if one.severity is Severity.NOTE]
+            problems.append(Problem("", UNSET, line, severity=Severity.NOTE))
+    notes = [one for one in problems if one.severity is Severity.NOTE]
     wrong = [replace(one, rule="keys") for one in run.problems]
     return replace(
         report,
-        problems=(*wrong, *broken, *errors(found)),
+        problems=(*wrong, *broken, *errors(problems)),
         notes=(*of_other_keys(report.notes, run.problems), *notes),
     )
 
@@ -365,11 +365,11 @@ def print_report(
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
     """Print the findings by severity."""
     for severity, (heading, style) in _HEADINGS.items():
-        found = [one for one in problems if one.severity is severity]
-        if not found:
+        selected = [one for one in problems if one.severity is severity]
+        if not selected:
             continue
         console.print(Text(f"{heading}:", style=style))
-        for one in found:
+        for one in selected:
             rule = "" if severity is Severity.NOTE else f"[{one.rule}] "
             print_line(console, f"  - {rule}{one.text}")
         if severity is Severity.NOTE:

@@ -63,14 +63,14 @@ def printed_reward(output: str) -> float | None:
     # Not `splitlines`: a text of JSON may hold some of the characters at which that splits.
     last = output.strip().replace("\r", "\n").rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         return None
-    if (failure := found.get("failure")) is not None:  # an empty one, too, as where it is posted
+    if (failure := result.get("failure")) is not None:  # an empty one, too, as where it is posted
         raise AgentFailedError(str(failure) or "failed")
-    reward = found.get("reward")
+    reward = result.get("reward")
     if reward is None:
         return None
     if isinstance(reward, bool) or not isinstance(reward, int | float):

@@ -174,7 +174,7 @@ class AgentRunner:
                 await self._wait_for_capacity()
                 try:
                     free = self._parallel - self.counts.running
-                    found = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
+                    leases = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
                 except _AWAY as error:
                     if self._away_since is None:
                         self._away_since = loop.time()
@@ -184,7 +184,7 @@ class AgentRunner:
                 if self._away_since is not None:
                     self._away_since = None
                     self._say("the reward service answers again")
-                for lease in found:
+                for lease in leases:
                     self.counts.running += 1
                     tasks.create_task(self._work(lease), name=f"agent of {lease.prompt_id}")
 

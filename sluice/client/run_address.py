@@ -66,7 +66,7 @@ def locate_run(run: Path) -> RunLocation:
     """
     file = run / CONFIG_NAME if run.is_dir() else run
     if not run.exists():
-        started = [found.parent.name for found in run.parent.glob(f"*/{CONFIG_NAME}")]
+        started = [path.parent.name for path in run.parent.glob(f"*/{CONFIG_NAME}")]
         near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
         meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
         raise ConfigError(f"run: {run} does not exist; {meant}")

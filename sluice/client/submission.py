@@ -438,11 +438,11 @@ class OpenPrompts:
             return None
         # Image files are read once, in a thread, so that every try sends the same bytes.
         if prompt.images:
-            found = await asyncio.to_thread(prompt_to_proto, prompt)
+            message = await asyncio.to_thread(prompt_to_proto, prompt)
         else:
-            found = prompt_to_proto(prompt)
-        self._check_size(f"prompt {prompt.prompt_id}", found)
-        return found
+            message = prompt_to_proto(prompt)
+        self._check_size(f"prompt {prompt.prompt_id}", message)
+        return message
 
     def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
         """Take an event, and return those that are new to the client and that it waits for."""

@@ -190,13 +190,13 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
         raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
     try:
-        found: dict[str, Any] = _with_integers(MessageToDict(struct))
+        values: dict[str, Any] = _with_integers(MessageToDict(struct))
     except (ValueError, RecursionError) as error:
         # The error quotes the value, which may be long.
         raise InvalidRequestError(
             f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
-    return found
+    return values
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:

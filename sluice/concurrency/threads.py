@@ -407,9 +407,9 @@ class MethodThreads:
         return True
 
     def _serve(self) -> None:
-        while (found := self._calls.get()) is not None:
-            settle(*found)
-            del found
+        while (call := self._calls.get()) is not None:
+            settle(*call)
+            del call
 
 
 async def _until(ended: asyncio.Future[None]) -> None:

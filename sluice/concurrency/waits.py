@@ -149,12 +149,12 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
     Raises:
         Exception: whatever `work` raises.
     """
-    found: list[ResultT] = []
+    results: list[ResultT] = []
     errors: list[Exception] = []
 
     async def kept() -> None:
         try:
-            found.append(await work)
+            results.append(await work)
         except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
             errors.append(error)
 
@@ -166,7 +166,7 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
         waiting.cancel()
     if errors:
         raise errors[0]
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 @asynccontextmanager
@@ -247,9 +247,9 @@ async def _extend(
     seen: object = None
     while True:
         await asyncio.sleep(interval_s)
-        found = await progress()
-        if found is not None and found != seen and not scope.expired():
-            seen = found
+        state = await progress()
+        if state is not None and state != seen and not scope.expired():
+            seen = state
             advance()
             scope.reschedule(asyncio.get_running_loop().time() + stall_s)
 

@@ -187,12 +187,12 @@ def engine_problems(config: RunConfig, shape: ModelShape, device_gib: float) -> 
         f"{engine.tp} cannot hold {shape.total_parameters:,} parameters of 2 bytes"
     )
     smallest = smallest_tensor_parallel(shape, device, engine.utilization)
-    found = Problem(key, engine.tp, message, rule="engine-memory")
+    problem = Problem(key, engine.tp, message, rule="engine-memory")
     if smallest is None:
         message = f"{message}, and neither can any size that divides {shape.heads} heads"
-        yield replace(found, message=message, remedy="use larger devices")
+        yield replace(problem, message=message, remedy="use larger devices")
     else:
-        yield replace(found, overrides=(f"{key}={smallest}",))
+        yield replace(problem, overrides=(f"{key}={smallest}",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +237,11 @@ def check_report(
         here: the configuration as this host would run it, on its devices; `None` for `config`.
     """
     settings = KeySettings(config, as_set.by_key())
-    found = all_problems(config, settings, shape=shape, files=files)
+    problems = all_problems(config, settings, shape=shape, files=files)
     if shape is not None and device_gib is not None:
-        found += engine_problems(config, shape, device_gib)
+        problems += engine_problems(config, shape, device_gib)
     return CheckReport(
-        problems=tuple(found),
+        problems=tuple(problems),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
         quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),

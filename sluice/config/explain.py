@@ -35,14 +35,14 @@ def explain_key(path: str) -> Entry:
     """
     asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
     proper = canonical(asked)
-    found = find_key(proper) or find_key(full_form(proper))
-    if found is None:
+    entry = find_key(proper) or find_key(full_form(proper))
+    if entry is None:
         if is_known(asked):
             raise ConfigError(
                 f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
-    return catalogue()[found.path]
+    return catalogue()[entry.path]
 
 
 def keys_of_section(path: str) -> list[Entry]:
@@ -54,9 +54,9 @@ def keys_of_section(path: str) -> list[Entry]:
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
     """Return the treatment of every key that was set, by its spelling as written."""
     return {
-        settings.written(path): _status(found, path, value, settings)
+        settings.written(path): _status(entry, path, value, settings)
         for path, value in settings.leaves()
-        if (found := find_key(path)) is not None
+        if (entry := find_key(path)) is not None
     }
 
 
@@ -65,18 +65,18 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
     Values that change nothing get no note. The rule's name is the status.
     """
-    found = (_notice(settings, path, value) for path, value in settings.leaves())
-    return [notice for notice in found if notice is not None]
+    possible = (_notice(settings, path, value) for path, value in settings.leaves())
+    return [notice for notice in possible if notice is not None]
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:
-    found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
-    if found is None or _is_silent(found, path, value):
+    entry, spelled, proper = find_key(path), settings.written(path), ".".join(path)
+    if entry is None or _is_silent(entry, path, value):
         return None
     has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
     if has_rounds and proper in _HONOURED_BY_ROUNDS:
         return None
-    status, engines = _status(found, path, value, settings), found.engines
+    status, engines = _status(entry, path, value, settings), entry.engines
     engine = settings.get(_ENGINE) or "torch"
     if engines and engine not in engines:
         status = KeyStatus.NOT_APPLICABLE
@@ -85,12 +85,12 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | N
         text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} {which}"
     elif status in (KeyStatus.HONOURED, KeyStatus.REFUSED):
         return None
-    elif caveat := found.caveat_of(value):
+    elif caveat := entry.caveat_of(value):
         text = f"cannot be had: {caveat}"
     elif status is KeyStatus.NOT_APPLICABLE:
-        text = f"has no effect: {found.instead}"
-    elif found.status is KeyStatus.MAPPED:
-        text = found.instead
+        text = f"has no effect: {entry.instead}"
+    elif entry.status is KeyStatus.MAPPED:
+        text = entry.instead
     else:
         text = f"is read as {proper}"
     return Problem(spelled, value, text, rule=str(status), severity=Severity.NOTE)

@@ -92,7 +92,7 @@ def kept_points(values: Values, max_points: int) -> Indexes:
 
 
 def bucket_edges(num_points: int, max_buckets: int) -> Indexes:
-    """Cut `num_points` into at most `max_buckets` intervals whose sizes differ by one point or none.
+    """Cut `num_points` into at most `max_buckets` intervals, equal to within a point.
 
     Returns:
         [intervals + 1] from 0 to `num_points`; no interval is empty.
@@ -166,12 +166,12 @@ def _groups(history: StepHistory) -> dict[str, Values]:
 
 
 def _seconds(history: StepHistory) -> dict[str, Values]:
-    found = {
+    parts = {
         part: _sum_of(history, [f"timing_s/{name}" for name in names])
         for part, names in _TIMING.items()
     }
-    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(found.values()), axis=0)
-    return {**found, "other": np.maximum(rest, 0.0)}
+    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(parts.values()), axis=0)
+    return {**parts, "other": np.maximum(rest, 0.0)}
 
 
 def _sum_of(history: StepHistory, names: list[str]) -> Values:

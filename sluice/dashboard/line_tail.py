@@ -101,17 +101,17 @@ class LineTail:
 
     def _lines(self, file: BinaryIO) -> list[Line]:
         file.seek(self._offset)
-        found, end = [], self._offset + self._chunk_bytes
+        lines, end = [], self._offset + self._chunk_bytes
         while self._offset < end and (text := file.readline(self._max_line_bytes)):
             is_end = text.endswith(_NEWLINE)
             if not is_end and len(text) < self._max_line_bytes:
                 break  # it is being written
             if is_end and not self._is_within_long_line:
-                found.append(Line(self._offset, text[:-1]))
+                lines.append(Line(self._offset, text[:-1]))
             self.num_left_out += not (is_end or self._is_within_long_line)
             self._is_within_long_line = not is_end
             self._offset += len(text)
-        return found
+        return lines
 
 
 def _inode(file: BinaryIO) -> int:

@@ -72,14 +72,14 @@ class PageFile:
 
 def page_files() -> Mapping[str, PageFile]:
     """Return the files by path; ``/`` is the page. The server looks up no other path on disk."""
-    found = {}
+    by_path = {}
     for entry in (files("sluice.dashboard") / "static").iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
         if suffix in _TYPES:
             body = entry.read_bytes()
             path = "/" if entry.name == _INDEX else f"/static/{entry.name}"
-            found[path] = PageFile(body, _TYPES[suffix], etag_of(body))
-    return found
+            by_path[path] = PageFile(body, _TYPES[suffix], etag_of(body))
+    return by_path
 
 
 def etag_of(body: bytes) -> str:
@@ -125,14 +125,14 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
 
 def parse_points(query: Query) -> int:
     """Return the maximum of points in a curve. Raises InvalidRequestError."""
-    found = _integer(query, "points", MIN_POINTS, MAX_POINTS)
-    return USUAL_POINTS if found is None else found
+    points = _integer(query, "points", MIN_POINTS, MAX_POINTS)
+    return USUAL_POINTS if points is None else points
 
 
 def parse_page_size(query: Query) -> int:
     """Return the maximum of groups in a page. Raises InvalidRequestError."""
-    found = _integer(query, "most", 1, MAX_GROUPS)
-    return USUAL_GROUPS if found is None else found
+    size = _integer(query, "most", 1, MAX_GROUPS)
+    return USUAL_GROUPS if size is None else size
 
 
 def parse_metric(query: Query) -> str:
@@ -235,7 +235,7 @@ def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
         counts: all indexed groups by outcome.
     """
     return {
-        "groups": [_row(found) for found in page.groups],
+        "groups": [_row(group) for group in page.groups],
         "next": cursor_text(page.next),
         "num_matching": page.num_matching,
         "num_searched": page.num_searched,

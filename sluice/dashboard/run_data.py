@@ -112,11 +112,11 @@ class RunData:
         return {"metrics": [self._described(name) for name in names]}
 
     def _described(self, name: str) -> dict[str, Any]:
-        found, newest = described(name), self._history.newest.get(name)
+        metric, newest = described(name), self._history.newest.get(name)
         return {
             "name": name,
-            "unit": found.unit if found else "",
-            "meaning": found.meaning if found else "",
+            "unit": metric.unit if metric else "",
+            "meaning": metric.meaning if metric else "",
             "newest": newest,
         }
 
@@ -149,8 +149,8 @@ class RunData:
 
     def group(self, ordinal: int) -> dict[str, Any] | None:
         """Return one group with its texts; ``None``: it is not there."""
-        found = self._browser.group(ordinal)
-        return None if found is None else group_object(found)
+        group = self._browser.group(ordinal)
+        return None if group is None else group_object(group)
 
 
 def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
@@ -197,14 +197,14 @@ def _examples(file: Path) -> Iterator[DumpRow]:
 def log_names(run_dir: Path) -> list[str]:
     """Return the services with a log: trainer and reward service first."""
     try:
-        found = [
+        files = [
             entry.name
             for entry in os.scandir(run_dir / _LOGS)
             if entry.is_file(follow_symlinks=False)
         ]
     except OSError:
         return []
-    names = [name.removesuffix(_LOG_SUFFIX) for name in found if name.endswith(_LOG_SUFFIX)]
+    names = [name.removesuffix(_LOG_SUFFIX) for name in files if name.endswith(_LOG_SUFFIX)]
     first = _FIRST_LOGS
     return sorted(names, key=lambda name: (not name.startswith(first), name != first[0], name))
 

@@ -140,8 +140,8 @@ class SampleBrowser:
     @property
     def counts(self) -> dict[str, int]:
         """Indexed groups by outcome."""
-        found = Counter(entry.lines.outcome for entry in self._index.values())
-        return {outcome.value: found[outcome] for outcome in ShownOutcome}
+        by_outcome = Counter(entry.lines.outcome for entry in self._index.values())
+        return {outcome.value: by_outcome[outcome] for outcome in ShownOutcome}
 
     def read(self) -> bool:
         """Index new groups for `READ_S`; return whether more are there already.
@@ -217,17 +217,17 @@ class SampleBrowser:
             end = (after.step, after.ordinal)
             matching = [entry for entry in matching if (entry.lines.step, entry.ordinal) < end]
         matching.sort(key=lambda entry: (entry.lines.step, entry.ordinal), reverse=True)
-        found: list[FoundGroup] = []
+        groups: list[FoundGroup] = []
         needle, ends_s = text.casefold(), self.clock() + SEARCH_S
         for num_searched, entry in enumerate(matching):
             is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
-            if len(found) == limit or (is_late and num_searched):
+            if len(groups) == limit or (is_late and num_searched):
                 last = matching[num_searched - 1]
-                return Page(found, last.cursor, num_matching, num_searched)
+                return Page(groups, last.cursor, num_matching, num_searched)
             group = _load(entry)
             if group is not None and (not needle or _holds(group, needle)):
-                found.append(FoundGroup(entry, group))
-        return Page(found, None, num_matching, len(matching))
+                groups.append(FoundGroup(entry, group))
+        return Page(groups, None, num_matching, len(matching))
 
     def group(self, ordinal: int) -> FoundGroup | None:
         """Return one group by its number; ``None``: it does not exist, or was deleted."""
@@ -253,7 +253,7 @@ def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
         entries = os.scandir(folder)
     except FileNotFoundError:
         return {}
-    found = {}
+    files = {}
     with entries as inside:
         for entry in inside:
             stem, suffix = os.path.splitext(entry.name)
@@ -262,8 +262,8 @@ def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
                     seen = entry.stat()
                 except FileNotFoundError:  # deleted meanwhile, like the oldest of the archive
                     continue
-                found[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
-    return dict(found[number] for number in sorted(found))
+                files[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
+    return dict(files[number] for number in sorted(files))
 
 
 def _load(entry: IndexEntry) -> SampledGroup | None:

@@ -133,11 +133,11 @@ class GroupReader:
     def take(self, lines: Sequence[Line]) -> Iterator[GroupLines]:
         """Yield the groups that further lines complete."""
         for line in lines:
-            found = (
+            group = (
                 self._archived(line) if self._kind is SampleSource.ARCHIVE else self._dumped(line)
             )
-            if found is not None:
-                yield found
+            if group is not None:
+                yield group
 
     def end(self) -> Iterator[GroupLines]:
         """Yield the last group, at the end of the file."""
@@ -162,17 +162,17 @@ class GroupReader:
         )
 
     def _dumped(self, line: Line) -> GroupLines | None:
-        row, found = dump_row(line.text), None
+        row, closed = dump_row(line.text), None
         if row is None or abs(row.step) > MAX_STEP:
             self._note_unread(line)
             return None
         if self._open is not None and not self._open.takes(line, row):
-            found = self._open.closed(ShownOutcome(self._kind.value))
+            closed = self._open.closed(ShownOutcome(self._kind.value))
             self._open = None
         if self._open is None:
             self._open = _OpenGroup(_key(row), row.step, line.offset, line.offset)
         self._open.add(line, row)
-        return found
+        return closed
 
     def _note_unread(self, line: Line) -> None:
         self.num_unread += bool(line.text.strip())

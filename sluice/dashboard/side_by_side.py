@@ -186,13 +186,13 @@ def _progress(
 def _accuracy_at(run: ComparedRun, steps: Values, count: int) -> float | None:
     """Return the accuracy of the last validation within the first `count` steps."""
     step = steps[count - 1] if count else 0
-    found = [value for at, value in run.history.accuracies() if at <= step]
-    return _round(found[-1]) if found else None
+    values = [value for at, value in run.history.accuracies() if at <= step]
+    return _round(values[-1]) if values else None
 
 
 def _accuracy(run: ComparedRun, place: int) -> float | None:
-    found = run.history.accuracies()
-    return found[place][1] if found else None
+    accuracies = run.history.accuracies()
+    return accuracies[place][1] if accuracies else None
 
 
 def _best_accuracy(run: ComparedRun) -> float | None:

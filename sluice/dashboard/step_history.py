@@ -37,10 +37,10 @@ class _StepTable:
         return list(self._columns)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        found = self._columns.get(name)
-        if found is None:
+        values = self._columns.get(name)
+        if values is None:
             return np.full(len(self._steps), _NAN)
-        return np.array(found, dtype=np.float64)
+        return np.array(values, dtype=np.float64)
 
     def give_up(self, step: int) -> bool:
         return give_up(step, self._steps, self._columns.values())

@@ -17,7 +17,7 @@ _BASE64 = ";base64"
 FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an image"
 
 
-def image_source(found: object) -> ImageSource:
+def image_source(value: object) -> ImageSource:
     """Return the image that a row holds: verl's ``{bytes, path}``, bytes, a path, a data: URI.
 
     Text in ``bytes`` is base64, since JSON has no bytes.
@@ -25,22 +25,22 @@ def image_source(found: object) -> ImageSource:
     Raises:
         ValueError: it is none of these. The error describes the value and not its place.
     """
-    if isinstance(found, Mapping):
-        data, path = found.get("bytes"), found.get("path")
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
         if isinstance(data, str) and data:
             return _decoded(data)
-        found = data or path
-    if isinstance(found, str) and found.startswith(DATA_URI):
-        return image_of_uri(found)
-    if isinstance(found, bytes | str) and found:
-        return found
+        value = data or path
+    if isinstance(value, str) and value.startswith(DATA_URI):
+        return image_of_uri(value)
+    if isinstance(value, bytes | str) and value:
+        return value
     raise ValueError(f"holds neither {FORMS}")
 
 
-def usable_images(found: object) -> tuple[ImageSource, ...]:
+def usable_images(value: object) -> tuple[ImageSource, ...]:
     """Return the images of a row's list, without entries that are none."""
     usable: list[ImageSource] = []
-    for one in found if isinstance(found, list) else []:
+    for one in value if isinstance(value, list) else []:
         with suppress(ValueError):
             usable.append(image_source(one))
     return tuple(usable)

@@ -176,9 +176,9 @@ def _json_lines(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
         return _verl_format(row, place, index, wishes)
     for column, option in ((wishes.prompt_field, "prompt"), (wishes.answer_field, "answer")):
         if column not in row:
-            found = ", ".join(row)
+            names = ", ".join(row)
             raise DataError(
-                f"{place}: no field '{column}' (found: {found}); name yours with --{option}-field"
+                f"{place}: no field '{column}' (found: {names}); name yours with --{option}-field"
             )
     question = _text(row, wishes.prompt_field, place)
     asked = f"{question} {wishes.instruction}" if wishes.instruction else question
@@ -235,33 +235,33 @@ def _row(
 
 
 def _text(row: object, column: str, place: str) -> str:
-    found = row.get(column) if isinstance(row, Mapping) else None
-    if not isinstance(found, str) or not found:
-        raise DataError(f"{place}: '{column}' is {short_repr(found)}, not a text")
-    return found
+    value = row.get(column) if isinstance(row, Mapping) else None
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{place}: '{column}' is {short_repr(value)}, not a text")
+    return value
 
 
-def _truth(found: object, place: str) -> str:
+def _truth(answer: object, place: str) -> str:
     """Return a truth as text: the answers of a published set are often integers."""
-    if isinstance(found, bool) or not isinstance(found, str | int | float) or found == "":
-        raise DataError(f"{place}: the answer is {short_repr(found)}, not a text or a number")
-    return str(found)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        raise DataError(f"{place}: the answer is {short_repr(answer)}, not a text or a number")
+    return str(answer)
 
 
-def _image_list(found: object, place: str) -> list[dict[str, object]]:
-    if not isinstance(found, list) or not found:
-        raise DataError(f"{place}: 'images' is {short_repr(found)}, not a list of images")
-    return [_image(one, place) for one in found]
+def _image_list(images: object, place: str) -> list[dict[str, object]]:
+    if not isinstance(images, list) or not images:
+        raise DataError(f"{place}: 'images' is {short_repr(images)}, not a list of images")
+    return [_image(one, place) for one in images]
 
 
-def _image(found: object, place: str) -> dict[str, object]:
+def _image(image: object, place: str) -> dict[str, object]:
     try:
-        source = image_source(found)
+        source = image_source(image)
     except ValueError as error:
         raise DataError(f"{place}: 'images' holds an image that {error}") from error
     if isinstance(source, str):
         return {"bytes": None, "path": source}
-    path = found.get("path") if isinstance(found, Mapping) else None
+    path = image.get("path") if isinstance(image, Mapping) else None
     return {"bytes": source, "path": path or None}
 
 

@@ -67,9 +67,9 @@ def open_prompt_files(
     blocks: list[RowBlock] = []
     num_rows = 0
     for path in paths:
-        found = _blocks(path, columns, num_rows, config_key)
-        num_rows += sum(block.num_rows for block in found)
-        blocks += found
+        of_file = _blocks(path, columns, num_rows, config_key)
+        num_rows += sum(block.num_rows for block in of_file)
+        blocks += of_file
     if num_rows == 0:
         have = "has" if len(paths) == 1 else "have"
         raise DataError(f"{config_key}: {', '.join(paths)} {have} no rows; name a file with rows")

@@ -232,8 +232,8 @@ def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _text(found: object, key: str) -> str | None:
-    value = found.get(key) if isinstance(found, Mapping) else None
+def _text(mapping: object, key: str) -> str | None:
+    value = mapping.get(key) if isinstance(mapping, Mapping) else None
     return value if isinstance(value, str) else None
 
 
@@ -265,9 +265,9 @@ class ArrowSlab(Slab):
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
             # Images of one row at a time: together they may be large.
-            found = self.batch.column(columns.images)[row].as_py() if with_images else None
+            images = self.batch.column(columns.images)[row].as_py() if with_images else None
             text = truth_text(truth, sorts_keys=True)
-            yield digest_of(roles[part], contents[part], text, usable_images(found))
+            yield digest_of(roles[part], contents[part], text, usable_images(images))
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:
@@ -391,12 +391,12 @@ def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]
     is_parquet = file.suffix == ".parquet"
     places = _parquet_places(file) if is_parquet else _json_places(file)
     rows: list[tuple[str, RowT]] = []
-    for place, found in places:
+    for place, content in places:
         try:
             row = (
-                msgspec.json.decode(found, type=kind)
-                if isinstance(found, bytes)
-                else msgspec.convert(found, kind)
+                msgspec.json.decode(content, type=kind)
+                if isinstance(content, bytes)
+                else msgspec.convert(content, kind)
             )
         except DECODE_ERRORS as error:
             unit = "row" if is_parquet else "line"

@@ -26,12 +26,12 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
         yield fine("no problems found")
 
 
-def of_other_keys(found: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
+def of_other_keys(problems: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
     """Return the problems and notes that mention no wrong key: in place of its value is the
     default.
     """
     keys = [re.compile(rf"(?<![\w.]){re.escape(one.key)}(?!\w)") for one in wrong if one.key]
-    return [one for one in found if not any(key.search(one.text) for key in keys)]
+    return [one for one in problems if not any(key.search(one.text) for key in keys)]
 
 
 def check_security(examined: Examined) -> Iterator[Finding]:

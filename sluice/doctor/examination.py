@@ -131,18 +131,18 @@ def preflight(
     want to know.
     """
     checks = [one for one in CHECKS if one.before_start and wanted(one)]
-    found = [
+    problems = [
         _as_problem(result.check, one)
         for result in examine(examined, checks)
         for one in result.findings
         if one.severity is not FindingSeverity.OK
     ]
-    return list({one.text: one for one in found}.values())
+    return list({one.text: one for one in problems}.values())
 
 
-def _as_problem(check: Check, found: Finding) -> Problem:
+def _as_problem(check: Check, finding: Finding) -> Problem:
     # A check that is late knows nothing of the run, which may be as slow and work.
-    is_error = found.severity is FindingSeverity.PROBLEM and found.why != NOT_EXAMINED
+    is_error = finding.severity is FindingSeverity.PROBLEM and finding.why != NOT_EXAMINED
     severity = Severity.ERROR if is_error else Severity.NOTE
-    message = found.what if is_error or not found.why else f"{found.what}: {found.why}"
-    return Problem("", UNSET, message, found.remedy, rule=check.name, severity=severity)
+    message = finding.what if is_error or not finding.why else f"{finding.what}: {finding.why}"
+    return Problem("", UNSET, message, finding.remedy, rule=check.name, severity=severity)

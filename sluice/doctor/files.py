@@ -55,27 +55,29 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
         )
         return
     named: set[str] = set()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         if (folder / _INDEX_FILE).is_file():
             index = msgspec.json.decode((folder / _INDEX_FILE).read_bytes(), type=_Index)
             named = set(index.weight_map.values())
     except (OSError, msgspec.DecodeError) as error:
-        found.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
+        findings.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
     if missing := sorted(named - {file.name for file in files}):
         names = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
         what = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
-        found.append(problem(what, _NOT_LOADED, "download the missing files"))
+        findings.append(problem(what, _NOT_LOADED, "download the missing files"))
     for file in files:
         try:
             check_whole(key, file)
         except DataError as error:
-            found.append(of_text(str(error), _NOT_LOADED))
+            findings.append(of_text(str(error), _NOT_LOADED))
         except MissingPackageError as error:  # where services run, the check of packages reports it
-            found.append(warning(f"{key}: not read ({error})", "", "pip install 'sluice[torch]'"))
+            findings.append(
+                warning(f"{key}: not read ({error})", "", "pip install 'sluice[torch]'")
+            )
             break
-    yield from found
-    if not found:
+    yield from findings
+    if not findings:
         size = sum(file.stat().st_size for file in files)
         yield fine(f"{path}: {len(files)} file(s) of weights, {gib(size)}")
 

@@ -136,15 +136,15 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
     if not (is_wanted or has_package or host.num_devices):
         yield fine("there is no NPU, and the run needs none")
         return
-    found = ascend_findings(host, demand)
-    for one in found:
+    findings = ascend_findings(host, demand)
+    for one in findings:
         if one.severity is Severity.ERROR and is_wanted:
             yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
         else:
             yield warning(
                 one.statement, "a process on an NPU is slower, or fails later", one.remedy
             )
-    if not found:
+    if not findings:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
 
@@ -158,13 +158,13 @@ def check_gpus(examined: Examined) -> Iterator[Finding]:
         yield fine(plan.line)
         return
     share = gpu_share(examined.config, examined.environment)
-    wanted, found = share.wanted(replicas), len(share.numbers)
-    if wanted <= found:
-        yield fine(f"the run takes {wanted} GPU(s) of this host, {found} are visible")
+    wanted, visible = share.wanted(replicas), len(share.numbers)
+    if wanted <= visible:
+        yield fine(f"the run takes {wanted} GPU(s) of this host, {visible} are visible")
         return
     yield problem(
         f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas of "
-        f"{share.devices_per_replica}), and {found} are visible",
+        f"{share.devices_per_replica}), and {visible} are visible",
         "processes would share GPUs",
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
         f"({CUDA_VISIBLE_VARIABLE})",

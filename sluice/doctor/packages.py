@@ -73,9 +73,9 @@ def requirements(extra: str) -> Iterator[Requirement]:
         return
     for line in lines:
         package, _, marker = line.partition(";")
-        found, of_extra = _OLDEST.match(package), _EXTRA.search(marker)
-        if found is not None and of_extra is not None and of_extra[1] == extra:
-            name, oldest = found.groups()
+        match, of_extra = _OLDEST.match(package), _EXTRA.search(marker)
+        if match is not None and of_extra is not None and of_extra[1] == extra:
+            name, oldest = match.groups()
             # vLLM's build for CPUs is a package of its own.
             installed = installed_version(name) or installed_version(f"{name}-cpu")
             yield Requirement(name, oldest, installed)
@@ -88,8 +88,8 @@ def is_older(version: str, than: str) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return ``2.13.0rc1+cpu`` as (2, 13), without the zeros at the end."""
-    found = re.match(r"[\d.]+", version)
-    texts = re.sub(r"(\.0*)*$", "", found[0] if found else "").split(".")
+    match = re.match(r"[\d.]+", version)
+    texts = re.sub(r"(\.0*)*$", "", match[0] if match else "").split(".")
     return tuple(map(int, filter(None, texts)))
 
 
@@ -119,8 +119,8 @@ def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
     # Debian's own scheme names a folder without the headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    found = (("C compiler", compiler is not None), (str(header), header.is_file()))
-    return tuple(name for name, is_there in found if not is_there)
+    needed = (("C compiler", compiler is not None), (str(header), header.is_file()))
+    return tuple(name for name, is_there in needed if not is_there)
 
 
 def _compiling_keys(examined: Examined) -> Iterator[str]:

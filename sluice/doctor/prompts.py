@@ -103,7 +103,7 @@ def _length_findings(
     config: RunConfig, rows: Mapping[str, Sequence[PromptRow]]
 ) -> Iterator[Finding]:
     """Measure text rows; how many tokens an image takes is left to the replicas."""
-    measured = [(key, row) for key, found in rows.items() for row in found if not row.images]
+    measured = [(key, row) for key, of_file in rows.items() for row in of_file if not row.images]
     if not measured or any(model_problems(config.actor_rollout_ref.model.path)):
         return  # the check of the model reports its folder
     if importlib.util.find_spec("transformers") is None:

@@ -161,7 +161,7 @@ def _benchmark(
     shown = benchmark.prompts[:max_prompts]
     texts = [_texts(one, benchmark.name, shown, max_responses) for one in evaluations]
     labels = [one.label for one in evaluations]
-    preamble = _common_preamble([one.question for found in texts for one in found.values()])
+    preamble = _common_preamble([one.question for by_key in texts for one in by_key.values()])
     left_out = len(benchmark.prompts) - len(shown)
     order = "those that differ most first" if len(evaluations) > 1 else "in their order"
     note = f"{len(shown)} prompts, {order}; each with its position and its correct responses."
@@ -176,7 +176,7 @@ def _benchmark(
         element("p", note, class_="hint"),
         _filter(benchmark.name, several=len(evaluations) > 1),
         *(
-            _prompt_view(one, labels, [found.get(one.key) for found in texts], preamble)
+            _prompt_view(one, labels, [by_key.get(one.key) for by_key in texts], preamble)
             for one in shown
         ),
         id=_anchor(benchmark.name),
@@ -191,21 +191,21 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
     columns += [f"pass@{k}" for k in sizes]
     columns += ["prompts", "without a grade", "tokens", "cut off"]
     rows = []
-    for number, (one, found) in enumerate(zip(evaluations, benchmark.results, strict=True)):
-        if found is None:
+    for number, (one, results) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+        if results is None:
             continue
         difference = estimate_text(benchmark.differences[number], signed=True)
         rows.append(
             [
                 str(number + 1),
                 one.label,
-                estimate_text(found.mean),
+                estimate_text(results.mean),
                 *([difference] if several else []),
-                *(estimate_text(found.pass_at_k.get(k)) for k in sizes),
-                f"{found.prompts:,}",
-                f"{found.failed_samples:,}",
-                f"{found.response_tokens:,.0f}",
-                f"{100 * found.cut_off:.1f} %",
+                *(estimate_text(results.pass_at_k.get(k)) for k in sizes),
+                f"{results.prompts:,}",
+                f"{results.failed_samples:,}",
+                f"{results.response_tokens:,.0f}",
+                f"{100 * results.cut_off:.1f} %",
             ]
         )
     caption = "Means over prompts ± their standard errors; differences are within each prompt"
@@ -213,11 +213,11 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
 
 
 def _metrics_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
-    found = [one.metrics if one else {} for one in benchmark.results]
-    names = sorted({name for metrics in found for name in metrics})
+    tables = [one.metrics if one else {} for one in benchmark.results]
+    names = sorted({name for metrics in tables for name in metrics})
     names.sort(key=lambda name: not name.startswith("val-core/"))
     rows = [
-        (name, *(f"{metrics[name]:.4f}" if name in metrics else "-" for metrics in found))
+        (name, *(f"{metrics[name]:.4f}" if name in metrics else "-" for metrics in tables))
         for name in names
     ]
     columns = ("metric", *(one.label for one in evaluations))
@@ -254,8 +254,8 @@ def _texts(
     if not keys:
         return {}
     places = [(have[key].offset, have[key].key) for key in keys]
-    found = read_at(evaluation.files[name], places)
-    prompts = (_shown_prompt(prompt, max_responses) for prompt in found)
+    stored = read_at(evaluation.files[name], places)
+    prompts = (_shown_prompt(prompt, max_responses) for prompt in stored)
     return dict(zip(keys, prompts, strict=True))
 
 
@@ -305,20 +305,20 @@ def _common_preamble(questions: Sequence[str]) -> int:
 def _prompt_view(
     compared: ComparedPrompt,
     labels: Sequence[str],
-    found: Sequence[_ShownPrompt | None],
+    texts: Sequence[_ShownPrompt | None],
     preamble: int,
 ) -> Markup:
     """Return a prompt that opens to its responses.
 
     Args:
-        found: its responses in each of them; ``None``: the evaluation lacks it.
+        texts: its responses in each of them; ``None``: the evaluation lacks it.
         preamble: characters that all prompts begin with; the line of the prompt leaves them out.
     """
-    first = next(one for one in found if one is not None)
+    first = next(one for one in texts if one is not None)
     excerpt = " ".join(first.question[preamble:].split())[:_EXCERPT_CHARS]
     counts = [
         element("span", "-" if one is None else f"{one.num_correct}/{one.num_samples}")
-        for one in found
+        for one in texts
     ]
     summary = element(
         "summary",
@@ -327,20 +327,20 @@ def _prompt_view(
         element("span", excerpt or "(empty prompt)", class_="excerpt"),
     )
     facts = [("Ground truth", first.ground_truth or "-"), ("Data source", first.data_source or "-")]
-    columns = [_column(label, one) for label, one in zip(labels, found, strict=True)]
+    columns = [_column(label, one) for label, one in zip(labels, texts, strict=True)]
     return element(
         "details",
         summary,
         element("dl", *(_fact(name, value) for name, value in facts)),
         element("pre", first.question),
         element("div", *columns, class_="answers"),
-        class_=" ".join(["prompt", "group", *_marks(compared, found)]),
+        class_=" ".join(["prompt", "group", *_marks(compared, texts)]),
     )
 
 
-def _marks(compared: ComparedPrompt, found: Sequence[_ShownPrompt | None]) -> list[str]:
+def _marks(compared: ComparedPrompt, texts: Sequence[_ShownPrompt | None]) -> list[str]:
     """Return the classes by which the page's filter chooses."""
-    known = [one for one in found if one is not None]
+    known = [one for one in texts if one is not None]
     marks = ["changed"] if compared.spread > 0 else []
     if all(one.num_correct == 0 for one in known):
         marks.append("wrong")

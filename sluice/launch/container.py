@@ -151,11 +151,11 @@ def _replica_devices(
     if shared is None:
         return all_that_it_sees
     share = device_share if (service.device or "").startswith("npu") else gpu_share
-    found = share(config, shared)
-    max_replicas = found.beside_trainer()
+    visible = share(config, shared)
+    max_replicas = visible.beside_trainer()
     is_by_hand = config.sluice.weights.backend == "gloo" and not max_replicas
     if is_by_hand:  # one replica shares devices with the trainer
-        if not (found.numbers and found.devices_per_replica):
+        if not (visible.numbers and visible.devices_per_replica):
             return all_that_it_sees
         max_replicas = 1
     number = run.claim_replica(max_replicas)
@@ -168,8 +168,8 @@ def _replica_devices(
         )
         raise ConfigError(
             f"{SHARED_DEVICES_VARIABLE}={shared[SHARED_DEVICES_VARIABLE]}: beside "
-            f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
-            f"{max_replicas} replica(s) of {found.devices_per_replica}{remedy}"
+            f"{visible.trainer_ranks} trainer rank(s) {len(visible.numbers)} device(s) have place "
+            f"for {max_replicas} replica(s) of {visible.devices_per_replica}{remedy}"
         )
     if is_by_hand:
         return all_that_it_sees | dict(shared.items() - os.environ.items())

@@ -245,10 +245,10 @@ def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
 def _shape(config: RunConfig) -> ModelShape | None:
     """Return the model's shape, from its folder or as a published model."""
     path = config.actor_rollout_ref.model.path
-    found = find_shape(path)
-    if found is None and published_name(path) is not None:
+    shape = find_shape(path)
+    if shape is None and published_name(path) is not None:
         return published_shape(path)
-    return found
+    return shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,16 +409,16 @@ def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
 
 def _set_by_env(words: Sequence[str]) -> list[str]:
     """Return the assignments of each ``env`` among the words, which end at its program."""
-    found, is_after_env, before = [], False, ""
+    names, is_after_env, before = [], False, ""
     for word in words:
         if PurePath(word).name == "env":
             is_after_env = True
         elif is_after_env and _VARIABLE.match(word):
-            found.append(word)
+            names.append(word)
         elif not word.startswith("-") and before not in _ENV_OPTIONS:
             is_after_env = False
         before = word
-    return found
+    return names
 
 
 def _isolation(folder: Path, bash: str) -> list[str]:
@@ -458,22 +458,22 @@ def script_text(script: Path) -> str:
 def referenced_names(script: str) -> list[str]:
     """Return the variables that a script uses without a default, without names local to it."""
     code = _code(script)
-    local = {word.partition("=")[0] for found in _LOCAL.findall(code) for word in found.split()}
-    found = (braced or plain for braced, plain in _REFERENCE.findall(code))
-    return [name for name in dict.fromkeys(found) if name not in local]
+    local = {word.partition("=")[0] for matches in _LOCAL.findall(code) for word in matches.split()}
+    matches = (braced or plain for braced, plain in _REFERENCE.findall(code))
+    return [name for name in dict.fromkeys(matches) if name not in local]
 
 
 def _code(script: str) -> str:
     """Return a script's text without comments and texts in single quotes."""
-    return _HIDDEN.sub(lambda found: re.sub(r"\\.", " ", found["text"] or " "), script)
+    return _HIDDEN.sub(lambda match: re.sub(r"\\.", " ", match["text"] or " "), script)
 
 
 def _programs(folder: Path) -> Path:
     """Fill a folder with the programs that a script finds."""
     folder.mkdir()
     for name in (*PRINTERS, *_RUN_WITH_CARE):
-        if (found := shutil.which(name)) is not None:
-            (folder / name).symlink_to(found)
+        if (program := shutil.which(name)) is not None:
+            (folder / name).symlink_to(program)
     recorder = folder / "recorder"
     recorder.write_text(_RECORDER, encoding="utf-8")
     recorder.chmod(0o700)

@@ -61,8 +61,8 @@ class SharedRun:
             OSError: the file system fails, perhaps for a moment; the configuration may be right.
         """
         try:
-            found = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
-            return str(found["checkpoints_before"])
+            content = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
+            return str(content["checkpoints_before"])
         except (FileNotFoundError, PermissionError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._folder / _BEGINNING}: {error}; begin the run with `sluice prepare`"
@@ -113,8 +113,8 @@ class SharedRun:
             text = (self._folder / _ENDING).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        found = json.loads(text)
-        return Ending(str(found["service"]), tuple(map(str, found["failures"])))
+        content = json.loads(text)
+        return Ending(str(content["service"]), tuple(map(str, content["failures"])))
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

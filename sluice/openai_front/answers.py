@@ -268,12 +268,12 @@ class AnswerBuilder:
 def _scored_tokens(prompt: ScoredPrompt) -> Iterator[_ScoredToken]:
     """Yield a prompt's tokens, each with its logprob and that of the most probable token."""
     yield _ScoredToken(prompt.texts[0])
-    found = prompt.logprobs
+    logprobs = prompt.logprobs
     for text, logprob, top_text, top_logprob in zip(
         prompt.texts[1:],
-        found.logprobs.tolist(),
+        logprobs.logprobs.tolist(),
         prompt.top_texts,
-        found.top_logprobs.tolist(),
+        logprobs.top_logprobs.tolist(),
         strict=True,
     ):
         # Where both have one text, the larger logprob stays: clients compare the maximum.

@@ -490,12 +490,12 @@ def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt,
         return (numbers,)
     texts = tuple(item for item in prompt if isinstance(item, str))
     lists = tuple(tuple(item) for item in prompt if not isinstance(item, int | str))
-    found: tuple[Prompt, ...] = texts or lists
-    if len(found) != len(prompt) or not 1 <= len(found) <= MAX_PROMPTS:
+    prompts: tuple[Prompt, ...] = texts or lists
+    if len(prompts) != len(prompt) or not 1 <= len(prompts) <= MAX_PROMPTS:
         raise _refused(
             "prompt", f"send one text or list of token ids, or 1 to {MAX_PROMPTS} of a kind"
         )
-    return found
+    return prompts
 
 
 def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:

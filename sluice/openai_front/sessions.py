@@ -67,11 +67,11 @@ class Sessions:
         canonical = json.dumps(fields, sort_keys=True).encode()
         digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
         try:
-            found = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
+            leased = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
         except LeaseEndedError as error:
             # Clients of the dialect repeat a request that 409 answers.
             raise RefusedError(str(error), "messages", code="lease_ended") from error
-        answer = _answer(asked.model, digest, found)
+        answer = _answer(asked.model, digest, leased)
         return answer, _chunks(answer) if asked.stream else None
 
     async def end(self, lease: str, body: bytes) -> None:
@@ -115,17 +115,17 @@ class Sessions:
         return fields
 
 
-def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:
-    message = {"role": "assistant", "content": None, "refusal": None, **said_of(found.answer)}
-    ended = "tool_calls" if found.answer.tool_calls else "stop"
-    reason = "length" if found.is_cut else ended
+def _answer(model: str, digest: str, leased: LeasedAnswer) -> JsonObject:
+    message = {"role": "assistant", "content": None, "refusal": None, **said_of(leased.answer)}
+    ended = "tool_calls" if leased.answer.tool_calls else "stop"
+    reason = "length" if leased.is_cut else ended
     return {
-        "id": f"chatcmpl-{digest[:16]}-{found.turn}",
+        "id": f"chatcmpl-{digest[:16]}-{leased.turn}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
-        "usage": usage_of(found.num_read, found.num_sampled),
+        "usage": usage_of(leased.num_read, leased.num_sampled),
     }
 
 

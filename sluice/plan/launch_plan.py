@@ -115,9 +115,9 @@ def planned_model(name: str) -> PlannedModel:
     Raises:
         ConfigError: it is neither.
     """
-    found = local_model(name)
-    if found is not None:
-        return found
+    local = local_model(name)
+    if local is not None:
+        return local
     content = published_model(name)
     return _planned(name, content, shape_of(content), published_encoder(name))
 
@@ -168,8 +168,8 @@ def written_change(
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
-    found = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
-    return found.fits_with
+    planned = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
+    return planned.fits_with
 
 
 def launch_plan(
@@ -239,7 +239,7 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
         check_image_layers(stages, model.encoder.mergers - 1)
     layers = {stage: len(stages[stage]) for stage in different_stages(len(stages))}
     runs = [(stage, few) for stage, own in layers.items() for few in layer_counts(config, own)]
-    found, _ = answer_of(
+    passes, _ = answer_of(
         COMMAND,
         DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
@@ -248,7 +248,7 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
         remedy="run it while the machine is idle",
     )
     counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}
-    for (stage, few), one in zip(runs, found, strict=True):
+    for (stage, few), one in zip(runs, passes, strict=True):
         counted[stage][few] = one
     whole = {stage: of_all_layers(counted[stage], own) for stage, own in layers.items()}
     return largest_pool(config, shape, device, whole, model.encoder)
@@ -329,9 +329,9 @@ def _searched(
 
 
 def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> float:
-    found = guess(config, shape)
-    assert found is not None
-    return found.correction(trainer.peak)
+    guessed = guess(config, shape)
+    assert guessed is not None
+    return guessed.correction(trainer.peak)
 
 
 def _as_written(overrides: Sequence[str], written: ReadRun) -> tuple[str, ...]:

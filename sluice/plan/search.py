@@ -99,11 +99,11 @@ def trainer_changes(
         (none, *_offload(config)),
         (none, *_dtypes(config)),
     )
-    found = [
+    changes = [
         Change(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
         for parts in every
     ]
-    return sorted(found, key=lambda change: change.price)
+    return sorted(changes, key=lambda change: change.price)
 
 
 def guess(config: RunConfig, shape: ModelShape) -> Guess | None:
@@ -125,8 +125,8 @@ def promising(
     """Yield the changes that should fit."""
     for change in changes:
         other = changed(config, change.overrides)
-        found = guess(other, shape)
-        if found is not None and found.corrected(correction) <= device.usable_bytes:
+        guessed = guess(other, shape)
+        if guessed is not None and guessed.corrected(correction) <= device.usable_bytes:
             yield change
 
 

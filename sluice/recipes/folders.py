@@ -67,12 +67,13 @@ def recipes_folder() -> Path:
     package = Path(sluice.__file__).parent.parent
     # `pip install --target` puts the second one beside the package.
     installed = (package, Path(sysconfig.get_path("data")))
-    found = [package / "recipes", *(folder / "share/sluice/recipes" for folder in installed)]
-    for folder in found:
+    folders = [package / "recipes", *(folder / "share/sluice/recipes" for folder in installed)]
+    for folder in folders:
         if any(folder.glob(f"*/{RUN}")):
             return folder
     raise ConfigError(
-        f"recipes: none in {', '.join(map(str, found))}; install sluice from its wheel or checkout"
+        f"recipes: none in {', '.join(map(str, folders))}; install sluice from its wheel "
+        "or checkout"
     )
 
 

@@ -253,14 +253,14 @@ def _problems(kind: type[msgspec.Struct], value: object, at: str) -> Iterator[Pr
     for name in value.keys() - fields.keys():
         yield Problem(f"{prefix}{name}", value[name], "is no field", f"the fields are {names}")
     for name, field in fields.items():
-        found = value.get(name, UNSET)
-        if name == "lengths" and found is not UNSET:
-            yield from _problems(ResponseLengths, found, name)
-        elif name == "pass_rates" and isinstance(found, list) and found:
-            for number, component in enumerate(found):
+        field_value = value.get(name, UNSET)
+        if name == "lengths" and field_value is not UNSET:
+            yield from _problems(ResponseLengths, field_value, name)
+        elif name == "pass_rates" and isinstance(field_value, list) and field_value:
+            for number, component in enumerate(field_value):
                 yield from _problems(BetaComponent, component, f"{name}[{number}]")
-        elif found is not UNSET:
-            yield from _wrong(f"{prefix}{name}", found, field.type)
+        elif field_value is not UNSET:
+            yield from _wrong(f"{prefix}{name}", field_value, field.type)
         elif field.required:
             yield Problem(f"{prefix}{name}", UNSET, f"is missing: {expectation(field.type)}")
 

@@ -80,8 +80,8 @@ class SampleArchive:
 
 def archive_files(folder: Path) -> list[Path]:
     """Return the files of an archive, oldest first; none if there is no such folder."""
-    found = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
-    return sorted(found, key=lambda path: int(path.stem))
+    files = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
+    return sorted(files, key=lambda path: int(path.stem))
 
 
 class SampledTurn(msgspec.Struct, frozen=True, omit_defaults=True):

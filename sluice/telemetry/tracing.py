@@ -114,10 +114,10 @@ def parse_traceparent(value: object) -> TraceContext | None:
     """
     if not isinstance(value, str) or len(value) > _LONGEST_HEADER:
         return None
-    found = _TRACEPARENT.fullmatch(value)
-    if found is None:
+    match = _TRACEPARENT.fullmatch(value)
+    if match is None:
         return None
-    version, trace, span, flags, more = found.groups()
+    version, trace, span, flags, more = match.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
     if version == "ff" or (version == "00" and more) or not trace_id or not span_id:
         return None

@@ -181,8 +181,8 @@ class RankSender:
             for stream, change in zip(self._streams, changes, strict=True)
             if stream is not None
         ]
-        found = iter(run_together(calls, self._give_up))
-        return [NOTHING if stream is None else next(found) for stream in self._streams]
+        sent = iter(run_together(calls, self._give_up))
+        return [NOTHING if stream is None else next(sent) for stream in self._streams]
 
     def abandon(self, reason: str) -> None:
         """Leave all groups and return at once; a call in progress fails soon."""

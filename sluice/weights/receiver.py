@@ -298,9 +298,10 @@ class WeightReceiver:
 
 def _base(held: StagedWeights | None, wanted: Base) -> WeightBuffer:
     if held is None or not held.is_base or Base(held.version, held.digest) != wanted:
-        found = "none" if held is None else f"version {held.version} ({held.digest})"
+        held_text = "none" if held is None else f"version {held.version} ({held.digest})"
         raise ValueError(
-            f"the update builds on version {wanted.version} ({wanted.digest}); held here is {found}"
+            f"the update builds on version {wanted.version} ({wanted.digest}); "
+            f"held here is {held_text}"
         )
     return held.buffer
 

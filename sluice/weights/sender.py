@@ -123,8 +123,10 @@ def share_classes(
         stream_bucket_bytes(tensors, max_bucket_bytes, share, holdings) for share in workers
     )
     return tuple(
-        ShareClass(stream_plans(tensors, bucket_bytes, share, holdings), tuple(found), share)
-        for share, found in workers.items()
+        ShareClass(
+            stream_plans(tensors, bucket_bytes, share, holdings), tuple(workers_of_share), share
+        )
+        for share, workers_of_share in workers.items()
     )
 
 
@@ -139,8 +141,8 @@ def specs_of(
             place = WorkerPlace(group, rank, 1 + len(one.workers), digest)
             places.setdefault(name, {})[number] = place
     return {
-        name: _placed(spec, [found[number] for number in sorted(found)])
-        for name, found in places.items()
+        name: _placed(spec, [of_group[number] for number in sorted(of_group)])
+        for name, of_group in places.items()
     }
 
 
@@ -308,18 +310,18 @@ class WeightSender:
             WeightSyncError: another rank failed.
         """
         own, order = self._current()
-        found: list[Changes] = []
+        changes: list[Changes] = []
 
         def encode() -> bool:
-            found.append(own.encode(bases, old, new, should_stop))
-            return any(found[0])
+            changes.append(own.encode(bases, old, new, should_stop))
+            return any(changes[0])
 
         others: list[Callable[[], bool]] = [
             partial(one.encode, order.spec.epoch, bases, version, self._limit_s(n), should_stop)
             for n, one in enumerate(self._others, 1)
         ]
         is_worthwhile = run_together([encode, *others], should_stop.set)
-        return found[0] if any(is_worthwhile) else None
+        return changes[0] if any(is_worthwhile) else None
 
     def broadcast(
         self,
@@ -436,7 +438,7 @@ class WeightSender:
 
 
 def _member_digests(
-    classes: Sequence[ShareClass], found: Sequence[Mapping[str, bytes]]
+    classes: Sequence[ShareClass], by_class: Sequence[Mapping[str, bytes]]
 ) -> dict[str, str]:
     """Return the digest of each member; a part that several of its workers have counts once."""
     classes_of: dict[str, dict[int, None]] = {}
@@ -448,7 +450,7 @@ def _member_digests(
     def digest_of(numbers: tuple[int, ...]) -> str:  # many members, few ways to divide
         parts: dict[str, bytes] = {}
         for number in numbers:
-            parts |= found[number]
+            parts |= by_class[number]
         return combined_digest(parts)
 
     return {name: digest_of(tuple(numbers)) for name, numbers in classes_of.items()}

@@ -433,11 +433,11 @@ class ServedEpisode:
         assert self._server is not None
         try:
             with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
-                found = await self._environments.batches.response(self._server, request, phase)
+                response = await self._environments.batches.response(self._server, request, phase)
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
-        assert isinstance(found, kind)
-        return found
+        assert isinstance(response, kind)
+        return response
 
     def _observed(self, message: environment.Observation, phase: str) -> Observation:
         try:

@@ -238,9 +238,9 @@ class Episode:
             end = self._counts.end(self._turns[-1].finish_reason, seen)
             if end is None:
                 begun, sampled_since = self._begun(seen), time.monotonic()
-                begun, found = await self._sampled(begun)
-                if found is not None:
-                    self._add(begun, found, time.monotonic() - sampled_since)
+                begun, turn = await self._sampled(begun)
+                if turn is not None:
+                    self._add(begun, turn, time.monotonic() - sampled_since)
                     continue
                 end = EpisodeEnd.MAX_TOKENS
             return await self._ended(end)
@@ -315,20 +315,20 @@ class Episode:
             # Other tools render as other tokens.
             wanted = num_before_new(messages), self._tools
             same = [number for number, turn in enumerate(self._offered) if turn == wanted]
-            found = continued([self._history(index) for index in same], messages)
-            if found.parent is not None:
-                found = found._replace(parent=same[found.parent])
+            begun = continued([self._history(index) for index in same], messages)
+            if begun.parent is not None:
+                begun = begun._replace(parent=same[begun.parent])
             elif self._turns:
                 self._notes.rewritten(CONTINUES_NONE)
         elif self._turns:
-            found = Continued(len(self._turns) - 1, messages)
+            begun = Continued(len(self._turns) - 1, messages)
         else:
-            found = Continued(None, (*self._request.prompt.messages, *messages))
-        if not found.messages:
+            begun = Continued(None, (*self._request.prompt.messages, *messages))
+        if not begun.messages:
             raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
-        return found
+        return begun
 
     async def _sampled(self, begun: Continued) -> tuple[Continued, AnsweredTurn | None]:
         """Sample another turn. Return how it begins, which changes if the template rewrites

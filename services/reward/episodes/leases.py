@@ -392,11 +392,11 @@ class LeaseDesk:
         self._offered = asyncio.Event()
         # Kept samples without a group, until their group starts or the ledger revokes the lease.
         self._to_continue: dict[str, dict[int, LeasedEpisode]] = {}
-        for record in self._store.found:
+        for record in self._store.restored:
             episode = LeasedEpisode(self, self._store, record)
             self._leases[record.lease_id] = episode
             self.suspend(episode, record.prompt_id, record.sample_index)
-        self._store.found = ()  # otherwise its turns are held twice
+        self._store.restored = ()  # otherwise its turns are held twice
         self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
@@ -427,12 +427,12 @@ class LeaseDesk:
         """Return the holder and note its call; ``None`` if it promises no regular calls."""
         if not holder_id or not keep_alive_s:
             return None
-        found = self._holders.get(holder_id)
-        if found is None:
-            found = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
-        found.keep_alive_s = keep_alive_s
-        found.heard()
-        return found
+        holder = self._holders.get(holder_id)
+        if holder is None:
+            holder = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
+        holder.keep_alive_s = keep_alive_s
+        holder.heard()
+        return holder
 
     def offer(self, episode: LeasedEpisode) -> None:
         """Let programs take a sample."""

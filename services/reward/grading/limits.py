@@ -99,14 +99,14 @@ def _write(sink: int, data: bytes) -> None:
 
 def threads_of_user() -> int:
     """Return the number of threads of all this user's processes; 0 without /proc."""
-    found = 0
+    num_threads = 0
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         try:
             if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
-                found += len(os.listdir(f"/proc/{entry.name}/task"))
+                num_threads += len(os.listdir(f"/proc/{entry.name}/task"))
         except OSError:
             continue
-    return found
+    return num_threads
 
 
 class ProcessLimit:

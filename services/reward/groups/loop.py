@@ -194,11 +194,11 @@ class GroupLoop:
             outside=outside.peer if outside else "",
             is_untaken=outside is not None and outside.are_untaken,
         )
-        now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
-        self._awaited_since = {kind: before.get(kind, now) for kind in found}
+        now, before, reasons = time.monotonic(), self._awaited_since, awaited_now(facts)
+        self._awaited_since = {kind: before.get(kind, now) for kind in reasons}
         return {
             kind: Waiting(peer, phase, now - self._awaited_since[kind])
-            for kind, (peer, phase) in found.items()
+            for kind, (peer, phase) in reasons.items()
         }
 
     async def _learn(self) -> None:
@@ -517,26 +517,26 @@ def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     the process that must act and what it must do."""
     if not facts.is_announced:
         return {"announce": ("trainer", "announcing a policy")}
-    found: dict[str, tuple[str, str]] = {}
+    reasons: dict[str, tuple[str, str]] = {}
     if facts.num_replicas == 0:
-        found["replica"] = ("rollout fleet", "registering a replica: none is announced")
+        reasons["replica"] = ("rollout fleet", "registering a replica: none is announced")
     if facts.outside:
         what = "taking samples" if facts.is_untaken else "working on samples"
-        found[facts.outside] = (facts.outside, what)
+        reasons[facts.outside] = (facts.outside, what)
     elif facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
-        found["generating"] = ("rollout fleet", what)
+        reasons["generating"] = ("rollout fleet", what)
     if facts.num_grading:
-        found["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
+        reasons["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
     is_idle = not facts.num_generating and not facts.num_grading
     if (step := facts.leased_step) is not None:
-        found[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
+        reasons[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
     elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
-        found |= _idle_reason(facts)
+        reasons |= _idle_reason(facts)
     elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:
-        found["take"] = ("trainer", "taking the batch that is ready")
-    return found
+        reasons["take"] = ("trainer", "taking the batch that is ready")
+    return reasons
 
 
 def _idle_reason(facts: LoopFacts) -> dict[str, tuple[str, str]]:

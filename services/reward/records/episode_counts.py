@@ -184,8 +184,8 @@ class EpisodeStatistics:
         ends = [f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed")]
         ends += [f"{own}/ends/{end}" for own in means if own != "train" for end in EpisodeEnd]
         calls = ("train/unreadable_calls", "train/unknown_tool_calls")
-        found = dict.fromkeys((*ends, *calls), 0.0)
-        found |= {name: float(count) for name, count in counts.items()}
+        statistics = dict.fromkeys((*ends, *calls), 0.0)
+        statistics |= {name: float(count) for name, count in counts.items()}
         for each in means.values():
-            found |= each.taken()
-        return found
+            statistics |= each.taken()
+        return statistics

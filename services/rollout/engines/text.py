@@ -93,8 +93,8 @@ class IncrementalDetokenizer:
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the stop string that begins first, or all of it without any."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    positions = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def stable_prefix(text: str, stops: Sequence[str]) -> str:

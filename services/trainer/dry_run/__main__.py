@@ -50,11 +50,11 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     try:
         with fake_tensors():
             parallel.divide(trainer_layout(config, asked.ranks))
-            found = []
+            passes = []
             for stage, layers in asked.runs:
                 parallel.move_to(stage)
-                found.append(counted(config, with_layers(asked.model, layers), parallel))
-            return found
+                passes.append(counted(config, with_layers(asked.model, layers), parallel))
+            return passes
     finally:
         parallel.close()
 

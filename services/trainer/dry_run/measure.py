@@ -138,9 +138,9 @@ def counted(
         parallel: all ranks, divided.
     """
     with LiveBytes() as count:
-        found = _Rank(config, model, parallel, count).run()
+        pass_bytes = _Rank(config, model, parallel, count).run()
     gc.collect()
-    return found
+    return pass_bytes
 
 
 class _Rank:

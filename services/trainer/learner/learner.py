@@ -60,16 +60,16 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
     Raises:
         ConfigError: names key, value and remedy.
     """
-    found = [
+    bfloat16_keys = [
         f"{key}.{field}={dtype}"
         for field, dtype in (("dtype", precision.dtype), ("model_dtype", precision.model_dtype))
         if dtype == "bfloat16"
     ]
-    if found and not device.supports_bfloat16():
-        remedy = " and ".join(setting.replace("bfloat16", "float32") for setting in found)
+    if bfloat16_keys and not device.supports_bfloat16():
+        remedy = " and ".join(setting.replace("bfloat16", "float32") for setting in bfloat16_keys)
         raise ConfigError(
-            f"{' and '.join(found)}: {device.name} does not compute with bfloat16; set {remedy}, "
-            "or train on another device"
+            f"{' and '.join(bfloat16_keys)}: {device.name} does not compute with bfloat16; "
+            f"set {remedy}, or train on another device"
         )
 
 
@@ -339,10 +339,10 @@ class Learner:
 
     def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path]]:
         """Return each model of a checkpoint and its folder."""
-        found = [(self._policy, actor)]
+        models = [(self._policy, actor)]
         if self._critic is not None:
-            found.append((self._critic.trained, actor.parent / CRITIC_FOLDER))
-        return found
+            models.append((self._critic.trained, actor.parent / CRITIC_FOLDER))
+        return models
 
     def _reshard(self) -> None:
         for trained in self._trained():

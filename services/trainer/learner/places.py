@@ -134,13 +134,13 @@ def exchange_places(
     whole = tensors if outline is None else outline
     own = [float(n) for name in whole for part in _own_place(name, tensors, whole) for n in part]
     every = parallel.all_gather(own, phase)
-    found: dict[str, Placed] = {}
+    directory: dict[str, Placed] = {}
     start = 0
     for name, tensor in whole.items():
         shape = lined(tensor.shape)
         middle, start = start + len(shape), start + 2 * len(shape)
         if not tensor.numel():
-            found[name] = held_by_all(tensor, parallel.world_size)
+            directory[name] = held_by_all(tensor, parallel.world_size)
             continue
         holders: dict[tuple[Sizes, Sizes], list[int]] = {}
         for rank, numbers in enumerate(every):
@@ -159,8 +159,8 @@ def exchange_places(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
                 f"its shape {shape}; choose another layout of trainer ranks"
             )
-        found[name] = placed
-    return found
+        directory[name] = placed
+    return directory
 
 
 def _own_place(

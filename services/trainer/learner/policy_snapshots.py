@@ -38,11 +38,11 @@ def holdings_of(places: Directory) -> tuple[Holding, ...]:
     weights."""
     if is_held(places, 0):
         return ()
-    found: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
+    by_rank: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
     for name, placed in places.items():
         for piece in placed.pieces:
-            found.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
-    return tuple(Holding(rank, tuple(found[rank])) for rank in sorted(found))
+            by_rank.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
+    return tuple(Holding(rank, tuple(by_rank[rank])) for rank in sorted(by_rank))
 
 
 class PolicySnapshots:

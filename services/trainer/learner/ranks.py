@@ -482,8 +482,8 @@ class TorchDistributed(DataParallel):
             return None
         device = torch.device(self.device_type)
         backends = [group._get_backend(device) for group in self._own_groups]
-        found = [one.get_error() for one in backends]
-        return next((one for one in found if one != ErrorType.SUCCESS), None)
+        errors = [one.get_error() for one in backends]
+        return next((one for one in errors if one != ErrorType.SUCCESS), None)
 
     def _fail(self, error: Exception, phase: str, peer: str, *, is_late: bool) -> NoReturn:
         ended = self._ended(0.0 if is_late else _ENDING_S) or peer
@@ -513,9 +513,9 @@ class TorchDistributed(DataParallel):
         ends_s = time.monotonic() + wait_s
         while True:
             states = {mark.name: mark.state() for mark in self._processes}
-            found = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
-            if found or time.monotonic() > ends_s:
-                return ", ".join(found)
+            ended = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
+            if ended or time.monotonic() > ends_s:
+                return ", ".join(ended)
             time.sleep(_RETRY_S)
 
     def _by_stage(self) -> Tensor:
@@ -549,14 +549,14 @@ class TorchDistributed(DataParallel):
     def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
         """Make the groups along one dimension of all ranks; return this rank's group and its
         ranks."""
-        size, found = grid.shape[dim], None
+        size, own = grid.shape[dim], None
         for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
             group = self._new_group(ranks)
             if self.rank in ranks:
                 self._own_groups.append(group)
-                found = group, ranks
-        assert found is not None
-        return found
+                own = group, ranks
+        assert own is not None
+        return own
 
     def _new_group(self, ranks: list[int]) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""

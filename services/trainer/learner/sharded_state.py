@@ -197,9 +197,9 @@ class StateFiles:
                 self._shapes[name] = self._shape(whole, name)
                 self._pieces[name] = [(whole, (0,) * max(1, len(self._shapes[name])))]
             return
-        found = json.loads(index.read_text(encoding="utf-8"))
-        files = [folder / name for name in found["files"]]
-        for name, one in found["tensors"].items():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        files = [folder / name for name in content["files"]]
+        for name, one in content["tensors"].items():
             self._shapes[name] = tuple(one["shape"])
             self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
 
@@ -239,11 +239,11 @@ class StateFiles:
         if not self._shape(file, name):
             into.copy_(opened.get_tensor(name).reshape(1))
             return
-        found = opened.get_slice(name)
+        stored = opened.get_slice(name)
         step = max(1, BUCKET_BYTES // max(1, into[:1].nbytes))
         for first in range(0, into.shape[0], step):
             rows = into[first : first + step]
-            rows.copy_(found[region((offset[0] + first, *offset[1:]), rows.shape)])
+            rows.copy_(stored[region((offset[0] + first, *offset[1:]), rows.shape)])
 
     def _shape(self, file: Path, name: str) -> Sizes:
         return tuple(self._open(file).get_slice(name).get_shape())

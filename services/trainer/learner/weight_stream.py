@@ -77,7 +77,7 @@ def exchange_rows(
         DeadlineError, PeerError: a rank did not take part.
     """
     batch = _BucketExchange(parallel.rank, parts)
-    found = [
+    tensors = [
         tensor
         for receiver, rows in wanted
         if (tensor := batch.take(receiver, rows, directory[rows.name])) is not None
@@ -85,7 +85,7 @@ def exchange_rows(
     parallel.exchange(batch.sends, batch.receives, phase)
     for target, values in batch.scattered:
         target.copy_(values)
-    return found
+    return tensors
 
 
 class _BucketExchange:

@@ -33,8 +33,12 @@ class StepTrace:
         """Link the step's span to the prompts of its batch."""
         if not TRACER.is_on:
             return
-        found = ((group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups)
-        self._prompts = {prompt_id: context for prompt_id, context in found if context is not None}
+        contexts = (
+            (group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups
+        )
+        self._prompts = {
+            prompt_id: context for prompt_id, context in contexts if context is not None
+        }
         self._span.set({Key.BATCH_ID: batch.batch_id, Key.NUM_GROUPS: len(batch.groups)})
         self._span.link(tuple(self._prompts.values()))
 

@@ -320,15 +320,15 @@ def bypass_mode_objective(
     """
     engine, correction = inputs.rollout_logprobs, settings.correction
     assert engine is not None
-    found = rollout_correction(inputs.logprobs, engine, inputs.row_index, correction)
+    corrected = rollout_correction(inputs.logprobs, engine, inputs.row_index, correction)
     weights, optimise = None, vanilla_objective
     if correction.loss_type == "reinforce":
-        weights, optimise = found.weights, _reinforce
+        weights, optimise = corrected.weights, _reinforce
     if weights is not None:
-        weights = normalized_weights(weights, found.statistics)
-    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(found.kept)
+        weights = normalized_weights(weights, corrected.statistics)
+    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(corrected.kept)
     objective = optimise(inputs, counts, settings)
-    return replace(objective, statistics=found.statistics)
+    return replace(objective, statistics=corrected.statistics)
 
 
 def _reinforce(

@@ -173,15 +173,15 @@ def _token_statistics(
     raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
 ) -> dict[str, Statistic]:
     applied, low, high = Moments.of(weights), _lower(bounds), bounds.upper
-    found = {
+    statistics = {
         **_spread("rollout_is", applied, Reading.STD),
         "rollout_is_eff_sample_size": Statistic(applied, Reading.EFFECTIVE_FRACTION),
         **_fractions("rollout_is_ratio", raw, low, high),
     }
     if bounds.lower is not None:
         outside = Moments.of((raw > high) | (raw < low))
-        found["rollout_is_oob_ratio"] = Statistic(outside, Reading.MEAN)
-    return found
+        statistics["rollout_is_oob_ratio"] = Statistic(outside, Reading.MEAN)
+    return statistics
 
 
 def _row_statistics(

@@ -86,8 +86,8 @@ class Moments:
         if values.numel() == 0:
             return cls()
         numbers = values.detach().cpu().double()
-        found = torch.stack([numbers.sum(), numbers @ numbers, numbers.min(), numbers.max()])
-        return cls(float(numbers.numel()), *found.tolist())
+        moments = torch.stack([numbers.sum(), numbers @ numbers, numbers.min(), numbers.max()])
+        return cls(float(numbers.numel()), *moments.tolist())
 
     def merge(self, other: Moments) -> Moments:
         """Return moments of the numbers of both."""
@@ -235,7 +235,7 @@ class ProbsDiffSums:
         n = self.num_tokens
         if n == 0.0:
             return {"training/rollout_probs_diff_valid": 0.0}
-        found = {
+        metrics = {
             "training/rollout_probs_diff_valid": 1.0,
             "training/rollout_probs_diff_max": self.max_d,
             "training/rollout_probs_diff_mean": self.d / n,
@@ -245,13 +245,13 @@ class ProbsDiffSums:
         }
         if n > 1.0:
             variance = max(self.dd - self.d * self.d / n, 0.0) / (n - 1.0)
-            found["training/rollout_probs_diff_std"] = math.sqrt(variance)
+            metrics["training/rollout_probs_diff_std"] = math.sqrt(variance)
         variation = (self.pp - self.p * self.p / n) * (self.qq - self.q * self.q / n)
         if variation > 0.0:
             covariation = self.pq - self.p * self.q / n
             correlation = max(-1.0, min(1.0, covariation / math.sqrt(variation)))
-            found["training/rollout_actor_probs_pearson_corr"] = correlation
-        return found
+            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+        return metrics
 
     def _gap_below(self, share: float) -> float:
         """Return a gap that this share of the tokens does not exceed: at most 19 % too large."""

@@ -167,10 +167,10 @@ def _print_progress(
     """Print the means of the newest evaluation, and what has changed since the first one."""
     number = [one.folder for one in evaluations].index(output)
     for benchmark in compared_benchmarks(evaluations):
-        if (found := benchmark.results[number]) is None:
+        if (results := benchmark.results[number]) is None:
             continue
         text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
-        text += estimate_text(found.mean)
+        text += estimate_text(results.mean)
         if (change := benchmark.differences[number]) is not None:
             text += f", {estimate_text(change, signed=True)} since {evaluations[0].label}"
         print_line(display.console, text)
@@ -283,6 +283,6 @@ def _link(source: str, target: str) -> None:
 
 def steps_with(folder: Path, content: str) -> list[int]:
     """Return N of each folder ``global_step_N`` with this content, in order."""
-    found = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("global_step_*"))
-    steps = (int(match[1]) for match in found if match)
+    matches = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("global_step_*"))
+    steps = (int(match[1]) for match in matches if match)
     return sorted(step for step in steps if (folder / f"global_step_{step}" / content).exists())

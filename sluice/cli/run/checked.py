@@ -119,15 +119,15 @@ def examined_to_start(
         ConfigError: as `checked_run`.
     """
     examined = examined_of(run, is_local=is_local)
-    found = preflight(
+    problems = preflight(
         examined,
         lambda check: (
             (is_local or not check.of_host) and (grades or check.name not in _OF_REWARD_SERVICE)
         ),
     )
-    for note in [*notes, *(one for one in found if one.severity is Severity.NOTE)]:
+    for note in [*notes, *(one for one in problems if one.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")
-    raise_problems(errors(found), run.source)
+    raise_problems(errors(problems), run.source)
     if examined.devices.line:
         print_line(console, examined.devices.line)
     return examined
@@ -153,10 +153,10 @@ def refuse_other_ledger(config: RunConfig) -> None:
         return
     with file.open("rb") as opened:
         header = opened.read(64)
-    found = int.from_bytes(header[60:], "big")
-    if header.startswith(b"SQLite format 3\0") and found not in (0, LEDGER_FORMAT):
+    ledger_format = int.from_bytes(header[60:], "big")
+    if header.startswith(b"SQLite format 3\0") and ledger_format not in (0, LEDGER_FORMAT):
         raise ConfigError(
-            f"{file}: format {found}, and this version of sluice reads {LEDGER_FORMAT}; use the "
-            "version that wrote it, give another sluice.run_dir, or move the file away to start "
-            "without the prompts that clients have submitted"
+            f"{file}: format {ledger_format}, and this version of sluice reads {LEDGER_FORMAT}; "
+            "use the version that wrote it, give another sluice.run_dir, or move the file away to "
+            "start without the prompts that clients have submitted"
         )

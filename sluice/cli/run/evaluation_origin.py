@@ -196,6 +196,6 @@ def _file_marks(config: RunConfig) -> dict[str, list[int]]:
     files += [Path(one) for one in functions if one is not None]
     marks = {}
     for file in filter(Path.is_file, files):
-        found = file.stat()
-        marks[str(file)] = [found.st_size, found.st_mtime_ns]
+        status = file.stat()
+        marks[str(file)] = [status.st_size, status.st_mtime_ns]
     return marks

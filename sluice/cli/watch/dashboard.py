@@ -200,16 +200,16 @@ def compare(
             raise DataError(
                 f"run: {run} holds no {METRICS_NAME}; give folders of runs that trained a step"
             )
-    found = compare_folders(runs, _AXIS_POINTS if as_json else NO_POINTS)
+    comparison = compare_folders(runs, _AXIS_POINTS if as_json else NO_POINTS)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        _print(found)
+        _print(comparison)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(comparison: dict[str, Any]) -> None:
     console = output_console()
-    names = [printable(run["name"]) for run in found["runs"]]
+    names = [printable(run["name"]) for run in comparison["runs"]]
 
     def table(title: str, first: str, rows: list[tuple[str, Sequence[str]]]) -> None:
         if rows:
@@ -221,7 +221,7 @@ def _print(found: dict[str, Any]) -> None:
         "",
         [
             (row["name"], [_text(value, row["kind"]) for value in row["values"]])
-            for row in found["figures"]
+            for row in comparison["figures"]
         ],
     )
     for measure in ("accuracy", "reward"):
@@ -231,16 +231,16 @@ def _print(found: dict[str, Any]) -> None:
             "after",
             [
                 (_BY[row["by"]].format(row["at"]), [_text(v, "number") for v in row[measure]])
-                for row in found["progress"]
+                for row in comparison["progress"]
                 if any(value is not None for value in row[measure])
             ],
         )
     table(
         "Configuration",
         "key",
-        [(row["key"], [v or _NONE for v in row["values"]]) for row in found["differences"]],
+        [(row["key"], [v or _NONE for v in row["values"]]) for row in comparison["differences"]],
     )
-    if not found["differences"]:
+    if not comparison["differences"]:
         console.print("The configurations are the same.")
 
 

@@ -93,13 +93,15 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
     location = locate_run(run)
-    found = None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
-    if found is None:
+    explanation = (
+        None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
+    )
+    if explanation is None:
         return False
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(explanation))
     else:
-        output_console().print(wait_table(found))
+        output_console().print(wait_table(explanation))
     return True
 
 
@@ -174,17 +176,17 @@ def runs(
     Example:
       sluice runs
     """
-    found = asyncio.run(_listed(started_runs(folder)))
+    listed = asyncio.run(_listed(started_runs(folder)))
     if as_json:
-        print_json({"runs": [asdict(one) for one in found]})
-    elif not found:
+        print_json({"runs": [asdict(one) for one in listed]})
+    elif not listed:
         typer.echo(f"no runs in {folder.absolute()}")
     else:
         print_table(
             output_console(),
             "",
             ("run", "state", "step", "accuracy", "started", "last step"),
-            map(_row, found),
+            map(_row, listed),
             right=("step", "accuracy", "started", "last step"),
         )
 

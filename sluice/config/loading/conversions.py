@@ -293,11 +293,11 @@ def _replicas(settings: _Settings) -> None:
 @cache
 def _copied() -> dict[str, list[str]]:
     """Return the keys whose values another key takes over as they are, by that key."""
-    found: dict[str, list[str]] = {}
+    by_target: dict[str, list[str]] = {}
     for entry in catalogue().values():
         if entry.is_copied:
-            found.setdefault(entry.targets[0], []).append(entry.path)
-    return found
+            by_target.setdefault(entry.targets[0], []).append(entry.path)
+    return by_target
 
 
 def _copies(settings: _Settings) -> None:

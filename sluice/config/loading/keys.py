@@ -119,15 +119,17 @@ def refers_to(value: object, path: KeyPath) -> bool:
 
 def other_spellings(key: str) -> tuple[str, ...]:
     """Return the other accepted dotted paths of the key in sluice's spelling."""
-    found = []
+    spellings_of_key = []
     for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
             spelled = f"{other}{key[len(prefix) :]}"
             if canonical(tuple(spelled.split("."))) == tuple(key.split(".")):
-                found.append(spelled)
-    found += [short for short, full in short_forms().items() if full == key]
-    found += [other for other, prefix in spellings().items() if short_forms().get(prefix) == key]
-    return tuple(found)
+                spellings_of_key.append(spelled)
+    spellings_of_key += [short for short, full in short_forms().items() if full == key]
+    spellings_of_key += [
+        other for other, prefix in spellings().items() if short_forms().get(prefix) == key
+    ]
+    return tuple(spellings_of_key)
 
 
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:

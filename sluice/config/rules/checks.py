@@ -102,13 +102,13 @@ def all_problems(
     """
     if config.sluice.sources:
         check = partial(_rule_problems, settings=settings, shape=shape)
-        found = list(source_problems(config, check))
+        problems = list(source_problems(config, check))
     else:
-        found = _rule_problems(config, settings, shape)
-    found += named("critic", idle_critic_problems(config, settings))
+        problems = _rule_problems(config, settings, shape)
+    problems += named("critic", idle_critic_problems(config, settings))
     if files:
-        found += named("files", file_problems(config))
-    return found
+        problems += named("files", file_problems(config))
+    return problems
 
 
 def _rule_problems(
@@ -116,14 +116,14 @@ def _rule_problems(
 ) -> list[Problem]:
     """Return the broken rules of a run without sources, or of one source."""
     sizes = verl_sizes(config, settings.of(config))
-    found = [*verl_problems(sizes), *engine_problems(sizes)]
+    problems = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(config, sizes, shape)
+        problems += shape_problems(config, sizes, shape)
         for name, of_model in _OF_MODEL.items():
-            found += named(name, of_model(config, shape))
+            problems += named(name, of_model(config, shape))
     for name, check in _CHECKS.items():
-        found += named(name, check(config))
-    return found
+        problems += named(name, check(config))
+    return problems
 
 
 def _idle_ranks(config: RunConfig) -> Iterator[Problem]:

@@ -230,12 +230,12 @@ class ServiceHost:
         child = self._of(pid)
         if child is None:
             return [], True
-        found: list[str] = []
+        lines: list[str] = []
         some = asyncio.Event()
 
         async def read() -> None:
             async for line in child.lines():
-                found.append(line)
+                lines.append(line)
                 some.set()
 
         async with asyncio.TaskGroup() as tasks:
@@ -246,7 +246,7 @@ class ServiceHost:
             is_over = reading.done()
             reading.cancel()
             waiting.cancel()
-        return found, is_over
+        return lines, is_over
 
     async def ended(self, pid: int) -> int:
         """Return its exit code, once it has one."""

@@ -148,8 +148,8 @@ def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> 
     service = config.sluice
 
     def placed(endpoint: EndpointConfig, node: NodePlace) -> EndpointConfig:
-        found = endpoint_on(endpoint, node.address)
-        return msgspec.structs.replace(found, port=found.port or node.ports[0])
+        given = endpoint_on(endpoint, node.address)
+        return msgspec.structs.replace(given, port=given.port or node.ports[0])
 
     replace = msgspec.structs.replace
     return replace(

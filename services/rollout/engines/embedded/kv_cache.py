@@ -504,7 +504,7 @@ class KeptPrefixes:
         kept = self._by_name.get(name, ())
         shared, best = max(
             ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in kept),
-            key=lambda found: found[0],
+            key=lambda candidate: candidate[0],
             default=(0, None),
         )
         is_dear = (len(tokens) - shared) * len(tokens) > _MAX_MASK_ELEMENTS

@@ -415,8 +415,8 @@ def _sockets() -> set[Any]:
     """Return the sockets of SGLang's messages, which nothing lists, without second handles."""
     kind: Any = importlib.import_module("zmq").Socket
     # Not `isinstance`: it asks objects for their class, and some objects act on that.
-    found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return {one for one in found if not one._shadow}
+    sockets = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return {one for one in sockets if not one._shadow}
 
 
 def _close(sockets: Iterable[Any]) -> None:

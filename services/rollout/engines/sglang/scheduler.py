@@ -120,12 +120,12 @@ def _loadable(
     def without_memory(tensor: torch.Tensor | None) -> Any:
         if tensor is None:
             return None
-        found: Any = tensor.data.to("meta")
-        found.__class__ = type(tensor)
+        copied: Any = tensor.data.to("meta")
+        copied.__class__ = type(tensor)
         for name, value in vars(tensor).items():
             is_of_module = isinstance(value, MethodType) and value.__self__ is module
-            found.__dict__[name] = MethodType(value.__func__, copy) if is_of_module else value
-        return found
+            copied.__dict__[name] = MethodType(value.__func__, copy) if is_of_module else value
+        return copied
 
     return (
         {name: without_memory(one) for name, one in module._parameters.items()},
@@ -296,13 +296,13 @@ def held_samples(scheduler: Any) -> list[Any]:
     Retracted ones wait in its queue, or are computed again a chunk at a time.
     """
     batches = (scheduler.running_batch, scheduler.last_batch)
-    found = [*scheduler.waiting_queue]
+    samples = [*scheduler.waiting_queue]
     if scheduler.chunked_req is not None:
-        found.append(scheduler.chunked_req)
-    found += [one for batch in batches if batch is not None for one in batch.reqs]
+        samples.append(scheduler.chunked_req)
+    samples += [one for batch in batches if batch is not None for one in batch.reqs]
     return [
         one
-        for one in {id(one): one for one in found}.values()
+        for one in {id(one): one for one in samples}.values()
         if one.stream and not one.finished() and len(one.output_ids) > one.send_token_offset
     ]
 

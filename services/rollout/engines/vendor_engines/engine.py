@@ -82,13 +82,13 @@ def check_files(folder: Path, described: CausalLM) -> None:
         CheckpointError: a file is missing or damaged, or lacks a tensor that the index names.
         ConfigError: other weights are missing.
     """
-    found = tensor_names(folder).keys()
+    names = tensor_names(folder).keys()
     in_files, state = checkpoint_names(described.model), described.model.state_dict()
     known = in_files(state).keys()
     own = in_files({spec.name: state[spec.name] for spec in described.layout.tensors})
-    missing = own.keys() - found
-    if not found or (missing and found <= known):
-        lacks = f"{len(missing)} weights, first {min(missing)}" if found else "*.safetensors"
+    missing = own.keys() - names
+    if not names or (missing and names <= known):
+        lacks = f"{len(missing)} weights, first {min(missing)}" if names else "*.safetensors"
         raise ConfigError(
             f"actor_rollout_ref.model.path={str(folder)!r} lacks {lacks}; copy the complete "
             "checkpoint"

@@ -344,13 +344,13 @@ class RequestRun(EngineRun):
         changed within the sample and the cache was computed again, vLLM reports the first passes'
         experts, so samples of several versions have none.
         """
-        found = delta.routing
-        if found is None or not self.request.with_routing or reason is FinishReason.ABORTED:
+        routing = delta.routing
+        if routing is None or not self.request.with_routing or reason is FinishReason.ABORTED:
             return None
         if len(set(sample.versions)) > 1:
             return None
         tokens = len(sample.versions)
-        return found if tokens and len(found) == len(sample.prompt) + tokens - 1 else None
+        return routing if tokens and len(routing) == len(sample.prompt) + tokens - 1 else None
 
     def _hand_on(
         self,
@@ -373,11 +373,13 @@ class RequestRun(EngineRun):
     def _scored(self, index: int, sent: PromptLogprobs) -> SampleChunk:
         """Return a chunk with the prompt's logprobs, without those of continued tokens after it."""
         own = slice(self.request.prompt_token_ids.size - 1)
-        found = PromptLogprobs(sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own])
+        prompt_logprobs = PromptLogprobs(
+            sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own]
+        )
         version = self._vendor.serving_version()
         none = np.zeros(0, np.float32)
         return SampleChunk(
-            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=found
+            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=prompt_logprobs
         )
 
     def _end_of(self, index: int, reason: FinishReason) -> SampleChunk:

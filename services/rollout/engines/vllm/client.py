@@ -67,14 +67,14 @@ def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: i
         InvalidRequestError: there are more or fewer runs.
     """
     collapsed: list[int] = []
-    found = 0
+    num_runs = 0
     for is_image, run in groupby(token_ids, key=lambda token: token == image_token_id):
         collapsed += [image_token_id] if is_image else run
-        found += is_image
-    if found != num_images:
+        num_runs += is_image
+    if num_runs != num_images:
         raise InvalidRequestError(
-            f"prompt: {num_images} images, but {found} runs of the image token {image_token_id}; "
-            "give each image a run of its own, with other tokens between them"
+            f"prompt: {num_images} images, but {num_runs} runs of the image token "
+            f"{image_token_id}; give each image a run of its own, with other tokens between them"
         )
     return collapsed
 

@@ -184,17 +184,19 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pla
     placed: list[PlacedPiece] = []
     cursor = 0
     for piece in pieces:
-        paths = {index: found for index in piece.row_indices if (found := rows[index].paths())}
+        paths = {
+            index: row_paths for index in piece.row_indices if (row_paths := rows[index].paths())
+        }
         if not paths:
             continue
         start = cursor
-        if any(path.follows_prompt for found in paths.values() for path in found):
+        if any(path.follows_prompt for row_paths in paths.values() for path in row_paths):
             cursor += int(rows[piece.row_indices[0]].prompt_token_ids.size)
         length = cursor - start
         of_rows: dict[int, tuple[PlacedPath, ...]] = {}
-        for index, found in paths.items():
+        for index, row_paths in paths.items():
             own = []
-            for path in found:
+            for path in row_paths:
                 shared = length if path.follows_prompt else 0
                 at = AttendedSequence(start, shared, cursor, int(path.token_ids.size) - 1)
                 own.append(PlacedPath(rows[index], path, at))
@@ -305,13 +307,13 @@ def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]
     """Return the rank that encodes each image: consecutive images, with about equal numbers of
     tokens."""
     middles = 2 * np.cumsum(sizes) - sizes
-    found: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
-    return found
+    ranks_of_images: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
+    return ranks_of_images
 
 
 def _common(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
     """Return for each rank how many numbers of this rank's interval in `ours` lie in that rank's
     in `theirs`."""
     first, end = np.maximum(theirs[:-1], ours[rank]), np.minimum(theirs[1:], ours[rank + 1])
-    found: list[int] = np.maximum(end - first, 0).tolist()
-    return found
+    shared: list[int] = np.maximum(end - first, 0).tolist()
+    return shared

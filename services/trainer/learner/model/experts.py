@@ -124,11 +124,11 @@ class RoutingTape:
         Args:
             routings: one for each pass, in order; the same number on all ranks.
         """
-        found = [(one, layer) for one in routings for layer in sorted(one.experts)]
-        if not found:
+        pairs = [(one, layer) for one in routings for layer in sorted(one.experts)]
+        if not pairs:
             return
-        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in found])
-        for (one, layer), rows in zip(found, self._exchanged(counts), strict=True):
+        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in pairs])
+        for (one, layer), rows in zip(pairs, self._exchanged(counts), strict=True):
             one.rows[layer], one.is_exchanged = rows, True
 
     def note(self, layer: int, experts: Tensor) -> None:
@@ -284,11 +284,11 @@ class Experts(nn.Module):
         down = _products(inner, own_part(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
 
-    def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def _adapted(self, projection: str, output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         if projection not in self.each or not self.each[projection].is_on:
-            return found
+            return output
         added: Tensor = self.each[projection](rows, ends)
-        return found + added
+        return output + added
 
 
 class SparseExperts(nn.Module):
@@ -337,8 +337,8 @@ class SparseExperts(nn.Module):
         places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places, token = places.view(experts.shape), order // self.num_chosen
         spread: Tensor = _Spread.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
-        found = self._computed(spread, rows)
-        combined: Tensor = _Combine.apply(found, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
+        outputs = self._computed(spread, rows)
+        combined: Tensor = _Combine.apply(outputs, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
@@ -361,8 +361,8 @@ class SparseExperts(nn.Module):
         number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
         order = by_row.argsort(stable=True)
-        found = self.experts(there.index_select(0, order), counts.sum(0))
-        back = torch.empty_like(found).index_copy(0, order, found)
+        outputs = self.experts(there.index_select(0, order), counts.sum(0))
+        back = torch.empty_like(outputs).index_copy(0, order, outputs)
         return all_to_all(back, group, rows.received, rows.sent)
 
 
@@ -500,8 +500,8 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if not len(rows):  # no token came to this rank; CUDA kernels refuse products over no rows
         return rows @ weights[0].t()
     if _grouped_mm is not None and weights.dtype in _GROUPED_DTYPES:
-        found: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-        return found
+        product: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        return product
     parts = rows.tensor_split(ends.tolist()[:-1])
     return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
 
@@ -554,8 +554,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    found: Tensor = activation(gate) * up
-    return found
+    gated: Tensor = activation(gate) * up
+    return gated
 
 
 def _used(function: F, ctx: _ExpertContext) -> F:

@@ -123,16 +123,16 @@ def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str
         and tensor.is_contiguous()
         and tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize
     }
-    found: dict[str, Published] = {}
+    names: dict[str, Published] = {}
     for name, placed in directory.items():
         experts = [one for parts in expert_names(name, placed.shape[0]) for one in parts]
         if experts and all(one in written for one in experts):
-            found[name] = [(one, tuple(written[one].shape)) for one in experts]
+            names[name] = [(one, tuple(written[one].shape)) for one in experts]
         elif name in renamed:
-            found[name] = [renamed[name]]
+            names[name] = [renamed[name]]
         else:
             return None
-    return found if sum(map(len, found.values())) == len(written) else None
+    return names if sum(map(len, names.values())) == len(written) else None
 
 
 def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,10 +187,10 @@ def _exchange(
             for rank, own in enumerate(buckets)
             for rows in (own[number] if number < len(own) else ())
         ]
-        found = exchange_rows(wanted, parts, directory, parallel, _PHASE)
-        while found:
+        tensors = exchange_rows(wanted, parts, directory, parallel, _PHASE)
+        while tensors:
             assert file is not None
-            file.append(found.pop(0))
+            file.append(tensors.pop(0))
         yield
 
 
@@ -214,11 +214,11 @@ def _write_converted(
 ) -> Iterator[None]:
     whole: dict[str, list[Tensor]] = {}
     for bucket in cut_buckets(directory, directory, BUCKET_BYTES):
-        found = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
+        tensors = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
         advance()
-        for rows in bucket[: len(found)]:  # only rank 0 has found any
+        for rows in bucket[: len(tensors)]:  # only rank 0 has found any
             # The next bucket must not find this one in the device's memory.
-            whole.setdefault(rows.name, []).append(found.pop(0).cpu())
+            whole.setdefault(rows.name, []).append(tensors.pop(0).cpu())
         yield
     if parallel.rank:
         # As many parts as on rank 0, so that the ranks' next exchanges coincide.

@@ -372,9 +372,9 @@ def _divided(
     parameters: Iterable[nn.Parameter], share: float
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the first parameters, with at least this share of the rank's bytes, and the rest."""
-    found = list(parameters)
-    sizes = [local_part(one).nbytes for one in found]
+    ordered = list(parameters)
+    sizes = [local_part(one).nbytes for one in ordered]
     wanted, number = share * sum(sizes), 0
-    while number < len(found) and sum(sizes[:number]) < wanted:
+    while number < len(ordered) and sum(sizes[:number]) < wanted:
         number += 1
-    return found[:number], found[number:]
+    return ordered[:number], ordered[number:]

@@ -171,8 +171,8 @@ class CutEmbedding(nn.Module):
         padding = None if self._padding is None else self._padding - first
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        found = embedding(own.clamp(0, rows - 1), weight, padding)
-        return self._share.scatter(found * is_own.unsqueeze(-1))
+        embedded = embedding(own.clamp(0, rows - 1), weight, padding)
+        return self._share.scatter(embedded * is_own.unsqueeze(-1))
 
 
 class CutHead(nn.Module):

@@ -103,11 +103,13 @@ def token_advantages(
         baselines=table.baselines,
         turn_rewards=turn_rewards,
     )
-    found = batch_estimator(settings.estimator)(inputs, settings.advantages)
-    metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
+    estimate = batch_estimator(settings.estimator)(inputs, settings.advantages)
+    metrics |= _metrics(rewards, estimate.advantages, estimate.returns, table.mask, mask)
     if components:
         metrics |= gdpo_metrics(inputs)
-    return AdvantageEstimate(found.advantages, found.returns, rewards, mask, metrics, controller)
+    return AdvantageEstimate(
+        estimate.advantages, estimate.returns, rewards, mask, metrics, controller
+    )
 
 
 def estimate_by_source(
@@ -129,10 +131,10 @@ def estimate_by_source(
         keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
         groups = tuple(group for group in batch.groups if group.source == source)
         components = reward_components(replace(batch, groups=groups), keys or (), device)
-        found = token_advantages(
+        estimate = token_advantages(
             _rows(table, rows), _rows(passed, rows), components, own, controller
         )
-        parts[source] = rows, found
+        parts[source] = rows, estimate
     return _joined(parts, table, controller)
 
 

@@ -143,15 +143,15 @@ class Critic:
             device=self._device.torch_device,
         )
         passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
-        found: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
+        outputs: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
 
         def read(number: int, values: Tensor) -> None:
-            found.append((passed[number], values))
+            outputs.append((passed[number], values))
 
         with self.trained.host.present(self._weights):
             self._passes.begin(len(passed))
             self._passes.forward([TokenPass(one) for one in passed], read)
-        return gather_tokens(found, table, self._parallel, "gathering the critic's values")
+        return gather_tokens(outputs, table, self._parallel, "gathering the critic's values")
 
     def update(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         """Run all optimizer steps of the batch given to `values`.
@@ -186,12 +186,12 @@ class Critic:
     ) -> list[ValueLoss]:
         losses: list[ValueLoss] = []
 
-        def loss(number: int, found: Tensor) -> Tensor:
+        def loss(number: int, predicted: Tensor) -> Tensor:
             micro_batch = mini_batch.micro_batches[number]
             # Rejected tokens leave the sums; the global counts stay the denominators.
             kept = tokens_of(mask, micro_batch)
             one = value_loss(
-                found[kept],
+                predicted[kept],
                 tokens_of(values, micro_batch)[kept],
                 tokens_of(returns, micro_batch)[kept],
                 micro_batch.rows[kept],

@@ -95,13 +95,13 @@ class AdapterReference:
 def _logprobs(
     passes: TokenPasses, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor | None]:
-    found: list[Tensor | None] = [None] * len(micro_batches)
+    logprobs: list[Tensor | None] = [None] * len(micro_batches)
 
     def read(number: int, outputs: TokenStatistics) -> None:
-        found[number] = outputs.logprobs
+        logprobs[number] = outputs.logprobs
 
     passes.forward([TokenPass(one, temperature) for one in micro_batches], read)
-    return found
+    return logprobs
 
 
 Reference: TypeAlias = ReferencePolicy | AdapterReference
