@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from services.reward.episodes.drivers import EpisodeDrivers
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.replica_queue import ReplicaQueue
@@ -250,7 +250,7 @@ class RewardApp:
             rules=straggler_rules(config),
         )
         self.generator: SampleGenerator = self.dispatcher
-        self.leases = drivers if isinstance(drivers, LeaseDesk) else None
+        self.leases = drivers if isinstance(drivers, LeaseManager) else None
         self.episode_counts: EpisodeStatistics | None = None
         if drivers is not None:
             episodes = EpisodeGenerator(

@@ -67,7 +67,7 @@ class BatchHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetFacts:
+class FleetStatus:
     """The state of the loop that demand depends on.
 
     Attributes:
@@ -103,9 +103,9 @@ class DemandMeter:
         facts: returns the current state of the loop; must not block.
     """
 
-    def __init__(self, facts: Callable[[], FleetFacts]) -> None:
+    def __init__(self, facts: Callable[[], FleetStatus]) -> None:
         self._facts = facts
-        self._latest: tuple[float, FleetFacts] | None = None
+        self._latest: tuple[float, FleetStatus] | None = None
         self._marks: deque[_Mark] = deque()
         self._num_batches = 0
         self.slot_seconds = self.starved_s = 0.0
@@ -236,14 +236,14 @@ class RewardMetrics:
             yield reading("sluice_rollout_demand_replicas", replicas)
 
 
-def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
+def fleet_status(app: RewardApp, num_batches: int) -> FleetStatus:
     """Return the state that demand depends on, after `num_batches` batches.
 
     Replicas that only serve a validation do not count.
     """
     replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
     generates = app.groups.counts[GroupState.GENERATING] > 0 and app.dispatcher.is_training_sampled
-    return FleetFacts(
+    return FleetStatus(
         num_batches,
         app.loop.batches.num_asking > 0 and (generates or not replicas),
         app.queue.fleet.num_slots_in_use,
@@ -260,7 +260,7 @@ def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
         yield
         return
     history = BatchHistory(config.sluice.asynchrony.max_staleness)
-    demand = DemandMeter(lambda: fleet_facts(app, history.num_formed))
+    demand = DemandMeter(lambda: fleet_status(app, history.num_formed))
     app.counters.on_batch = history.formed
     metrics = RewardMetrics(app, history, demand, config.data.train_batch_size)
     who = ProcessName("reward", name, restarts())

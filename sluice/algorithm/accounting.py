@@ -28,7 +28,7 @@ DATA_EXHAUSTED = "data_exhausted"
 """1 if the run ended because its data set had no more prompts, else 0."""
 # Sampled in calls that are still running at the replicas, and not sent yet.
 _UNDER_WAY = "under_way"
-# Sampled for callers outside the run: the SDK, the command line, the OpenAI front.
+# Sampled for callers outside the run: the SDK, the command line, the OpenAI-compatible server.
 _DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
 _BEFORE_RESTART = "before_restart"

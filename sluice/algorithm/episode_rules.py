@@ -78,7 +78,7 @@ class EpisodeRules:
     grades_whole_text: bool = False
 
 
-class Continued(NamedTuple):
+class TurnStart(NamedTuple):
     """How a turn begins.
 
     Args:
@@ -111,7 +111,7 @@ def answer_message(answer: Answer) -> ChatMessage:
 
 def continued(
     histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
-) -> Continued:
+) -> TurnStart:
     """Return the turn that a whole conversation continues: the first whose history precedes the new
     messages.
 
@@ -124,8 +124,8 @@ def continued(
     size = num_before_new(messages)
     for index, history in enumerate(histories):
         if len(history) == size < len(messages) and all(map(_is_same, history, messages)):
-            return Continued(index, tuple(messages[size:]))
-    return Continued(None, tuple(messages))
+            return TurnStart(index, tuple(messages[size:]))
+    return TurnStart(None, tuple(messages))
 
 
 def num_before_new(messages: Sequence[ChatMessage]) -> int:

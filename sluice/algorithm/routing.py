@@ -39,7 +39,7 @@ class ReplicaUse(StrEnum):
     VALIDATION = "validation"  # it is held at the version that is validated
 
 
-class Offer(NamedTuple):
+class ReplicaOffer(NamedTuple):
     """The properties of a replica that matter to a group: version and use."""
 
     version: int
@@ -55,9 +55,9 @@ class AnnouncedReplica:
     use: ReplicaUse = ReplicaUse.ANY
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> ReplicaOffer:
         """Its version and use."""
-        return Offer(self.policy_version, self.use)
+        return ReplicaOffer(self.policy_version, self.use)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +126,12 @@ class ReplicaRequirement:
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
-    def takes(self, offer: Offer) -> bool:
+    def takes(self, offer: ReplicaOffer) -> bool:
         """Return whether a replica with this offer is acceptable."""
         other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
         return offer.use is not other and self.accepts(offer.version)
 
-    def came_too_late(self, offers: Collection[Offer]) -> bool:
+    def came_too_late(self, offers: Collection[ReplicaOffer]) -> bool:
         """Return whether no replica is acceptable, now or later.
 
         Versions only rise, and a replica that is about to swap is not held later: its next version
@@ -199,7 +199,7 @@ class ReplicaRouter:
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_name: dict[str, RoutedReplica] = {}
         self._context = MeanContext()
-        self._num_free: Counter[Offer] = Counter()  # sequences
+        self._num_free: Counter[ReplicaOffer] = Counter()  # sequences
         self._min_capacity = 0
         self._failed: set[RoutedReplica] = set()  # those that may be paused or on probation
 
@@ -237,12 +237,12 @@ class ReplicaRouter:
         return tuple(previous.values())
 
     @property
-    def offers(self) -> Collection[Offer]:
+    def offers(self) -> Collection[ReplicaOffer]:
         """The offers of all replicas, busy and paused ones too."""
         return self._num_free.keys()
 
     def choose(
-        self, wanted: ReplicaRequirement, now: float, taken: Collection[Offer] = ()
+        self, wanted: ReplicaRequirement, now: float, taken: Collection[ReplicaOffer] = ()
     ) -> RoutedReplica | None:
         """Return the replica that takes the group, or ``None``: none has capacity.
 

@@ -22,7 +22,7 @@ from sluice.data.inspection import (
     inspect_files,
     quantiles,
 )
-from sluice.data.prepare import PUBLISHED_SETS, Preparation, Prepared, Wishes, prepare
+from sluice.data.prepare import PUBLISHED_SETS, PrepareJob, PrepareOptions, PrepareResult, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_files import check_raw_file
@@ -93,11 +93,11 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
     source = data_source or published.data_source or stem
-    order = Preparation(
+    order = PrepareJob(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
-        Wishes(split, source, instruction, prompt_field, answer_field),
+        PrepareOptions(split, source, instruction, prompt_field, answer_field),
         limit,
         deduplicate,
         skip_bad,
@@ -257,7 +257,7 @@ def inspection_as_json(
     }
 
 
-def print_prepared(console: Console, output: str, made: Prepared) -> None:
+def print_prepared(console: Console, output: str, made: PrepareResult) -> None:
     """Print the numbers of rows written and left out."""
     left_out = [
         *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),

@@ -1,6 +1,6 @@
 """Programs that work on leased samples: one process for each.
 
-Consumes: leases. Each program gets its task as a line of JSON, and the address of a front.
+Consumes: leases. Each program gets its task as a line of JSON, and the address of a server.
 Produces: the end of each lease, from the program's exit code and the last line of its output. Waits
 for: programs, until their leases expire; a reward service that is away, while a program has time,
 and a while longer. On shutdown: cancelling `run` ends the leases as failures at once, and the
@@ -93,7 +93,7 @@ class AgentRunner:
         leases: the run's leases.
         command: the program with its arguments, as a shell splits them.
         parallel: most programs at once.
-        base_url: address of the front that they call, without a path.
+        base_url: address of the server that they call, without a path.
         say: prints a line of progress.
         has_ended: whether the run has reached its end.
         wait_s: how long to wait for a reward service that is away once no program has time left.

@@ -132,7 +132,7 @@ def _lone_responses(config: RunConfig) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class DerivedNumber:
     """A derived number, in verl and here; `None` if it is not whole or not fixed."""
 
     name: str
@@ -211,7 +211,7 @@ class CheckReport:
     problems: tuple[Problem, ...]
     notes: tuple[Problem, ...]
     keys: dict[str, KeyStatus]
-    quantities: tuple[Quantity, ...]
+    quantities: tuple[DerivedNumber, ...]
     learning_rate: float
     engine: EngineReport | None
 
@@ -252,7 +252,7 @@ def check_report(
 
 def _quantities(
     config: RunConfig, settings: KeySettings, dataset_rows: int | None, here: RunConfig
-) -> list[Quantity]:
+) -> list[DerivedNumber]:
     verl, own = verl_batch(config, settings), own_batch(here)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
@@ -281,9 +281,9 @@ def _quantities(
             lambda b: b.optimizer_steps,
         ),
     ]
-    result = [Quantity(name, formula, of(verl), of(own)) for name, formula, of in formulas]
+    result = [DerivedNumber(name, formula, of(verl), of(own)) for name, formula, of in formulas]
     rounds = "gen_batch_size * n; here: groups are issued one by one"
-    result.append(Quantity("responses per generation round", rounds, verl.gen_rows, None))
+    result.append(DerivedNumber("responses per generation round", rounds, verl.gen_rows, None))
     result += [
         _log_prob_quantity(one, verl, own) for one in verl_sizes(config, settings).log_prob_passes
     ]
@@ -294,21 +294,21 @@ def _quantities(
         if configured is None:
             formula = "rows * total_epochs / train_batch_size; verl drops the rest of each epoch"
             as_verl = verl.steps_per_epoch(dataset_rows or 0) * config.trainer.total_epochs
-        result.append(Quantity("steps of the run", formula, as_verl, total))
+        result.append(DerivedNumber("steps of the run", formula, as_verl, total))
     if dataset_rows is not None:
         steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // own.train_prompts
         formula = f"{dataset_rows} rows / gen_batch_size (here: train_batch_size)"
-        result.append(Quantity("steps per epoch, nothing filtered", formula, steps, own_steps))
+        result.append(DerivedNumber("steps per epoch, nothing filtered", formula, steps, own_steps))
     return result
 
 
-def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Quantity:
+def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> DerivedNumber:
     policy = "old-policy" if one.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
     here = quotient(own.rows_per_data_rank, own.micro_rows)
     if one.dynamic:
-        return Quantity(name, "by token budget", None, here)
-    return Quantity(
+        return DerivedNumber(name, "by token budget", None, here)
+    return DerivedNumber(
         name,
         "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
         quotient(verl.rows_per_data_rank, one.micro_rows),

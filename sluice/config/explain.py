@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
+from sluice.config.catalogue.table import CatalogueEntry, KeyStatus, catalogue
 from sluice.config.loading.keys import (
     KeyPath,
     canonical,
@@ -25,7 +25,7 @@ _HONOURED_BY_ROUNDS = frozenset(
 )
 
 
-def explain_key(path: str) -> Entry:
+def explain_key(path: str) -> CatalogueEntry:
     """Return the catalogue entry of a key, in any accepted spelling.
 
     A key below a free-form one or a block has that one's entry.
@@ -45,7 +45,7 @@ def explain_key(path: str) -> Entry:
     return catalogue()[entry.path]
 
 
-def keys_of_section(path: str) -> list[Entry]:
+def keys_of_section(path: str) -> list[CatalogueEntry]:
     """Return every key below a section, in any accepted spelling; none if it is no section."""
     prefix = f"{'.'.join(canonical(tuple(path.strip().split('.'))))}."
     return [entry for entry in catalogue().values() if entry.path.startswith(prefix)]
@@ -96,7 +96,9 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | N
     return Problem(spelled, value, text, rule=str(status), severity=Severity.NOTE)
 
 
-def _status(entry: Entry, path: KeyPath, value: object, settings: SettingsTree) -> KeyStatus:
+def _status(
+    entry: CatalogueEntry, path: KeyPath, value: object, settings: SettingsTree
+) -> KeyStatus:
     if entry.path == ".".join(path) and entry.refusal_of(value):
         return KeyStatus.REFUSED
     if _is_silent(entry, path, value):
@@ -111,7 +113,7 @@ def _status(entry: Entry, path: KeyPath, value: object, settings: SettingsTree) 
     return entry.status
 
 
-def _is_silent(entry: Entry, path: KeyPath, value: object) -> bool:
+def _is_silent(entry: CatalogueEntry, path: KeyPath, value: object) -> bool:
     """Return whether the value of a key changes nothing, as null always."""
     if value is None:
         return True

@@ -15,7 +15,7 @@ import msgspec
 
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.dashboard.curves import MIN_POINTS
-from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
+from sluice.dashboard.sample_browser import GroupPage, ListedGroup, PageCursor, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.rpc.metadata import AUTHORIZATION, presented_token
@@ -172,7 +172,7 @@ def parse_filter(query: Query) -> SampleFilter:
     )
 
 
-def parse_cursor(query: Query) -> Cursor | None:
+def parse_cursor(query: Query) -> PageCursor | None:
     """Return the end of the previous page. Raises InvalidRequestError."""
     text = query.get("after", "")
     if not text:
@@ -180,10 +180,10 @@ def parse_cursor(query: Query) -> Cursor | None:
     step, dot, ordinal = text.partition(".")
     if not (dot and _is_count(step) and _is_count(ordinal)):
         raise InvalidRequestError(f"after: {_shown(text)} is not a position; give `next` of a page")
-    return Cursor(int(step), int(ordinal))
+    return PageCursor(int(step), int(ordinal))
 
 
-def cursor_text(cursor: Cursor | None) -> str | None:
+def cursor_text(cursor: PageCursor | None) -> str | None:
     """Return a cursor as `parse_cursor` reads it; ``None`` for the end of the list."""
     return None if cursor is None else f"{cursor.step}.{cursor.ordinal}"
 
@@ -227,7 +227,7 @@ def _shown(text: str) -> str:
     return repr(text[:_MAX_SHOWN_CHARS])
 
 
-def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
+def page_object(page: GroupPage, counts: dict[str, int]) -> dict[str, Any]:
     """Return a page of the list as JSON.
 
     Args:
@@ -243,7 +243,7 @@ def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def group_object(found: FoundGroup) -> dict[str, Any]:
+def group_object(found: ListedGroup) -> dict[str, Any]:
     """Return a group with all of its texts as JSON."""
     group = found.group
     return {
@@ -258,7 +258,7 @@ def group_object(found: FoundGroup) -> dict[str, Any]:
     }
 
 
-def _row(found: FoundGroup) -> dict[str, Any]:
+def _row(found: ListedGroup) -> dict[str, Any]:
     lines, group = found.entry.lines, found.group
     is_validation = lines.outcome is ShownOutcome.VALIDATION
     versions = [v for response in group.responses for v in response.versions or ()]

@@ -16,7 +16,7 @@ from sluice.dashboard.overview import overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
 from sluice.dashboard.sample_browser import (
     READ_S,
-    Cursor,
+    PageCursor,
     SampleBrowser,
     SampleFilter,
     folders_of_run,
@@ -141,7 +141,7 @@ class RunData:
         return compare_validations(self._run_dir, self._history.validated_steps())
 
     def samples(
-        self, wanted: SampleFilter, text: str, after: Cursor | None, max_groups: int
+        self, wanted: SampleFilter, text: str, after: PageCursor | None, max_groups: int
     ) -> dict[str, Any]:
         """Return some groups of the list, and the number of all groups by outcome."""
         page = self._browser.page(wanted, text, after=after, limit=max_groups)

@@ -27,7 +27,7 @@ _LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class PageCursor:
     """A position in the list (highest step first); the next page begins after it."""
 
     step: int
@@ -82,13 +82,13 @@ class IndexEntry:
     lines: GroupLines
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> PageCursor:
         """The position before the next group."""
-        return Cursor(self.lines.step, self.ordinal)
+        return PageCursor(self.lines.step, self.ordinal)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundGroup:
+class ListedGroup:
     """A listed group with its texts."""
 
     entry: IndexEntry
@@ -96,7 +96,7 @@ class FoundGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class GroupPage:
     """Some groups of a list.
 
     Attributes:
@@ -106,8 +106,8 @@ class Page:
         num_searched: groups whose text was searched for this page.
     """
 
-    groups: list[FoundGroup]
-    next: Cursor | None
+    groups: list[ListedGroup]
+    next: PageCursor | None
     num_matching: int
     num_searched: int
 
@@ -200,8 +200,13 @@ class SampleBrowser:
         self._index = {n: entry for n, entry in self._index.items() if entry.file is not file}
 
     def page(
-        self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, limit: int = 25
-    ) -> Page:
+        self,
+        wanted: SampleFilter,
+        text: str = "",
+        *,
+        after: PageCursor | None = None,
+        limit: int = 25,
+    ) -> GroupPage:
         """Return some groups of the list, highest step first, then newest first.
 
         Args:
@@ -217,23 +222,23 @@ class SampleBrowser:
             end = (after.step, after.ordinal)
             matching = [entry for entry in matching if (entry.lines.step, entry.ordinal) < end]
         matching.sort(key=lambda entry: (entry.lines.step, entry.ordinal), reverse=True)
-        groups: list[FoundGroup] = []
+        groups: list[ListedGroup] = []
         needle, ends_s = text.casefold(), self.clock() + SEARCH_S
         for num_searched, entry in enumerate(matching):
             is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
             if len(groups) == limit or (is_late and num_searched):
                 last = matching[num_searched - 1]
-                return Page(groups, last.cursor, num_matching, num_searched)
+                return GroupPage(groups, last.cursor, num_matching, num_searched)
             group = _load(entry)
             if group is not None and (not needle or _holds(group, needle)):
-                groups.append(FoundGroup(entry, group))
-        return Page(groups, None, num_matching, len(matching))
+                groups.append(ListedGroup(entry, group))
+        return GroupPage(groups, None, num_matching, len(matching))
 
-    def group(self, ordinal: int) -> FoundGroup | None:
+    def group(self, ordinal: int) -> ListedGroup | None:
         """Return one group by its number; ``None``: it does not exist, or was deleted."""
         entry = self._index.get(ordinal)
         group = None if entry is None else _load(entry)
-        return None if entry is None or group is None else FoundGroup(entry, group)
+        return None if entry is None or group is None else ListedGroup(entry, group)
 
 
 def folders_of_run(run_dir: Path, validation_data_dir: str | None) -> dict[SampleSource, Path]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_files import PromptFiles, SlabReader
+from sluice.data.prompt_files import ChunkReader, PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import digest_of
 from sluice.errors import SluiceError
@@ -85,14 +85,14 @@ def inspect_files(
     Raises:
         DataError: a file is damaged.
     """
-    inspection, columns, reader = Inspection(files.num_rows), _Columns(), SlabReader()
+    inspection, columns, reader = Inspection(files.num_rows), _Columns(), ChunkReader()
     for block in files.blocks:
-        for slab in reader.read(block):
-            for index in range(len(slab)):
+        for chunk in reader.read(block):
+            for index in range(len(chunk)):
                 try:
-                    row = slab.decode(index, files.columns)
+                    row = chunk.decode(index, files.columns)
                     if check_row is not None:
-                        check_row(row, slab.path)
+                        check_row(row, chunk.path)
                     num_tokens = measure_tokens(row.messages) if measure_tokens else 0
                 except SluiceError as error:
                     inspection.num_bad += 1
@@ -105,7 +105,7 @@ def inspect_files(
                 if len(inspection.head) < num_head:
                     inspection.head.append(row)
             if on_rows is not None:
-                on_rows(len(slab))
+                on_rows(len(chunk))
     inspection.characters = np.asarray(columns.characters, np.int64)
     inspection.tokens = np.asarray(columns.tokens if measure_tokens else [], np.int64)
     inspection.num_duplicates = len(columns.digests) - int(np.unique(columns.digests).size)

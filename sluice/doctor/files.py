@@ -13,7 +13,7 @@ from sluice.config.derived import adapts, adapts_experts, checkpoint_folder, use
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import GIB, DoctorContext, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import DataError, MissingPackageError
 
 _POINTER = b"version https://git-lfs"
@@ -29,7 +29,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def check_model(examined: Examined) -> Iterator[Finding]:
+def check_model(examined: DoctorContext) -> Iterator[Finding]:
     """Check the policy's folder, and the critic's where it starts from another model."""
     config = examined.config
     yield from model_findings(MODEL_KEY, config.actor_rollout_ref.model.path)
@@ -104,7 +104,7 @@ def check_whole(key: str, file: Path) -> None:
         raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
 
 
-def check_disk(examined: Examined) -> Iterator[Finding]:
+def check_disk(examined: DoctorContext) -> Iterator[Finding]:
     """Check the run's folder and the checkpoints' folder."""
     config = examined.config
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"

@@ -21,7 +21,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
+from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -93,7 +93,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, texts)))
 
 
-def check_extras(examined: Examined) -> Iterator[Finding]:
+def check_extras(examined: DoctorContext) -> Iterator[Finding]:
     """Check the optional packages that the configuration needs, its engine among them."""
     for one in unknown_engine(examined.config):
         yield of_text(one.text, "replicas refuse to start")
@@ -123,7 +123,7 @@ def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name, is_there in needed if not is_there)
 
 
-def _compiling_keys(examined: Examined) -> Iterator[str]:
+def _compiling_keys(examined: DoctorContext) -> Iterator[str]:
     """Yield what the configuration sets that compiles kernels on NVIDIA GPUs."""
     config, given = examined.config, examined.environment
     engine = config.actor_rollout_ref.rollout.name
@@ -198,7 +198,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def check_torch(examined: Examined) -> Iterator[Finding]:
+def check_torch(examined: DoctorContext) -> Iterator[Finding]:
     """Import torch in a separate process, since that may take long or crash."""
     of_any_age = Requirement("torch", "", installed_version("torch"))
     torch = next((one for one in requirements("torch") if one.name == "torch"), of_any_age)

@@ -42,7 +42,7 @@ from sluice.launch.service_spec import (
     reward_service,
     trainer_services,
 )
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -206,19 +206,19 @@ def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedR
         return EXIT_FAILED if end.failures else _after(over, kind)
     if end.failures:
         if any(spec.is_needed for spec in specs):
-            run.end(Ending(kind, end.failures))
+            run.end(RunEnding(kind, end.failures))
         return EXIT_FAILED
     if end.exit_code == EXIT_INTERRUPTED:
         return EXIT_INTERRUPTED if kind == TRAINER else 0
     if kind != TRAINER and any(spec.is_needed for spec in specs):
-        run.end(Ending(kind, (f"{kind} ended with code 0 in the middle of the run",)))
+        run.end(RunEnding(kind, (f"{kind} ended with code 0 in the middle of the run",)))
         return EXIT_FAILED
     if kind == TRAINER:
-        run.end(Ending(kind, ()))
+        run.end(RunEnding(kind, ()))
     return 0
 
 
-def _after(over: Ending, kind: Kind) -> int:
+def _after(over: RunEnding, kind: Kind) -> int:
     """Return the exit code of a service whose run is over; the service that failed exits with 1."""
     if over.is_complete:
         logger.info("the run has reached its end")

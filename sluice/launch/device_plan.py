@@ -43,7 +43,7 @@ _VISIBLE = {"GPU": host.CUDA_VISIBLE_VARIABLE, "NPU": VISIBLE_VARIABLE}
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDevices:
+class LaunchDevices:
     """The devices on which a launch trains and generates.
 
     Args:
@@ -79,7 +79,7 @@ class FoundDevices:
         )
 
 
-_ONE_GPU = FoundDevices("GPU", 1)
+_ONE_GPU = LaunchDevices("GPU", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class DevicePlan:
     is_shared: bool = False
 
 
-def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices | None:
+def launch_devices(config: RunConfig, given: Mapping[str, str]) -> LaunchDevices | None:
     """Return this host's devices; ``None`` unless both trainer and replicas compute on them."""
     for kind, share in (
         ("NPU", device_share(config, given)),
@@ -111,13 +111,13 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
         if kind == "GPU" and host.is_cpu_torch():
             continue  # processes fall back to the CPU
         if share.trainer_ranks and share.devices_per_replica:
-            return FoundDevices(kind, len(share.numbers))
+            return LaunchDevices(kind, len(share.numbers))
     return None
 
 
 def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, str]) -> DevicePlan:
     """Plan a launch on this host."""
-    devices = found_devices(config, given)
+    devices = launch_devices(config, given)
     if devices is None:
         return DevicePlan(config)
     if config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
@@ -129,7 +129,7 @@ def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, 
     return replace(plan, lack=f"{plan.lack}, or make more visible ({_VISIBLE[devices.kind]})")
 
 
-def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan:
+def device_plan(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan:
     """Plan a launch on devices."""
     shape = _shape(config)
     if is_colocated(config, settings):
@@ -160,7 +160,7 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
-def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
+def _beside(config: RunConfig, devices: LaunchDevices, error: str) -> DevicePlan:
     """Return a launch that cannot be divided, with replicas beside its pool if they fit."""
     replicas = (devices.count - world_size(config)) // replica_devices(config)
     if replicas < 1:
@@ -170,7 +170,7 @@ def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
     return DevicePlan(config, lack=lack, remedy=(remedy,))
 
 
-def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan | None:
+def _shared(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """
@@ -216,7 +216,7 @@ def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
 
 
 def _remedy(
-    config: RunConfig, shape: ModelShape | None, devices: FoundDevices
+    config: RunConfig, shape: ModelShape | None, devices: LaunchDevices
 ) -> tuple[tuple[str, ...], str]:
     """Return overrides for the devices that are there, and advice that names them."""
     try:

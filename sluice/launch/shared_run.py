@@ -21,7 +21,7 @@ _FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnding:
     """How a run ended: `failures` holds the diagnosis of the service that failed."""
 
     service: str
@@ -98,12 +98,12 @@ class SharedRun:
         while self._claims:
             os.close(self._claims.pop())
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnding) -> None:
         """Record for all launchers that the run is over; the first end counts."""
         if self.ending() is None:
             self._write(_ENDING, asdict(ending))
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> RunEnding | None:
         """Return how the run ended; None while it runs.
 
         Raises:
@@ -114,7 +114,7 @@ class SharedRun:
         except FileNotFoundError:
             return None
         content = json.loads(text)
-        return Ending(str(content["service"]), tuple(map(str, content["failures"])))
+        return RunEnding(str(content["service"]), tuple(map(str, content["failures"])))
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

@@ -37,7 +37,7 @@ from sluice.config.parallel_layout import (
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
-from sluice.plan.dry_run import COMMAND, DryRunAsked, PassBytes
+from sluice.plan.dry_run import COMMAND, DryRunRequest, PassBytes
 from sluice.plan.pools import (
     EnginePool,
     TrainerPool,
@@ -241,7 +241,7 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
     runs = [(stage, few) for stage, own in layers.items() for few in layer_counts(config, own)]
     passes, _ = answer_of(
         COMMAND,
-        DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
+        DryRunRequest(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
         what="the dry run of the trainer",
         timeout_s=DEADLINE_S,

@@ -23,10 +23,10 @@ from sluice.telemetry.metrics import SPANS, SpanOutcome, TelemetryPart, charged_
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,
-    Moment,
     RecordedSpan,
     SpanKind,
     SpanName,
+    Timestamp,
     TraceContext,
     new_id,
 )
@@ -76,7 +76,7 @@ class OtelSpan(RecordedSpan):
     __slots__ = ("_began", "_ended_ns", "_kind", "_name", "_recorder", "_span")
 
     def __init__(
-        self, recorder: OtelRecorder, span: trace.Span, name: str, kind: SpanKind, began: Moment
+        self, recorder: OtelRecorder, span: trace.Span, name: str, kind: SpanKind, began: Timestamp
     ) -> None:
         own = span.get_span_context()
         super().__init__(TraceContext(own.trace_id, own.span_id, is_sampled=True))
@@ -144,7 +144,7 @@ class OtelRecorder:
         attributes: Attributes,
         *,
         trace_id: int = 0,
-        began: Moment | None = None,
+        began: Timestamp | None = None,
     ) -> OtelSpan:
         """Begin a span.
 
@@ -153,7 +153,7 @@ class OtelRecorder:
             trace_id: of the trace that it is the first of.
             began: its beginning; ``None``: now.
         """
-        began = began or Moment.now()
+        began = began or Timestamp.now()
         if parent is None:
             _first_of_trace.set(trace_id)
         span = self._tracer.start_span(

@@ -41,7 +41,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePlace:
+class ImageSpan:
     """The place of an image: tokens ``[start, start + grid.num_tokens)`` of the prompt."""
 
     start: int
@@ -71,7 +71,7 @@ class RopePositions:
 
 def find_images(
     token_ids: npt.NDArray[np.integer], image_token_id: int, grids: Sequence[Grid]
-) -> tuple[ImagePlace, ...]:
+) -> tuple[ImageSpan, ...]:
     """Return where each image's tokens are in a prompt.
 
     Raises:
@@ -91,12 +91,12 @@ def find_images(
         own = positions[cursor : cursor + grid.num_tokens]
         if own[-1] - own[0] != grid.num_tokens - 1:
             raise InvalidRequestError(f"prompt: the tokens of image {number} do not lie together")
-        places.append(ImagePlace(int(own[0]), grid))
+        places.append(ImageSpan(int(own[0]), grid))
         cursor += grid.num_tokens
     return tuple(places)
 
 
-def rope_positions(num_tokens: int, images: Sequence[ImagePlace]) -> RopePositions:
+def rope_positions(num_tokens: int, images: Sequence[ImageSpan]) -> RopePositions:
     """Return the positions of a prompt of `num_tokens` with `images` in their order."""
     parts: list[npt.NDArray[np.int64]] = []
     place = position = 0

@@ -94,7 +94,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketSlice:
     """Bytes ``[tensor_start, tensor_start + num_bytes)`` of one tensor inside one bucket.
 
     `tensor` indexes the plan's tensors; `bucket_start` is the offset in the bucket.
@@ -113,7 +113,7 @@ class Bucket:
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketSlice, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -268,7 +268,7 @@ def _align(offset: int) -> int:
 def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
     """Cut the stream; cut before a tensor that no longer fits, to keep that tensor whole."""
     index, start = 0, 0
-    pieces: list[Piece] = []
+    pieces: list[BucketSlice] = []
     stop = 0
     for tensor, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size == 0:  # an empty tensor has a place in the plan but no bytes
@@ -279,7 +279,7 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
             index, start, pieces = index + 1, offset, []
         while done < size:  # more than once only for a tensor larger than a bucket
             length = min(size - done, start + bucket_bytes - offset - done)
-            pieces.append(Piece(tensor, done, offset + done - start, length))
+            pieces.append(BucketSlice(tensor, done, offset + done - start, length))
             done += length
             stop = offset + done
             if done < size:

@@ -4,7 +4,7 @@ Input: weights and their version, or the changes since an earlier one. Output: o
 version to all members of the current epoch: a header, the buckets, a trailer with the digest of
 each part. Workers that take the same share of the weights are in one group with a broadcast of its
 own; those of an epoch run at the same time. If several trainer ranks hold the weights, each sends
-its part to groups of its own, and rank 0 steers the others (`OtherRank`). `join`
+its part to groups of its own, and rank 0 steers the others (`RemoteRank`). `join`
 waits for members, `broadcast` for each collective, up to the timeout or the stop event. That every
 byte was *sent* proves nothing about a receiver (sockets buffer megabytes); only its answer with the
 same digest does. After a failure the epoch is over: `form_group` starts the next one, and
@@ -33,9 +33,9 @@ from sluice.weights.holdings import (
     stream_plans,
 )
 from sluice.weights.plan import MAX_HIDING_BUCKETS, TransferPlan, WeightBuffer
-from sluice.weights.rank_sender import Changes, JoinOrder, OtherRank, RankSender
+from sluice.weights.rank_sender import Changes, JoinOrder, RankSender, RemoteRank
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
-from sluice.weights.transfer import Base, version_deadline_s
+from sluice.weights.transfer import BaseVersion, version_deadline_s
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ class BroadcastReport:
 
     version: int
     digests: Mapping[str, str]
-    bases: tuple[Base, ...]
+    bases: tuple[BaseVersion, ...]
     sent_bytes: int
     dense_bytes: int
     rank_bytes: tuple[int, ...]
@@ -193,7 +193,7 @@ class WeightSender:
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
         holdings: Sequence[Holding] = (),
-        others: Sequence[OtherRank] = (),
+        others: Sequence[RemoteRank] = (),
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
@@ -287,7 +287,7 @@ class WeightSender:
 
     def encode_update(
         self,
-        bases: Sequence[Base],
+        bases: Sequence[BaseVersion],
         old: WeightBuffer,
         new: WeightBuffer,
         should_stop: threading.Event,
@@ -369,7 +369,7 @@ class WeightSender:
         return BroadcastReport(
             version,
             _member_digests(self._classes, parts),
-            tuple(Base(version, digests.combined) for digests in of_class),
+            tuple(BaseVersion(version, digests.combined) for digests in of_class),
             sum(rank_bytes),
             sum(one.total_bytes for one in self._classes),
             rank_bytes,

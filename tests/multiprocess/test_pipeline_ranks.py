@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import Stage, load_critic
 from services.trainer.learner.model.stages import check_stages_train, keep_stage
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -112,7 +112,7 @@ def test_they_train_skip_save_and_publish_like_one(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3", **FOUR)
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
     config = with_sources(make_config(folder, NUM_GROUPS, **settings), SOURCES)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
 
     def alone(number: int) -> dict[str, float]:
         return single.train_step(made_batch(folder, f"sources-{number}"), number)
@@ -177,7 +177,7 @@ def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
     # No reference, whose passes are those of a policy.
     settings = {**ACTOR, "use_kl_loss": False, "fsdp_config": {"dtype": "float32"}}
     config = with_critic(make_config(folder, NUM_GROUPS, **settings), **keys)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
     cut = settings | {"fsdp_config": {"dtype": "float32", **layout}}
     staged, one, whole, later = (
         tmp_path / name / "actor" for name in ("staged", "one", "whole", "later")
@@ -211,7 +211,7 @@ def test_adapters_of_stages_continue_in_one_rank(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
     layout = {"fsdp_config": {"dtype": "float32", **stages(2)}}
     config = adapting(make_config(folder, NUM_GROUPS, **ACTOR), **keys)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
     saved = tmp_path / "saved" / "actor"
     with trainer(folder, 2, adapters=keys, **ACTOR | layout) as ranks:
         assert_like(ranks[0].command("train 1"), step(single, 1))

@@ -28,7 +28,7 @@ from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage, tied_weight
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.derived import adapts
@@ -80,7 +80,7 @@ class PassFound(msgspec.Struct):
     is_equal: bool
 
 
-def _micro_batches(model: Path, parallel: DataParallel) -> list[MicroBatch]:
+def _micro_batches(model: Path, parallel: ParallelContext) -> list[MicroBatch]:
     takers = max(1, parallel.layout.data_ranks - 1)
     if reads_images(model):
         (every, images), rows_a_pass = image_rows(model), IMAGE_ROWS_A_PASS

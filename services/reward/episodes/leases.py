@@ -30,9 +30,9 @@ from weakref import WeakValueDictionary
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.ledger.leases import (
     CommittedTurn,
-    KeptLeases,
     LeaseRecord,
     PostedEnd,
+    StoredLeases,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
@@ -51,7 +51,7 @@ _AGENT = "agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """An answer of the policy.
 
     Args:
@@ -70,11 +70,11 @@ class Reply:
 _Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
-_Result = asyncio.Future[Reply | _Refusal]
+_Result = asyncio.Future[ChatReply | _Refusal]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _PendingRequest:
     """A request without its answer."""
 
     digest: str
@@ -83,7 +83,7 @@ class _Asked:
     num_bytes: int
     result: _Result
 
-    def answer(self, result: Reply | _Refusal) -> None:
+    def answer(self, result: ChatReply | _Refusal) -> None:
         if not self.result.done():
             self.result.set_result(result)
 
@@ -118,7 +118,7 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseDesk, store: KeptLeases, record: LeaseRecord | None = None
+        self, desk: LeaseManager, store: StoredLeases, record: LeaseRecord | None = None
     ) -> None:
         self._desk, self._store = desk, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
@@ -128,9 +128,9 @@ class LeasedEpisode:
         self._holder: LeaseHolder | None = None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
         self._results: dict[str, _Result] = {}  # by the digests of the requests
-        self._waiting: deque[_Asked] = deque()
-        self._answering: _Asked | None = None
-        self._reply: Reply | None = None
+        self._waiting: deque[_PendingRequest] = deque()
+        self._answering: _PendingRequest | None = None
+        self._reply: ChatReply | None = None
         self.posted_end: PostedEnd | None = None
         self.limit: EpisodeEnd | None = None
         self._recalled: tuple[CommittedTurn, ...] = ()
@@ -224,7 +224,7 @@ class LeasedEpisode:
         return recalled
 
     def commit(self, turn: CommittedTurn) -> None:
-        """Keep the turn that `step` answers with; see `LeaseDesk` for when it is on disk."""
+        """Keep the turn that `step` answers with; see `LeaseManager` for when it is on disk."""
         assert self._answering is not None
         self._reply = _reply(turn, self._num_turns)
         if self._is_kept:
@@ -282,7 +282,7 @@ class LeasedEpisode:
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
         num_bytes: int,
-    ) -> Reply:
+    ) -> ChatReply:
         """Return the policy's answer; a repeated request gets the same answer.
 
         Args:
@@ -305,11 +305,11 @@ class LeasedEpisode:
                 raise LeaseEndedError(f"lease: {MAX_REQUESTS} requests were sent; post its end")
             self._check_waiting(num_bytes)
             answered = self._results[digest] = asyncio.get_running_loop().create_future()
-            self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
+            self._waiting.append(_PendingRequest(digest, messages, tools, num_bytes, answered))
             self._changed.set()
         # The turn is sampled and recorded even if its caller no longer waits.
         result = await asyncio.shield(answered)
-        if isinstance(result, Reply):
+        if isinstance(result, ChatReply):
             return result
         raise result
 
@@ -337,7 +337,7 @@ class LeasedEpisode:
             asked.answer(error)
         self._waiting.clear()
 
-    async def _next(self) -> _Asked | None:
+    async def _next(self) -> _PendingRequest | None:
         """Return the next request; ``None``: the program has ended."""
         with waiting_for(_AGENT, "asking for an answer"):
             while not self._waiting and self.posted_end is None:
@@ -366,13 +366,13 @@ class LeasedEpisode:
                     ) from None
 
 
-def _reply(committed: CommittedTurn, number: int) -> Reply:
+def _reply(committed: CommittedTurn, number: int) -> ChatReply:
     turn = committed.turn
     answer = turn.answer or Answer(turn.text)
-    return Reply(answer, turn.finish_reason, committed.num_read, turn.token_ids.size, number)
+    return ChatReply(answer, turn.finish_reason, committed.num_read, turn.token_ids.size, number)
 
 
-class LeaseDesk:
+class LeaseManager:
     """Offers samples, and finds those that are leased. Used from one event loop.
 
     Before you answer a program, wait until everything given to the store is on disk.
@@ -381,7 +381,7 @@ class LeaseDesk:
         num_recalled_tokens: tokens sampled by an earlier service, of samples that continue.
     """
 
-    def __init__(self, store: KeptLeases) -> None:
+    def __init__(self, store: StoredLeases) -> None:
         self._store = store
         self.num_recalled_tokens = 0
         self._is_closing = False
@@ -499,7 +499,7 @@ class LeaseDesk:
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
         num_bytes: int,
-    ) -> Reply:
+    ) -> ChatReply:
         """Return an answer; see `LeasedEpisode.chat`.
 
         Raises:

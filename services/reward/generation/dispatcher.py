@@ -49,7 +49,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.safe_text import printable
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName
 from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,9 @@ class GroupDispatcher:
         member = reservation.member
         name = member.announced.info.name
         try:
-            with TRACER.span(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
+            with TRACER.span(
+                SpanName.ATTEMPT, {SpanAttribute.REPLICA: name}, SpanKind.CLIENT
+            ) as span:
                 failure = await self._receive(reservation, collected, partials)
                 span.fail(failure)
                 return failure

@@ -178,7 +178,7 @@ class GroupLoop:
         """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         outside = self._dispatcher.awaited_outside
-        facts = LoopFacts(
+        facts = LoopStatus(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
@@ -486,7 +486,7 @@ def why_skipped(attempt: Attempt) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopFacts:
+class LoopStatus:
     """The state of the loop that decides what it waits for.
 
     Args:
@@ -512,7 +512,7 @@ class LoopFacts:
     is_untaken: bool = False
 
 
-def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+def awaited_now(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
     the process that must act and what it must do."""
     if not facts.is_announced:
@@ -539,7 +539,7 @@ def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     return reasons
 
 
-def _idle_reason(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+def _idle_reason(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     if facts.num_batches_in_training:
         return {"publish": ("trainer", "announcing the next policy version")}
     if facts.is_exhausted:

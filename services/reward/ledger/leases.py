@@ -120,7 +120,7 @@ class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
     num_read: int
 
 
-class KeptLeases:
+class StoredLeases:
     """The leases of pending prompts.
 
     Args:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from services.trainer.learner.rank_rendezvous import (
     FORMING,
     LATE_REMEDY,
-    RankPlace,
+    RankAddress,
     RankRendezvous,
     rank_place,
 )
@@ -86,7 +86,7 @@ class StageRanks:
         return self.ranks[self.number + 1] if self.number + 1 < self.count else None
 
 
-class DataParallel:
+class ParallelContext:
     """Ranks that train one batch: different rows, or parts of the same rows.
 
     This base class is a run with one rank, whose collectives do nothing; for FSDP it makes a group
@@ -234,7 +234,8 @@ class DataParallel:
     ) -> None:
         """Send tensors to ranks and receive some from ranks, in the same order at both ends.
 
-        A rank without tensors may skip the call, unless it is new to the group (`exchange_places`).
+        A rank without tensors may skip the call, unless it is new to the group
+        (`exchange_layouts`).
 
         Args:
             sends: contiguous tensors and the ranks that get them.
@@ -243,7 +244,7 @@ class DataParallel:
         assert not sends, phase
         assert not receives, phase
 
-    def beside(self) -> DataParallel:
+    def beside(self) -> ParallelContext:
         """Return the same ranks in a separate Gloo group, for a second thread."""
         return self
 
@@ -270,7 +271,7 @@ class DataParallel:
             self.close()
 
 
-class TorchDistributed(DataParallel):
+class TorchDistributed(ParallelContext):
     """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     They meet at a store that rank 0 opens at that address (`RankRendezvous`). If torchrun's agent
@@ -406,7 +407,7 @@ class TorchDistributed(DataParallel):
         for work in works:
             self._run(partial(_itself, work), phase, peer)
 
-    def beside(self) -> DataParallel:
+    def beside(self) -> ParallelContext:
         other = copy(self)
         with self.naming_failures("forming a second group of all ranks"):
             deadline = timedelta(seconds=self.timeout_s)
@@ -442,7 +443,7 @@ class TorchDistributed(DataParallel):
         dist.destroy_process_group()
         self._leave_rendezvous()
 
-    def _form(self, backend: str, place: RankPlace) -> None:
+    def _form(self, backend: str, place: RankAddress) -> None:
         form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self.timeout_s))
         try:
             if self._rendezvous is None:

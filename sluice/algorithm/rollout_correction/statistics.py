@@ -58,7 +58,7 @@ class TokenRows:
         return self.sum(flags.float()) > 0
 
 
-class Reading(StrEnum):
+class Reduction(StrEnum):
     """The statistics that follow from the moments of some numbers."""
 
     MEAN = "mean"
@@ -99,24 +99,24 @@ class Moments:
             max(self.largest, other.largest),
         )
 
-    def read(self, reading: Reading) -> float:
+    def read(self, reading: Reduction) -> float:
         """Return one statistic; there must be a number."""
         mean, mean_square = self.total / self.count, self.squares / self.count
         variance = max(mean_square - mean * mean, 0.0)
         match reading:
-            case Reading.MEAN:
+            case Reduction.MEAN:
                 return mean
-            case Reading.MAX:
+            case Reduction.MAX:
                 return self.largest
-            case Reading.MIN:
+            case Reduction.MIN:
                 return self.smallest
-            case Reading.STD:
+            case Reduction.STD:
                 return math.sqrt(variance)
-            case Reading.SAMPLE_STD:
+            case Reduction.SAMPLE_STD:
                 return math.sqrt(variance * self.count / max(self.count - 1.0, 1.0))
-            case Reading.EFFECTIVE_FRACTION:
+            case Reduction.EFFECTIVE_FRACTION:
                 return (mean + WEIGHT_EPSILON) ** 2 / mean_square if mean_square else 0.0
-            case Reading.NORMALIZER:
+            case Reduction.NORMALIZER:
                 return mean if mean > WEIGHT_EPSILON else 1.0
 
 
@@ -125,7 +125,7 @@ class Statistic:
     """A metric before its parts are put together."""
 
     moments: Moments
-    reading: Reading
+    reading: Reduction
 
 
 Statistics = Mapping[str, Statistic]

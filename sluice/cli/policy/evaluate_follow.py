@@ -81,7 +81,7 @@ def follow_run(
         config=order.config or location.run_dir / CONFIG_NAME,
     )
     folder = Path(checkpoint_folder(location.config))
-    checkpoints = KeptCheckpoints(folder, order.output)
+    checkpoints = RetainedCheckpoints(folder, order.output)
     for step in checkpoints.evaluated():
         any_model = replace(order, model=_NO_MODEL)
         refuse_other_origin(checkpoints.evaluation(step), evaluation_config(any_model))
@@ -117,7 +117,7 @@ def _refuse_adapters(run: Path, config: RunConfig) -> None:
 
 
 def _evaluate_checkpoint(
-    checkpoints: KeptCheckpoints,
+    checkpoints: RetainedCheckpoints,
     step: int,
     order: EvaluationOrder,
     display: Display,
@@ -141,7 +141,7 @@ def _evaluate_checkpoint(
     _print_progress(step, output, _compare(checkpoints, order), display)
 
 
-def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
+def _finish(checkpoints: RetainedCheckpoints, step: int) -> Results:
     """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
     output = checkpoints.evaluation(step)
     named = msgspec.structs.replace(read_results(output), model=str(checkpoints.checkpoint(step)))
@@ -151,7 +151,7 @@ def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
     return results
 
 
-def _compare(checkpoints: KeptCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
+def _compare(checkpoints: RetainedCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
     """Write the page of all evaluations that have ended, if any, and return them."""
     folders = [checkpoints.evaluation(step) for step in checkpoints.evaluated()]
     if not folders:
@@ -183,7 +183,7 @@ def _validation_files(config: RunConfig) -> Mapping[str, Path]:
     return files_by_name([(file.stem, file) for file in files])
 
 
-class KeptCheckpoints:
+class RetainedCheckpoints:
     """The models of a run's checkpoints, kept in the folders of their evaluations.
 
     A model is kept by hard links, which take no space while the run has it too, and by copies

@@ -18,7 +18,7 @@ from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.configuration import of_other_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import Examined, examined_of
+from sluice.doctor.finding import DoctorContext, examined_of
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
 from sluice.report.run_record import METRICS_NAME, read_progress
@@ -32,7 +32,7 @@ _OF_REWARD_SERVICE = frozenset({"reward", "environment"})
 
 def checked_run(
     file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
-) -> Examined:
+) -> DoctorContext:
     """Return a run that nothing known now keeps from working; print notices.
 
     If the run's processes start on this host's devices, its configuration has their split, which
@@ -105,7 +105,7 @@ def examined_to_start(
     *,
     is_local: bool = True,
     grades: bool = True,
-) -> Examined:
+) -> DoctorContext:
     """Return a run that was read, as `checked_run`.
 
     Args:

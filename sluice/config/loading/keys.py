@@ -10,7 +10,13 @@ from functools import cache
 
 from msgspec import UNSET
 
-from sluice.config.catalogue.table import Entry, catalogue, open_sections, short_forms, spellings
+from sluice.config.catalogue.table import (
+    CatalogueEntry,
+    catalogue,
+    open_sections,
+    short_forms,
+    spellings,
+)
 from sluice.config.problems import Problem
 from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
@@ -21,7 +27,7 @@ MANDATORY = "???"
 HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
-def find_key(path: KeyPath) -> Entry | None:
+def find_key(path: KeyPath) -> CatalogueEntry | None:
     """Return the entry of the key at `path` in sluice's spelling; `None` for a section or an
     unknown key.
 
@@ -39,7 +45,7 @@ def find_key(path: KeyPath) -> Entry | None:
     return None
 
 
-def _entry_above(path: KeyPath) -> Entry | None:
+def _entry_above(path: KeyPath) -> CatalogueEntry | None:
     for length in range(len(path) - 1, 0, -1):
         entry = catalogue().get(".".join(path[:length]))
         if entry is not None:

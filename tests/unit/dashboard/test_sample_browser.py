@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sluice.dashboard import sample_browser
 from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.sample_browser import (
-    Cursor,
-    FoundGroup,
-    Page,
+    GroupPage,
+    ListedGroup,
+    PageCursor,
     SampleBrowser,
     SampleFilter,
     folders_of_run,
@@ -41,11 +41,11 @@ def read(browser: SampleBrowser) -> SampleBrowser:
     return browser
 
 
-def names(page: Page) -> list[str]:
+def names(page: GroupPage) -> list[str]:
     return names_of(page.groups)
 
 
-def names_of(groups: list[FoundGroup]) -> list[str]:
+def names_of(groups: list[ListedGroup]) -> list[str]:
     return [found.group.prompt_id for found in groups]
 
 
@@ -126,7 +126,7 @@ def test_pages_cover_the_list_once_while_groups_are_added(tmp_path: Path) -> Non
     add_groups(tmp_path, [a_group(str(n), step=1 + n // 4) for n in range(30)])
     browser = read(browser_of(tmp_path))
     seen: list[str] = []
-    after: Cursor | None = None
+    after: PageCursor | None = None
     for number in itertools.count():
         page = browser.page(ALL, after=after, limit=7)
         seen += names(page)

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from sluice.concurrency.threads import WriteError
 from sluice.telemetry.otel import OtelRecorder, SpanFile
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName, TraceContext
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import Kept, spans_in, traced
 
 RESOURCE = {"service.name": "sluice-reward"}
@@ -29,7 +29,12 @@ def spans(count: int) -> list[ReadableSpan]:
 
 
 def test_a_span_is_read_back_as_it_was_recorded(tmp_path: Path) -> None:
-    attributes = {Key.STEP: 2**40, Key.DETAIL: "ü", "share": 0.5, "is_last": True}
+    attributes = {
+        SpanAttribute.STEP: 2**40,
+        SpanAttribute.DETAIL: "ü",
+        "share": 0.5,
+        "is_last": True,
+    }
     kept = Kept()
     TRACER.start(OtelRecorder(RESOURCE, [kept]), 1.0)
     try:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 from services.trainer.learner.model import forward, loading
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
+from services.trainer.learner.model.decoder import DecoderLayer, use_native_layers
 from services.trainer.learner.model.forward import TokenPass, response_values, token_outputs
 from services.trainer.learner.model.loading import load_critic, load_policy
 from sluice.algorithm import token_statistics as head_statistics
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def own_layers(model: nn.Module) -> list[DecoderLayer]:
+def native_layers(model: nn.Module) -> list[DecoderLayer]:
     return [one for one in model.modules() if isinstance(one, DecoderLayer)]
 
 
@@ -85,7 +85,7 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(name: str, tmp_
     for recomputes in (False, True):
         settings = ModelConfig(path=str(tmp_path), enable_gradient_checkpointing=recomputes)
         own = load_policy(settings, FLOAT32, max_tokens=28).model
-        assert len(own_layers(own)) == model.config.num_hidden_layers
+        assert len(native_layers(own)) == model.config.num_hidden_layers
         logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
         assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MAX_ERROR
@@ -102,9 +102,9 @@ def test_in_bfloat16_logprobs_are_those_of_transformers_layers_to_the_bit(
     model.save_pretrained(tmp_path)
     settings, precision = ModelConfig(path=str(tmp_path)), FsdpConfig(model_dtype="bfloat16")
     found = [load_policy(settings, precision, max_tokens=28).model]
-    monkeypatch.setattr(loading, "use_own_layers", lambda *_, **__: None)
+    monkeypatch.setattr(loading, "use_native_layers", lambda *_, **__: None)
     found.append(load_policy(settings, precision, max_tokens=28).model)
-    assert [bool(own_layers(one)) for one in found] == [True, False]
+    assert [bool(native_layers(one)) for one in found] == [True, False]
     own, theirs = (token_outputs(one, TokenPass(pack(parity_rows()))) for one in found)
     assert torch.equal(own.logprobs, theirs.logprobs)
 
@@ -155,7 +155,7 @@ def test_a_critic_has_the_values_of_transformers_layers(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     torch.manual_seed(0)
     own = load_critic(ModelConfig(path=str(folder)), FLOAT32, max_tokens=28).model
-    assert own_layers(own)
+    assert native_layers(own)
     micro_batch = pack(parity_rows())
     values = response_values(own, micro_batch)
     plain_critic = type(own).from_pretrained(folder, num_labels=1, attn_implementation="eager")
@@ -183,7 +183,7 @@ def test_names_and_saved_files_are_those_of_transformers(tmp_path: Path) -> None
     ("family", "reason"),
     [("mistral", "MistralForCausalLM .* the family has no own ones"), ("qwen3", "their gate is n")],
 )
-def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
+def test_what_the_native_layers_do_not_compute_trains_with_transformers_layers(
     family: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model(family)
@@ -191,7 +191,7 @@ def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
         model.base_model.layers[1].self_attn.gate = nn.Linear(32, 4)
     before = list(model.modules())
     with caplog.at_level(logging.INFO):
-        use_own_layers(model)
+        use_native_layers(model)
     assert list(model.modules()) == before
     (record,) = caplog.records
     assert re.search(reason, record.getMessage())
@@ -203,7 +203,7 @@ def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> No
     exact.set_attn_implementation(PACKED_ATTENTION)
     theirs = copy.deepcopy(exact).bfloat16()
     own = copy.deepcopy(theirs)
-    use_own_layers(own)
+    use_native_layers(own)
     micro_batch = pack(parity_rows())
     with torch.no_grad():
         expected, *found = (

@@ -38,7 +38,7 @@ from services.rollout.engines.embedded.rows import EmbeddedRun
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
+from services.rollout.engines.threaded_engine import EngineCore, FlushPolicy, ThreadedEngine
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
@@ -132,7 +132,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self,
         _number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: ImagePrompt | None,
     ) -> EmbeddedRun:

@@ -253,7 +253,7 @@ def _install_sampler() -> None:
     batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
 
 
-class TokenHold:
+class StreamThrottle:
     """Chooses the samples whose tokens are sent after a step.
 
     To send each token costs the scheduler a message and the client a pass for every sample and
@@ -308,14 +308,14 @@ def held_samples(scheduler: Any) -> list[Any]:
 
 
 def _install_hold() -> None:
-    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a question."""
+    """Make the scheduler hold tokens (`StreamThrottle`), and send them before any answer."""
     send_in_one_order()
     streamers: Any = importlib.import_module(
         "sglang.srt.managers.scheduler_components.output_streamer"
     )
     kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
     send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
-    hold = TokenHold()
+    hold = StreamThrottle()
 
     def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
         if chosen := hold.choose(samples):

@@ -28,9 +28,9 @@ from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, VendorSettings
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, Pace
+from services.rollout.engines.threaded_engine import EngineCore, FlushPolicy
 from services.rollout.engines.vendor_engines.request import (
-    Delta,
+    EngineDelta,
     RequestRun,
     VendorSample,
     VersionSpans,
@@ -201,14 +201,14 @@ class VendorCore(EngineCore[RequestRun]):
         """Return the seed of a sample that continues `num_continued` tokens."""
 
     @abstractmethod
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]:
         """Sample one sample; closing the iterator aborts it.
 
         Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
         that `so_far` returned.
         """
 
-    def so_far(self, _run: RequestRun, _sample: VendorSample) -> Delta | None:
+    def so_far(self, _run: RequestRun, _sample: VendorSample) -> EngineDelta | None:
         """Return the tokens of a running sample that `deltas` holds back, without waiting.
 
         ``None`` if there are no new ones.
@@ -253,7 +253,7 @@ class VendorCore(EngineCore[RequestRun]):
         self,
         number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> RequestRun:

@@ -20,7 +20,7 @@ import numpy as np
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineRun, Pace
+from services.rollout.engines.threaded_engine import EngineRun, FlushPolicy
 from sluice.errors import EngineError, leaves
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 
@@ -55,7 +55,7 @@ class SamplingChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class EngineDelta:
     """New tokens of one sample, from a vendor's engine.
 
     Attributes:
@@ -138,8 +138,8 @@ class _Core(Protocol):
     layout: CheckpointLayout
 
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int: ...
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]: ...
-    def so_far(self, run: RequestRun, sample: VendorSample, /) -> Delta | None: ...
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]: ...
+    def so_far(self, run: RequestRun, sample: VendorSample, /) -> EngineDelta | None: ...
     def serving_version(self) -> int: ...
     def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None: ...
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None: ...
@@ -160,7 +160,7 @@ class RequestRun(EngineRun):
         self,
         number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         vendor: _Core,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
@@ -300,7 +300,7 @@ class RequestRun(EngineRun):
                 if self._take(sample, delta):
                     return  # closing the stream aborts the sample, unless it has ended
 
-    def _take(self, sample: VendorSample, delta: Delta) -> bool:
+    def _take(self, sample: VendorSample, delta: EngineDelta) -> bool:
         """Take new tokens of a sample; return whether no more are wanted.
 
         That is so if a string ends it, or if it ended while the tokens were on their way.
@@ -327,7 +327,7 @@ class RequestRun(EngineRun):
             self._hand_on([sample], None)
         return end is not None
 
-    def _count(self, sample: VendorSample, delta: Delta) -> None:
+    def _count(self, sample: VendorSample, delta: EngineDelta) -> None:
         prompt = cached = 0
         if not sample.prefill_known and delta.cached_tokens is not None:
             sample.prefill_known = True
@@ -336,7 +336,7 @@ class RequestRun(EngineRun):
         self.sampled += len(delta.token_ids)
 
     def _routing(
-        self, sample: VendorSample, delta: Delta, reason: FinishReason
+        self, sample: VendorSample, delta: EngineDelta, reason: FinishReason
     ) -> RoutedExperts | None:
         """Return the experts of a finished sample, if wanted and complete.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from services.trainer.learner.batch.packed_rows import (
     AttendedSequence,
     PackedImages,
-    PlacedPiece,
+    PackedPiece,
     Positions,
     TrainingRow,
     pack_images,
@@ -434,7 +434,7 @@ def pack_rows(
 
 
 def _pack_routing(
-    pieces: Sequence[PlacedPiece], num_tokens: int, share: SequenceShare | None
+    pieces: Sequence[PackedPiece], num_tokens: int, share: SequenceShare | None
 ) -> PackedRouting | None:
     """Pack the rows' experts like their tokens."""
     placed: list[tuple[int, RoutedExperts]] = []

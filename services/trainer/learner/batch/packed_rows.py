@@ -83,7 +83,7 @@ class AttendedSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedPath:
+class PackedPath:
     """A path of a row, and the packed positions of all of its tokens but the last.
 
     The last one is only a label: nothing is predicted after it.
@@ -111,7 +111,7 @@ class PlacedPath:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedPiece:
+class PackedPiece:
     """The prompt of a group at packed positions ``[start, start + length)``, and its rows' paths.
 
     The prompt has length 0 if no path follows it.
@@ -119,10 +119,10 @@ class PlacedPiece:
 
     start: int
     length: int
-    rows: Mapping[int, tuple[PlacedPath, ...]]  # by index in the mini-batch, in packed order
+    rows: Mapping[int, tuple[PackedPath, ...]]  # by index in the mini-batch, in packed order
 
     @property
-    def paths(self) -> list[PlacedPath]:
+    def paths(self) -> list[PackedPath]:
         """Return all paths, in packed order."""
         return [path for paths in self.rows.values() for path in paths]
 
@@ -179,9 +179,9 @@ def _routed(
     return None if experts is None or layers is None else experts[tokens, layers]
 
 
-def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PlacedPiece]:
+def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PackedPiece]:
     """Place each prompt once, then its rows' paths; leave out pieces and rows without paths."""
-    placed: list[PlacedPiece] = []
+    placed: list[PackedPiece] = []
     cursor = 0
     for piece in pieces:
         paths = {
@@ -193,21 +193,21 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pla
         if any(path.follows_prompt for row_paths in paths.values() for path in row_paths):
             cursor += int(rows[piece.row_indices[0]].prompt_token_ids.size)
         length = cursor - start
-        of_rows: dict[int, tuple[PlacedPath, ...]] = {}
+        of_rows: dict[int, tuple[PackedPath, ...]] = {}
         for index, row_paths in paths.items():
             own = []
             for path in row_paths:
                 shared = length if path.follows_prompt else 0
                 at = AttendedSequence(start, shared, cursor, int(path.token_ids.size) - 1)
-                own.append(PlacedPath(rows[index], path, at))
+                own.append(PackedPath(rows[index], path, at))
                 cursor += at.length
             of_rows[index] = tuple(own)
-        placed.append(PlacedPiece(start, length, of_rows))
+        placed.append(PackedPiece(start, length, of_rows))
     return placed
 
 
 def packed_inputs(
-    pieces: Sequence[PlacedPiece], images: Mapping[int, ImagePrompt]
+    pieces: Sequence[PackedPiece], images: Mapping[int, ImagePrompt]
 ) -> tuple[Positions, Positions]:
     """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
 

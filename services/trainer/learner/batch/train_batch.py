@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
@@ -178,7 +178,7 @@ def _wrong_experts(tokens: int, experts: RoutedExperts, shape: RoutingShape | No
 def gather_tokens(
     outputs: Iterable[tuple[MicroBatch, Tensor]],
     table: BatchTable,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     phase: str,
 ) -> Tensor:
     """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
@@ -233,7 +233,7 @@ class BatchCut:
 def split_batch(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     *,
     step: int,
     device: torch.device,
@@ -260,7 +260,7 @@ def split_batch(
 def own_rows(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     *,
     step: int,
     skipped: Container[int] = (),
@@ -293,7 +293,7 @@ class _Shares:
 def _divided(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     step: int,
     skipped: Container[int],
 ) -> Iterator[_Shares]:
@@ -317,7 +317,7 @@ def _divided(
 def _mini_batch(
     shares: _Shares,
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
 ) -> MiniBatch:

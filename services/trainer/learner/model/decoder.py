@@ -1,7 +1,7 @@
 """The trainer's own decoder layers, which replace those of transformers.
 
 transformers builds, reads and saves a model, which keeps its class, configuration, embeddings,
-rotary embedding, last norm and head. `use_own_layers` replaces each decoder layer by a
+rotary embedding, last norm and head. `use_native_layers` replaces each decoder layer by a
 `DecoderLayer` with the same parameters: names, tied weights and weight files stay those of
 transformers. One class covers all `FAMILIES`, with biases and query and key norms as options.
 Vision towers keep their layers.
@@ -61,7 +61,7 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
+def use_native_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
     """Replace the decoder layers of a model in place; leave a model of another family as it is.
 
     Args:
@@ -167,10 +167,10 @@ class Attention(nn.Module):
         self.scaling: float = theirs.scaling
         self.sliding_window: int | None = getattr(theirs, "sliding_window", None)
         self.tensor: TensorShare | None = None
-        self.q_proj = own_linear(theirs.q_proj)
-        self.k_proj = own_linear(theirs.k_proj)
-        self.v_proj = own_linear(theirs.v_proj)
-        self.o_proj = own_linear(theirs.o_proj)
+        self.q_proj = native_linear(theirs.q_proj)
+        self.k_proj = native_linear(theirs.k_proj)
+        self.v_proj = native_linear(theirs.v_proj)
+        self.o_proj = native_linear(theirs.o_proj)
         self.q_norm = self.k_norm = None
         if hasattr(theirs, "q_norm"):
             self.q_norm, self.k_norm = FloatRmsNorm(theirs.q_norm), FloatRmsNorm(theirs.k_norm)
@@ -240,9 +240,9 @@ class GatedMlp(nn.Module):
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
         super().__init__()
         self.tensor: TensorShare | None = None
-        self.gate_proj = own_linear(theirs.gate_proj)
-        self.up_proj = own_linear(theirs.up_proj)
-        self.down_proj = own_linear(theirs.down_proj)
+        self.gate_proj = native_linear(theirs.gate_proj)
+        self.up_proj = native_linear(theirs.up_proj)
+        self.down_proj = native_linear(theirs.down_proj)
         self.act_fn: nn.Module = theirs.act_fn
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ class Linear(nn.Linear):
         return linear(hidden, own_part(weight), own)
 
 
-def own_linear(theirs: nn.Linear) -> Linear:
+def native_linear(theirs: nn.Linear) -> Linear:
     """Return a layer with the same parameters."""
     # Without memory: it takes over the parameters of the other layer.
     ours = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")

@@ -336,7 +336,7 @@ class SparseExperts(nn.Module):
         places = torch.empty_like(order)  # the rows of each token
         places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places, token = places.view(experts.shape), order // self.num_chosen
-        spread: Tensor = _Spread.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Dispatch.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
         outputs = self._computed(spread, rows)
         combined: Tensor = _Combine.apply(outputs, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
@@ -366,7 +366,7 @@ class SparseExperts(nn.Module):
         return all_to_all(back, group, rows.received, rows.sent)
 
 
-def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
+def use_native_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
     """Replace the blocks of a model of transformers, if its family is known; keep the weights.
 
     Args:
@@ -395,7 +395,7 @@ def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
             owner.register_forward_pre_hook(lambda *_: tape.begin())
 
 
-def check_own_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
+def check_native_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
     """Refuse a setting for a model without the trainer's own experts.
 
     Args:
@@ -419,7 +419,7 @@ def check_dividable(model: PreTrainedModel, size: int) -> None:
         ConfigError: names family, numbers and remedy.
     """
     if size > 1:
-        check_own_experts(model, f"{EXPERT_KEY}={size}", 1)
+        check_native_experts(model, f"{EXPERT_KEY}={size}", 1)
         config = model.config.get_text_config()
         check_experts(size, config.num_experts, model.config.model_type)
 
@@ -511,7 +511,7 @@ class _ExpertContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _Spread(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
 
     @staticmethod

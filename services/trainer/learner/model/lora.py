@@ -27,7 +27,7 @@ from services.trainer.learner.model.decoder import Linear
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
 from services.trainer.learner.model.sharding import assign
-from services.trainer.learner.places import Placed, local_part, place, region
+from services.trainer.learner.tensor_layouts import TensorLayout, local_part, local_region, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
 from sluice.config.derived import ALL_LINEAR, is_named
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -166,7 +166,7 @@ def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> Non
     if not is_of_experts(_layer(name)):
         assign(parameter, of_file(name))
         return
-    offset = place(parameter)[0]
+    offset = local_region(parameter)[0]
     for number, row in enumerate(local_part(parameter), offset[0]):
         row.copy_(of_file(names[number])[region(offset[1:], row.shape)])
 
@@ -264,7 +264,7 @@ def _layer(name: str) -> str:
     return name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
 
 
-def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Published]:
+def adapter_tensors(parameters: Mapping[str, Tensor | TensorLayout]) -> dict[str, Published]:
     """Return the tensors of a file by the half of an adapter that they belong to, in order."""
     return {
         name: [

@@ -38,7 +38,7 @@ from services.trainer.learner.model.forward import (
 )
 from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import Shards
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.token_statistics import TokenStatistics
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Passes(ABC, Generic[Outputs]):
         self,
         model: PreTrainedModel,
         shards: Shards | None,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         device: torch.device,
         stage: Stage | None = None,
     ) -> None:
@@ -279,7 +279,7 @@ class ValuePasses(Passes[Tensor]):
         return response_values(self._model, one.micro_batch, entering)
 
 
-def idle_micro_batch(device: torch.device, parallel: DataParallel) -> MicroBatch:
+def idle_micro_batch(device: torch.device, parallel: ParallelContext) -> MicroBatch:
     """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))

@@ -17,7 +17,7 @@ from services.trainer.learner.model.decoder import (
     FloatRmsNorm,
     GatedMlp,
     Linear,
-    own_linear,
+    native_linear,
     own_part,
 )
 from services.trainer.learner.model.experts import routing_tape
@@ -100,7 +100,7 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
         model.set_output_embeddings(CutHead(head, share))
     for name, child in list(model.named_children()):
         if name in VALUE_HEADS and isinstance(child, nn.Linear):
-            model.register_module(name, own_linear(child))
+            model.register_module(name, native_linear(child))
     if (tape := routing_tape(model)) is not None:
         tape.tensor = share
     setattr(model, _SHARE, share)

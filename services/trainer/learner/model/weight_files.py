@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.places import region
+from services.trainer.learner.tensor_layouts import region
 from sluice.checkpoint.safetensors_files import INDEX_FILE, former_name
 from sluice.weights.adapters import PROJECTIONS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import BatchTable, reward_components
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
@@ -174,7 +174,7 @@ def _joined(
     )
 
 
-def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:
+def zero_advantage_rows(advantages: Tensor, parallel: ParallelContext) -> frozenset[int]:
     """Return the rows whose advantages [rows, W] are all 0; a row with NaN is not among them.
 
     Collective: all ranks use rank 0's rows. If rounding made ranks leave out different rows, some

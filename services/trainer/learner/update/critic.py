@@ -28,7 +28,7 @@ from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.rank_shares import check_shareable
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.batch_metrics import spread
 from sluice.algorithm.losses.objective import ValueLoss, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
@@ -53,7 +53,7 @@ def _model(config: RunConfig) -> ModelConfig:
     )
 
 
-def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
+def _loaded(config: RunConfig, parallel: ParallelContext) -> LoadedModel:
     """Return the critic, or this rank's stage of it, not sharded yet."""
     model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
@@ -96,7 +96,7 @@ class Critic:
     """
 
     def __init__(
-        self, config: RunConfig, parallel: DataParallel, device: Device, total_steps: int
+        self, config: RunConfig, parallel: ParallelContext, device: Device, total_steps: int
     ) -> None:
         critic, actor = config.critic, config.actor_rollout_ref.actor
         scale = critic.loss_scale_factor or actor.loss_scale_factor

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import MiniBatch
 from services.trainer.learner.model.experts import Routing
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
@@ -296,7 +296,7 @@ class UpdateSums:
     def _read_correction(self, statistics: Callable[[], Statistics]) -> None:
         self._corrections = merge_statistics(self._corrections, statistics())
 
-    def metrics(self, parallel: DataParallel, num_steps: int) -> dict[str, float]:
+    def metrics(self, parallel: ParallelContext, num_steps: int) -> dict[str, float]:
         """Return means over all ranks' tokens, and losses as means over `num_steps` steps.
 
         Collective: one vector of all numbers, so that metrics cost one exchange.

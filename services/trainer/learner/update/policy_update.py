@@ -39,7 +39,7 @@ from services.trainer.learner.model.experts import (
 from services.trainer.learner.model.forward import EntropyUse, TokenPass
 from services.trainer.learner.model.passes import TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
@@ -105,7 +105,7 @@ class PolicyUpdate:
         self,
         settings: UpdateSettings,
         policy: TrainedModel,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         device: Device,
         *,
         peaks: MemoryPeaks,

@@ -21,7 +21,7 @@ from sluice.client.generation_types import (
     SampleDelta,
     SampleFinished,
 )
-from sluice.openai_front.requests import ParsedRequest
+from sluice.openai_server.requests import ParsedRequest
 from sluice.types import Answer, Rollout, ScoredPrompt
 
 # What a run accepts unless it lowers `sluice.rollout.max_n`.

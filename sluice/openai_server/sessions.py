@@ -18,9 +18,9 @@ from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
 from sluice.errors import LeaseEndedError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.openai_front.answers import as_delta, said_of, usage_of
-from sluice.openai_front.errors import RefusedError
-from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
+from sluice.openai_server.answers import as_delta, said_of, usage_of
+from sluice.openai_server.errors import RefusedError
+from sluice.openai_server.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of one front."""
+    """The sessions of one server."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
