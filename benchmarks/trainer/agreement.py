@@ -2,7 +2,7 @@
 
 vLLM samples from a random model and gives each token's logprob; a learner with the native layers
 and one with transformers' layers compute the logprobs of the same tokens with the same weights.
-Then the first learner trains, on new samples of vLLM after every update, and both are measured again.
+Then the first one trains, on new samples of vLLM after every update, and both are measured again.
 Every figure is a metric of every run (``training/rollout_*``, of a batch's first pass). Printed
 last is one JSON object:
 
