@@ -139,7 +139,7 @@ class CheckpointError(SluiceError):
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     """Return all errors of a group and of the groups in it, in order."""
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+        errors += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return errors

@@ -39,7 +39,7 @@ def checkpoint_mark(folder: Path) -> str:
     its identity on disk is enough.
     """
     try:
-        found = (folder / TRACKER_NAME).stat()
+        status = (folder / TRACKER_NAME).stat()
     except OSError:
         return _NONE
-    return f"{found.st_ino}-{found.st_mtime_ns}"
+    return f"{status.st_ino}-{status.st_mtime_ns}"

@@ -25,7 +25,7 @@ Logprobs = npt.NDArray[np.float32]
 RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 """Numbers of the experts that passes chose, [tokens, layers with experts, experts per token]."""
 
-_MOST_BYTE_EXPERTS = 256
+_MAX_BYTE_EXPERTS = 256
 
 IMAGE_MARK = "<image>"
 """Marks the place of an image in a message's text."""
@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     """Return the dtype of `RoutedExperts` of a model with so many experts in a layer."""
-    return np.dtype(np.uint8) if num_experts <= _MOST_BYTE_EXPERTS else np.dtype(np.uint16)
+    return np.dtype(np.uint8) if num_experts <= _MAX_BYTE_EXPERTS else np.dtype(np.uint16)
 
 
 _TaggedFormat = Literal["hermes", "qwen3_coder", "llama3_json", "glm", "kimi", "minimax", "seed"]

@@ -32,11 +32,11 @@ class _Connections:
 
     Args:
         make: returns a protocol for each accepted connection.
-        most: open at once; further ones get the status 503 and are closed.
+        max_open: open at once; further ones get the status 503 and are closed.
     """
 
     make: Callable[[], asyncio.Protocol]
-    most: int
+    max_open: int
     num_open: int = field(default=0, init=False)
 
     def __call__(self) -> asyncio.Protocol:
@@ -54,7 +54,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         connections = self._connections
-        if connections.num_open >= connections.most:
+        if connections.num_open >= connections.max_open:
             transport.write(_TURNED_AWAY)
             transport.close()
             return
@@ -89,7 +89,7 @@ async def serve_http(
     host: str,
     port: int,
     *,
-    most_connections: int,
+    max_connections: int,
     shutdown_s: float,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
@@ -97,7 +97,7 @@ async def serve_http(
 
     Args:
         port: 0 lets the system choose one.
-        most_connections: open at once; further ones get the status 503 and are closed.
+        max_connections: open at once; further ones get the status 503 and are closed.
         shutdown_s: seconds that open requests get at the end of the block.
         tls: ``None``: plain HTTP.
     """
@@ -112,7 +112,7 @@ async def serve_http(
     await runner.setup()
     try:
         assert runner.server is not None
-        connections = _Connections(runner.server, most_connections)
+        connections = _Connections(runner.server, max_connections)
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(connections, host, port, ssl=tls)
         try:

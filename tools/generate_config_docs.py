@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from sluice.config.catalogue.table import (
     SECTIONS,
-    Entry,
+    CatalogueEntry,
     KeyStatus,
     catalogue,
     section_of,
@@ -68,7 +68,7 @@ expected and the nearest keys. Nothing is ignored in silence: every key has one 
 | refused | it is an error with the reason, unless it is the default |
 """
 
-_Row = Callable[[Entry], tuple[str, ...]]
+_Row = Callable[[CatalogueEntry], tuple[str, ...]]
 
 
 def page() -> str:
@@ -83,12 +83,12 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _summary(keys: Sequence[Entry]) -> str:
+def _summary(keys: Sequence[CatalogueEntry]) -> str:
     rows = [(str(status), str(sum(key.status is status for key in keys))) for status in KeyStatus]
     return f"{table(('status', 'keys'), [*rows, ('all', str(len(keys)))])}"
 
 
-def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
+def _section(title: str, prefix: str, keys: Sequence[CatalogueEntry]) -> str:
     heading = f"`{prefix}`: {title}" if prefix else title.capitalize()
     parts = [f"## {heading}\n"]
     for status, (words, columns, row) in _TABLES.items():
@@ -98,20 +98,20 @@ def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
     return "\n".join(parts)
 
 
-def _honoured(key: Entry) -> tuple[str, ...]:
+def _honoured(key: CatalogueEntry) -> tuple[str, ...]:
     return _name(key), _takes(key), _default(key), _explanation(key)
 
 
-def _mapped(key: Entry) -> tuple[str, ...]:
+def _mapped(key: CatalogueEntry) -> tuple[str, ...]:
     return _name(key), _takes(key), _default(key), f"{_explanation(key)} *Here* it {key.instead}."
 
 
-def _inapplicable(key: Entry) -> tuple[str, ...]:
+def _inapplicable(key: CatalogueEntry) -> tuple[str, ...]:
     below = "any keys below" if key.is_block else _takes(key)
     return _name(key), below, f"{_explanation(key)} *Here:* {key.instead}."
 
 
-def _refused(key: Entry) -> tuple[str, ...]:
+def _refused(key: CatalogueEntry) -> tuple[str, ...]:
     return _name(key), _default(key), f"{_explanation(key)} *Here:* {key.instead}."
 
 
@@ -131,20 +131,20 @@ _TABLES: dict[KeyStatus, tuple[str, tuple[str, ...], _Row]] = {
 }
 
 
-def _name(key: Entry) -> str:
+def _name(key: CatalogueEntry) -> str:
     return f"`{key.path}`"
 
 
-def _takes(key: Entry) -> str:
+def _takes(key: CatalogueEntry) -> str:
     return f"{key.takes}, in {key.unit}" if key.unit else key.takes
 
 
-def _default(key: Entry) -> str:
+def _default(key: CatalogueEntry) -> str:
     default = "" if key.default is UNSET else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     return f"{default} (verl: {key.verl_default})" if key.verl_default else default
 
 
-def _explanation(key: Entry) -> str:
+def _explanation(key: CatalogueEntry) -> str:
     """Return meaning, effect and advice as sentences."""
     labelled = (
         ("", key.meaning),

@@ -156,10 +156,10 @@ async def _two_loop_steps(trace: CallTrace) -> None:
 
 def _one_learner_step(trace: CallTrace, scratch: Path) -> None:
     from services.trainer.learner.learner import Learner
-    from services.trainer.learner.ranks import DataParallel
+    from services.trainer.learner.ranks import ParallelContext
     from tests.support.tiny_policy import make_batch, make_config, save_model
 
     config = make_config(save_model(scratch / "learner"))
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     with trace.recording():
         learner.train_step(make_batch(), 1)

@@ -21,7 +21,7 @@ _VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
-_POLL_S, _MOST_S = 0.2, 900.0
+_POLL_S, _MAX_WAIT_S = 0.2, 900.0
 
 
 def _parent_of(pid: int) -> str:
@@ -42,7 +42,7 @@ def main() -> None:
     written.write_text(json.dumps(report), encoding="utf-8")
     written.rename(folder / f"{os.getpid()}.json")
     ends_run = kind == "trainer" and report["RANK"] in ("", "0")
-    until_s = time.monotonic() + _MOST_S
+    until_s = time.monotonic() + _MAX_WAIT_S
     while not (ends_run and (folder / END_NAME).exists()) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
 

@@ -183,7 +183,7 @@ def _seconds(run: _Run, staleness: int) -> float:
     return run.began_s[-1] - run.began_s[-1 - _STEPS]
 
 
-async def _least_capacity() -> float:
+async def _min_capacity() -> float:
     """Return the least share of eight replicas that sampled while all took a version."""
     trainer = Trainer(60.0, swaps_at_once=partial(swaps_at_once, max_staleness=1))
     replicas = [trainer.add(f"replica-{number}") for number in range(_SWAPPING)]
@@ -225,7 +225,7 @@ def measure() -> Mapping[str, Any]:
     return {
         "overlap_speedup": speedups,
         "staleness_exceeded": exceeded,
-        "fleet_capacity_min": asyncio.run(_least_capacity()),
+        "fleet_capacity_min": asyncio.run(_min_capacity()),
     }
 
 

@@ -29,7 +29,7 @@ from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.forward import TokenPass, token_outputs
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.episodes import follows_prompt, path_tokens, training_paths
 from sluice.algorithm.routing import AnnouncedReplica
@@ -176,7 +176,7 @@ def _miscounted(groups: Sequence[RolloutGroup]) -> int:
     cut = BatchCut(len(groups), _BUDGET, None)
     train_groups = [_trained(group) for group in groups]
     for mini_batch in split_batch(
-        train_groups, cut, DataParallel(), step=1, device=torch.device("cpu")
+        train_groups, cut, ParallelContext(), step=1, device=torch.device("cpu")
     ):
         for packed in mini_batch.micro_batches:
             rows, columns = packed.batch_rows.numpy(), packed.columns.numpy()

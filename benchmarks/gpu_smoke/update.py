@@ -24,7 +24,7 @@ from benchmarks.reporting import print_line, print_report
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import LoadedModel, build_policy
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import update_flops
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.rollout import GIB
@@ -225,7 +225,7 @@ def measured(subject: Subject, *, layers: int, compiled: bool) -> dict[str, floa
         planned = written_trainer(config, model).peak / GIB
         device = select_device(accelerator())
         with mock.patch.object(learner_module, "load_policy", made_policy):
-            learner = Learner(config, DataParallel(accelerator()), total_steps=10, device=device)
+            learner = Learner(config, ParallelContext(accelerator()), total_steps=10, device=device)
         made_s = time.perf_counter() - began_s
         batch = made_up_batch(subject, 0)
         learner.train_step(batch, 1)  # compiles, and makes the optimizer's state

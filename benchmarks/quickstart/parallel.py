@@ -21,8 +21,8 @@ from tools.phases import tool_parser
 
 TASK = "experts"
 AGAINST = ("four", "stages")
-MOST_POINTS = 2.0
-LEAST_GAIN = 0.5  # in held-out accuracy, so that two runs that learn nothing do not pass
+MAX_POINTS = 2.0
+MIN_GAIN = 0.5  # in held-out accuracy, so that two runs that learn nothing do not pass
 Curve = Sequence[AccuracyPoint]
 
 
@@ -77,7 +77,7 @@ def compared(curves: Mapping[str, Curve], prompts_lost: int) -> dict[str, object
         "difference_points": round(points, 2),
         "gain": round(gain, 4),
         "prompts_lost": prompts_lost,
-        "passed": points <= MOST_POINTS and gain >= LEAST_GAIN and prompts_lost == 0,
+        "passed": points <= MAX_POINTS and gain >= MIN_GAIN and prompts_lost == 0,
         "curves": {
             name: [[point.step, round(point.accuracy, 4)] for point in curve]
             for name, curve in curves.items()

@@ -18,7 +18,7 @@ from benchmarks.reporting import ROOT, print_line, print_report
 from sluice.recipes.folders import all_recipes
 from tools.phases import tool_parser
 
-LEAST_GAIN = 0.15  # in held-out accuracy
+MIN_GAIN = 0.15  # in held-out accuracy
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def has_learned(figures: dict[str, Any]) -> bool:
     if "failed" in figures:
         return False
     gain: float = figures["after"] - figures["before"]
-    return gain >= LEAST_GAIN and figures["prompts_lost"] == 0
+    return gain >= MIN_GAIN and figures["prompts_lost"] == 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.simulate.result import Compared, SimulationResult, compare, simulate
+from sluice.simulate.result import ComparedStrategy, SimulationResult, compare, simulate
 from sluice.simulate.settings import (
     IDEAL_TRAINER,
     FleetSettings,
@@ -45,7 +45,7 @@ def strategies(seeds: Sequence[int], steps: int) -> dict[str, object]:
     pairs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
     with ProcessPoolExecutor() as pool:
         compared = list(pool.map(_compare, *zip(*pairs, strict=True), [steps] * len(pairs)))
-    runs: dict[str, list[Mapping[str, Compared]]] = {mixture: [] for mixture in MIXTURES}
+    runs: dict[str, list[Mapping[str, ComparedStrategy]]] = {mixture: [] for mixture in MIXTURES}
     for (mixture, _), run in zip(pairs, compared, strict=True):
         runs[mixture].append(run)
     ours = [name for name in compared[0] if name != StrategyName.ROUNDS.value]
@@ -60,14 +60,16 @@ def strategies(seeds: Sequence[int], steps: int) -> dict[str, object]:
     }
 
 
-def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:
+def _compare(mixture: str, seed: int, steps: int) -> dict[str, ComparedStrategy]:
     rules = SamplingRules(StrategyName.STREAM, BATCH, STALENESS, GROUP, GEN_BATCH, seed=seed)
     settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
     found = compare(settings, lambda: mixture_workload(mixture, seed))
     return {compared.result.strategy: compared for compared in found}
 
 
-def _figures(runs: Sequence[Mapping[str, Compared]], ours: Sequence[str]) -> dict[str, object]:
+def _figures(
+    runs: Sequence[Mapping[str, ComparedStrategy]], ours: Sequence[str]
+) -> dict[str, object]:
     return {
         "gen_per_trained": {
             name: _median(run[name].result.gen_per_trained for run in runs) for name in runs[0]
@@ -81,7 +83,7 @@ def _figures(runs: Sequence[Mapping[str, Compared]], ours: Sequence[str]) -> dic
     }
 
 
-def _ratio_of_means(runs: Sequence[Mapping[str, Compared]], name: str) -> float:
+def _ratio_of_means(runs: Sequence[Mapping[str, ComparedStrategy]], name: str) -> float:
     """Return the hard share over that of ``stream``: every seed trains equally many groups."""
     plain = statistics.fmean(run["stream"].result.hard_share for run in runs)
     return round(statistics.fmean(run[name].result.hard_share for run in runs) / plain, 3)

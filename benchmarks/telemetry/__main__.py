@@ -35,7 +35,7 @@ from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
 from sluice.telemetry.otel import BATCH
-from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName, Timestamp
 from tests.support.scraped import fetch, parsed, targets
 from tests.support.seen_spans import collector, traced
 from tools.commands import started
@@ -81,10 +81,13 @@ def _record_us() -> float:
             began_s = time.thread_time()
             with TRACER.trace(SpanName.SERVE, is_always=True) as serve:
                 assert serve.context is not None
-                began = Moment.now()
+                began = Timestamp.now()
                 for index in range(_COUNT):  # of samples, as most are
-                    ended: dict[str, str | int] = {Key.SAMPLE_INDEX: index, Key.NUM_TOKENS: 100}
-                    ended |= {Key.FINISH_REASON: "stop", Key.VERSION: 1}
+                    ended: dict[str, str | int] = {
+                        SpanAttribute.SAMPLE_INDEX: index,
+                        SpanAttribute.NUM_TOKENS: 100,
+                    }
+                    ended |= {SpanAttribute.FINISH_REASON: "stop", SpanAttribute.VERSION: 1}
                     TRACER.past(serve.context, SpanName.SAMPLE, began, ended)
             found.append((time.thread_time() - began_s) / _COUNT * 1e6)
     return round(median(found), 2)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.parts import Part, parts_parser, run_parts
-from benchmarks.quickstart.parallel import LEAST_GAIN, MOST_POINTS, train_both
+from benchmarks.quickstart.parallel import MAX_POINTS, MIN_GAIN, train_both
 from benchmarks.reporting import ROOT, last_json, print_line
 from benchmarks.trainer import parity, time_line
 from benchmarks.trainer.head import head
@@ -43,7 +43,7 @@ from benchmarks.trainer.plain_loop import learner_against_loop
 from benchmarks.trainer.plans import NO_OFFLOAD, plan_errors, plans
 from benchmarks.trainer.states import states
 
-MOST_PLAN_S = 60.0
+MAX_PLAN_S = 60.0
 
 
 class _Plans(Part):
@@ -54,7 +54,7 @@ class _Plans(Part):
         found = report["plans"]
         each = found.items() if isinstance(found, Mapping) else ()
         return ["plans"] * any(
-            one["seconds"] > MOST_PLAN_S or not (one["fits"] or name.endswith(NO_OFFLOAD))
+            one["seconds"] > MAX_PLAN_S or not (one["fits"] or name.endswith(NO_OFFLOAD))
             for name, one in each
         )
 
@@ -80,7 +80,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "plans": _Plans(lambda _: plans(), further=("plans",)),
     "plan-error": Part(lambda _: plan_errors(), most={"plan_error_worst": 0.05}),
-    "learning": Part(_learning, most={"loop_points": MOST_POINTS}, least={"loop_gain": LEAST_GAIN}),
+    "learning": Part(_learning, most={"loop_points": MAX_POINTS}, least={"loop_gain": MIN_GAIN}),
     "time-line": Part(
         lambda _: time_line.time_lines(), most={"bubble_error_worst": 0.05}, further=("bubble",)
     ),

@@ -1,14 +1,14 @@
 """Measure how far the trainer's logprobs are from vLLM's, both in bfloat16 on the CPU.
 
-vLLM samples from a random model and gives each token's logprob; a learner with the own layers and
-one with transformers' layers compute the logprobs of the same tokens with the same weights. Then
-the own learner trains, on new samples of vLLM after every update, and both are measured again.
+vLLM samples from a random model and gives each token's logprob; a learner with the native layers
+and one with transformers' layers compute the logprobs of the same tokens with the same weights.
+Then the first one trains, on new samples of vLLM after every update, and both are measured again.
 Every figure is a metric of every run (``training/rollout_*``, of a batch's first pass). Printed
 last is one JSON object:
 
-bf16_distance_ratio  k3 KL of own layers over that of transformers' layers; the worst of all models,
-                     before and after training
-bf16_drift_ratio     k3 KL of own layers after training over before; the worst of all models
+bf16_distance_ratio  k3 KL of native layers over that of transformers' layers; the worst of all
+                     models, before and after training
+bf16_drift_ratio     k3 KL of native layers after training over before; the worst of all models
 models               by model and layers, before and after: mean and 99.9th percentile of the
                      absolute difference of logprobs, and k3 KL, in nats
 """
@@ -33,7 +33,7 @@ from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import print_line, print_report
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import loading
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.types import (
@@ -211,7 +211,7 @@ def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str,
     found = {}
     for layers, chosen in ((OWN, nullcontext()), (TRANSFORMERS, _transformers_layers())):
         with chosen:
-            learner = Learner(_run_config(folder, groups, groups, keys), DataParallel(), 1)
+            learner = Learner(_run_config(folder, groups, groups, keys), ParallelContext(), 1)
             metrics = learner.train_step(batch, 1)
         found[layers] = {name: metrics[key] for name, key in METRICS.items()}
     return found
@@ -222,7 +222,7 @@ def _transformers_layers() -> Iterator[None]:
     def keep(*_: object, **__: object) -> None:
         pass
 
-    with patch.multiple(loading, use_own_layers=keep, use_own_experts=keep):
+    with patch.multiple(loading, use_native_layers=keep, use_native_experts=keep):
         yield
 
 
@@ -231,7 +231,9 @@ def measure(case: Case, python: str, updates: int, folder: Path) -> dict[str, An
     save_model(case, folder)
     vocabulary = case.shape["vocab_size"]
     training = (*case.keys, *case.training, f"actor_rollout_ref.actor.optim.lr={_LEARNING_RATE}")
-    learner = Learner(_run_config(folder, GROUPS, GROUPS // 2, training), DataParallel(), updates)
+    learner = Learner(
+        _run_config(folder, GROUPS, GROUPS // 2, training), ParallelContext(), updates
+    )
     found: dict[str, Any] = {}
     with closing(Engine(python, folder, case.keys)) as engine:
 

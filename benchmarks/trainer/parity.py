@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.reporting import print_line
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.loss import LOSSES
 from tests.support.rank_parity import Subject, compare, made_subject
 from tests.support.rank_peer import NUM_GROUPS
@@ -268,7 +268,7 @@ class _TinyModels:
                 config = adapting(config, **_ADAPTERS)
             if run.critic:
                 config = with_critic(config)
-            learner = Learner(config, DataParallel(), total_steps=10)
+            learner = Learner(config, ParallelContext(), total_steps=10)
             self._metrics[key] = [
                 learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS
             ]

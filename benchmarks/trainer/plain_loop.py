@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.reporting import alternate, print_line
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.run import RunConfig
 from sluice.types import DataProgress, TrainBatch, TrainGroup
 from tests.support.tiny_policy import make_group, save_model
@@ -51,7 +51,7 @@ def learner_against_loop() -> dict[str, Any]:
     tokens = sum(r.num_tokens + g.prompt_token_ids.size for g in batch.groups for r in g.rollouts)
     with tempfile.TemporaryDirectory() as name:
         folder = save_model(Path(name), "qwen3", **_MODEL)
-        learner = Learner(_config(folder), DataParallel(), total_steps=100)
+        learner = Learner(_config(folder), ParallelContext(), total_steps=100)
         loop = PlainLoop(folder)
         first, theirs = learner.train_step(batch, 1), loop.train(batch)
     ours = first["actor/pg_loss"]

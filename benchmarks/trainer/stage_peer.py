@@ -53,17 +53,17 @@ class _Clock:
 
     def __init__(self, asked: StageAsked) -> None:
         self.passes: list[TimedPass] = []
-        for name, least_s in (("_forward", asked.forward_s), ("_backward", asked.backward_s)):
-            timed = self._timed(getattr(Passes, name), name == "_backward", least_s)
+        for name, min_s in (("_forward", asked.forward_s), ("_backward", asked.backward_s)):
+            timed = self._timed(getattr(Passes, name), name == "_backward", min_s)
             mock.patch.object(Passes, name, timed).start()
 
     def _timed(
-        self, function: Callable[..., Any], is_backward: bool, least_s: float
+        self, function: Callable[..., Any], is_backward: bool, min_s: float
     ) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:  # noqa: ANN401 - either pass's
             began_s = time.monotonic()
             found = function(*arguments)
-            time.sleep(max(0.0, began_s + least_s - time.monotonic()))
+            time.sleep(max(0.0, began_s + min_s - time.monotonic()))
             number = sum(one.is_backward == is_backward for one in self.passes)
             self.passes.append(TimedPass(number, is_backward, began_s, time.monotonic()))
             return found

@@ -15,9 +15,9 @@ from torch import Tensor
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.weight_files import WeightFiles
-from services.trainer.learner.places import local_part
 from services.trainer.learner.policy_snapshots import policy_snapshots
 from services.trainer.learner.ranks import TorchDistributed
+from services.trainer.learner.tensor_layouts import local_part
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.device.select import select_device
 from tests.support.tiny_policy import make_batch, make_config

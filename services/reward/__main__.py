@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
 from services.reward.episodes.client import ServedEnvironments, given_servers
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import running_scorer_pool
@@ -86,14 +86,14 @@ async def _serve(config: RunConfig) -> None:
 @asynccontextmanager
 async def _environments(
     config: RunConfig, limit: int, credentials: Credentials, ledger: PromptLedger
-) -> AsyncIterator[ServedEnvironments | LeaseDesk | None]:
+) -> AsyncIterator[ServedEnvironments | LeaseManager | None]:
     """Run the workers that play episodes; ``None`` if a sample is one answer."""
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
     source = EnvironmentSource(
         settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
     )
     if settings.agents:
-        yield LeaseDesk(ledger.leases)
+        yield LeaseManager(ledger.leases)
         return
     async with AsyncExitStack() as stack:
         if settings.addresses:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from services.reward.episodes.drivers import EpisodeDrivers
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.replica_queue import ReplicaQueue
@@ -134,13 +134,13 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     )
     if path is None and archive is None:
         return None
-    num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
+    num_samples, max_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
     return GroupLog(
         path,
         num_samples,
         samples=archive,
-        most_chars=most_chars,
-        most_bytes=waiting_bytes(rows_per_batch(config), most_chars),
+        max_chars=max_chars,
+        max_bytes=waiting_bytes(rows_per_batch(config), max_chars),
         environments=environment_names(config),
         samples_of_source={
             name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()
@@ -250,7 +250,7 @@ class RewardApp:
             rules=straggler_rules(config),
         )
         self.generator: SampleGenerator = self.dispatcher
-        self.leases = drivers if isinstance(drivers, LeaseDesk) else None
+        self.leases = drivers if isinstance(drivers, LeaseManager) else None
         self.episode_counts: EpisodeStatistics | None = None
         if drivers is not None:
             episodes = EpisodeGenerator(
@@ -357,7 +357,7 @@ class RewardApp:
         gauges = [one.statistics() for one in self.sources.values()]
         return {
             **totals,
-            **{name: value for found in gauges for name, value in found.items()},
+            **{name: value for values in gauges for name, value in values.items()},
             "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),

@@ -27,7 +27,7 @@ from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.types import TrainGroup
 
 _INTERVAL_S = 1.0
-_BATCHES, _LEAST_S = 4, 60.0
+_BATCHES, _MIN_S = 4, 60.0
 _AGAIN = {
     "scored": "reward/samples_scored_again",
     "generated": "reward/samples_generated_again",
@@ -67,7 +67,7 @@ class BatchHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetFacts:
+class FleetStatus:
     """The state of the loop that demand depends on.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Mark:
 
 
 class DemandMeter:
-    """Measures the use of the fleet for the last `_BATCHES` batches, at least `_LEAST_S` seconds.
+    """Measures the use of the fleet for the last `_BATCHES` batches, at least `_MIN_S` seconds.
 
     It looks once a second, only if metrics are on, and assumes that what it finds has held since
     the previous look. `sluice.algorithm.routing` computes the demand.
@@ -103,9 +103,9 @@ class DemandMeter:
         facts: returns the current state of the loop; must not block.
     """
 
-    def __init__(self, facts: Callable[[], FleetFacts]) -> None:
+    def __init__(self, facts: Callable[[], FleetStatus]) -> None:
         self._facts = facts
-        self._latest: tuple[float, FleetFacts] | None = None
+        self._latest: tuple[float, FleetStatus] | None = None
         self._marks: deque[_Mark] = deque()
         self._num_batches = 0
         self.slot_seconds = self.starved_s = 0.0
@@ -121,7 +121,7 @@ class DemandMeter:
         if facts.num_batches != self._num_batches:
             self._num_batches = facts.num_batches
             self._marks.append(_Mark(now_s, self.slot_seconds, self.starved_s))
-        while len(self._marks) > _BATCHES and now_s - self._marks[1].at_s >= _LEAST_S:
+        while len(self._marks) > _BATCHES and now_s - self._marks[1].at_s >= _MIN_S:
             self._marks.popleft()
 
     @property
@@ -236,14 +236,14 @@ class RewardMetrics:
             yield reading("sluice_rollout_demand_replicas", replicas)
 
 
-def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
+def fleet_status(app: RewardApp, num_batches: int) -> FleetStatus:
     """Return the state that demand depends on, after `num_batches` batches.
 
     Replicas that only serve a validation do not count.
     """
     replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
     generates = app.groups.counts[GroupState.GENERATING] > 0 and app.dispatcher.is_training_sampled
-    return FleetFacts(
+    return FleetStatus(
         num_batches,
         app.loop.batches.num_asking > 0 and (generates or not replicas),
         app.queue.fleet.num_slots_in_use,
@@ -260,7 +260,7 @@ def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
         yield
         return
     history = BatchHistory(config.sluice.asynchrony.max_staleness)
-    demand = DemandMeter(lambda: fleet_facts(app, history.num_formed))
+    demand = DemandMeter(lambda: fleet_status(app, history.num_formed))
     app.counters.on_batch = history.formed
     metrics = RewardMetrics(app, history, demand, config.data.train_batch_size)
     who = ProcessName("reward", name, restarts())

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from services.reward.app import RewardApp
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
@@ -261,7 +261,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Return counters and waits."""
         return _status_to_proto(self._app)
 
-    def _leases(self) -> LeaseDesk:
+    def _leases(self) -> LeaseManager:
         if self._app.leases is None:
             raise InvalidRequestError(
                 "this run leases no samples; start it with sluice.environment.agents=true"

@@ -74,10 +74,10 @@ class SqliteFile:
     def _prepare(self, database: sqlite3.Connection) -> None:
         if self.is_durable:
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
-        found = _number(database, "PRAGMA application_id")
+        application_id = _number(database, "PRAGMA application_id")
         is_empty = _number(database, "SELECT count(*) FROM sqlite_schema") == 0
-        if not (is_empty and found == 0):
-            self._check(database, found)
+        if not (is_empty and application_id == 0):
+            self._check(database, application_id)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute(f"PRAGMA synchronous = {'FULL' if self.is_durable else 'NORMAL'}")
         # Take the lock and create the tables in one transaction: a kill leaves an empty file.

@@ -28,7 +28,7 @@ from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
 
 USER, TOOL = "user", "tool"
 _ASSISTANT = "assistant"
-_DIALOGUES, _MOST_ROUNDS = 5, 3
+_DIALOGUES, _MAX_ROUNDS = 5, 3
 _QUESTION = ChatMessage(USER, "What is 2 + 2?")
 _PROBE = Tool(
     "sluice_probe",
@@ -90,13 +90,13 @@ class _Calls(NamedTuple):
     """How a template writes calls.
 
     Args:
-        most: most calls in one answer; 0 if the template writes none.
+        max_calls: most calls in one answer; 0 if the template writes none.
         tool_format: the format that reads them back; ``plain`` if none does.
         ids: call ids that the template accepts.
         close: the text of the token that ends an answer with calls.
     """
 
-    most: int = 0
+    max_calls: int = 0
     tool_format: str = PLAIN
     ids: str = ""
     close: str = ""
@@ -211,7 +211,7 @@ class Bridge:
             tool_format, end = self._read_back(text[_num_shared(head, text) :], answer)
             if end:
                 return _Calls(number, tool_format, ids, end)
-            unread = unread if unread.most else _Calls(number, PLAIN, ids, close)
+            unread = unread if unread.max_calls else _Calls(number, PLAIN, ids, close)
         return unread
 
     def _read_back(self, text: str, answer: ChatMessage) -> tuple[str, str]:
@@ -241,7 +241,7 @@ class Bridge:
     @cached_property
     def _repeats_calls(self) -> bool:
         """Whether the template repeats a part of a call beside its result, such as its name."""
-        if not self._calls.most:
+        if not self._calls.max_calls:
             return False
         try:
             return _OTHER[0] in self._after_answer([ChatMessage(TOOL, "7")], [_PROBE])
@@ -292,7 +292,7 @@ class Bridge:
             calls: the answer's calls, if the template repeats them; empty for a dummy call.
         """
         past, close = ChatMessage(_ASSISTANT, self._mark), self._close
-        if messages[0].role == TOOL and self._calls.most:
+        if messages[0].role == TOOL and self._calls.max_calls:
             past, close = (
                 self._calling("", [self._mark], self._calls.ids, _OTHER),
                 self._calls.close,
@@ -301,8 +301,8 @@ class Bridge:
             same = tuple(replace(call, arguments=marked) for call in calls)
             past = replace(past, tool_calls=same or past.tool_calls)
         text = self._access.render([_QUESTION, past, *messages], tools)
-        _, found, added = text.rpartition(self._mark)[2].partition(close)
-        if not found:
+        _, closing, added = text.rpartition(self._mark)[2].partition(close)
+        if not closing:
             raise HistoryRewrittenError(
                 "prompt.continuation: the template leaves out answers; begin a new root: send the "
                 "conversation as a chat"
@@ -324,13 +324,13 @@ class Bridge:
         return ""
 
     def _prove_dialogue(self, kind: History, number: int, rng: random.Random) -> None:
-        tools = [_PROBE] if kind.role == TOOL and self._calls.most else []
+        tools = [_PROBE] if kind.role == TOOL and self._calls.max_calls else []
         messages = [ChatMessage(USER, _words(rng))]
-        for _ in range(1 + number % _MOST_ROUNDS):
+        for _ in range(1 + number % _MAX_ROUNDS):
             think, end_think = thought_marks(self.tool_format)
             thoughts = f"{think}\n{_words(rng)}\n{end_think}\n\n" if kind.thinks else ""
             if tools:
-                texts = [_words(rng) for _ in range(rng.randint(1, self._calls.most))]
+                texts = [_words(rng) for _ in range(rng.randint(1, self._calls.max_calls))]
                 answer = self._calling(thoughts, texts, self._calls.ids)
                 if think != THINK:  # only the template knows where to write them
                     reasoning = read_answer(thoughts, self.tool_format).reasoning
@@ -374,10 +374,10 @@ class Bridge:
             return said.startswith(answer.content) and not any(
                 token in after for token in self._access.control_tokens.values()
             )
-        found = read_answer(said, self.tool_format, tools)
+        parsed = read_answer(said, self.tool_format, tools)
         thoughts = answer.reasoning or read_answer(answer.content, self.tool_format).reasoning
-        is_alone = not found.content and found.reasoning == thoughts
-        return is_alone and _same_calls(found.tool_calls, answer)
+        is_alone = not parsed.content and parsed.reasoning == thoughts
+        return is_alone and _same_calls(parsed.tool_calls, answer)
 
 
 def _num_shared(head: str, text: str) -> int:

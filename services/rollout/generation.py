@@ -210,10 +210,12 @@ class GenerationRunner:
                     arrived.append(inbox.get_nowait())
                 chunks = tuple(chain(*arrived))
                 event = self._event(chunks, growing, options, stops)
-                for found in (one.prompt_logprobs for one in chunks if one.prompt_logprobs):
+                for prompt_logprobs in (
+                    one.prompt_logprobs for one in chunks if one.prompt_logprobs
+                ):
                     # In a thread: a long prompt has a text for each of its many tokens.
                     scored = await asyncio.to_thread(
-                        _with_texts, found, request.prompt_token_ids, self._decode
+                        _with_texts, prompt_logprobs, request.prompt_token_ids, self._decode
                     )
                     event = replace(event, scored_prompt=scored)
                 if event.deltas or event.rollouts or event.scored_prompt:
@@ -324,14 +326,14 @@ def _by_token(chunk: SampleChunk) -> Iterator[SampleChunk]:
     yield replace(chunk, token_ids=ids[last:], behavior_logprobs=logprobs[last:])
 
 
-def _with_texts(found: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:
+def _with_texts(prompt_logprobs: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:
     growing = IncrementalDetokenizer(decode)
     texts = [growing.push((token,)) for token in prompt.tolist()]
     # Bytes at the end that are no text belong to the last token.
     texts[-1] += decode(prompt)[sum(map(len, texts)) :]
-    tops = found.top_token_ids.tolist()
+    tops = prompt_logprobs.top_token_ids.tolist()
     text_of = {token: decode(np.array([token], np.uint32)) for token in set(tops)}
-    return ScoredPrompt(found, tuple(texts), tuple(text_of[token] for token in tops))
+    return ScoredPrompt(prompt_logprobs, tuple(texts), tuple(text_of[token] for token in tops))
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

@@ -35,7 +35,7 @@ OWN_ARGUMENTS = frozenset(
     )
 )
 """Template arguments that only the encoder sets."""
-_MOST_BRIDGES = 16
+_MAX_BRIDGES = 16
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -209,7 +209,7 @@ class PromptEncoder:
         # Threads call this, too: each step is safe, and a bridge that is made twice does no harm.
         bridge = self._bridges.pop(key, None) or self._new_bridge(arguments)
         self._bridges[key] = bridge
-        while len(self._bridges) > _MOST_BRIDGES:
+        while len(self._bridges) > _MAX_BRIDGES:
             self._bridges.popitem(last=False)
         return bridge
 
@@ -321,11 +321,11 @@ def _num_characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> i
 
 def _lone_results(messages: Sequence[ChatMessage]) -> list[bool]:
     """Return which turns are results that follow no call."""
-    found, called = list[bool](), False
+    flags, called = list[bool](), False
     for message in messages:
         called = called if message.role == TOOL else bool(message.tool_calls)
-        found.append(message.role == TOOL and not called)
-    return found
+        flags.append(message.role == TOOL and not called)
+    return flags
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
@@ -362,11 +362,11 @@ def _end_tokens(model_path: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             config = msgspec.json.decode((model_path / name).read_bytes())
-            found = config.get("eos_token_id")
+            ids = config.get("eos_token_id")
         except (OSError, msgspec.DecodeError, AttributeError):
             continue
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
 
 

@@ -24,7 +24,7 @@ from sluice.types import ReplicaInfo, layout_digest
 _LIVENESS_INTERVAL_S = 1.0
 _HEALTH_INTERVAL_S = 0.5
 _RETRY_INTERVAL_S = 0.5
-_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
+_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, max_s=_RETRY_INTERVAL_S, patience_s=math.inf)
 # A shorter absence is usual: a trainer starts after its replicas, and at the end of a run leaves
 # before them.
 _WARNS_AFTER_S = 10.0

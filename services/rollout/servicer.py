@@ -55,7 +55,7 @@ from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
-from sluice.telemetry.tracing import Key, Moment, SpanName
+from sluice.telemetry.tracing import SpanAttribute, SpanName, Timestamp
 from sluice.types import Rollout, TokenIds, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -146,7 +146,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             _held(self._images.quota, client, image_bytes),
             served(SpanName.SERVE, context) as span,
         ):
-            span.set({Key.REPLICA: self._identity.name, Key.REQUEST_ID: request.request_id})
+            span.set(
+                {
+                    SpanAttribute.REPLICA: self._identity.name,
+                    SpanAttribute.REQUEST_ID: request.request_id,
+                }
+            )
             await self._generate(request, partials, context)
 
     async def _generate(
@@ -160,7 +165,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         decoded = self._decode(request, prompt_token_ids, partials, is_own=is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(request.prompt, decoded.prompt_token_ids))
-        began = Moment.now()
+        began = Timestamp.now()
 
         async def send(event: GenerationEvent) -> None:
             trace_samples(began, event.rollouts)
@@ -238,13 +243,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Return the whole prompt; a longer one of the run's own services may be cut, unless it has
         a bound of its own."""
         prompt, longest = request.prompt, self._engine.max_model_len
-        most = request.max_sequence_tokens
-        if most:
+        max_tokens = request.max_sequence_tokens
+        if max_tokens:
             earlier = len(prompt.continuation.token_ids_u32) // 4
-            check_sequence(earlier, min(most, longest))
+            check_sequence(earlier, min(max_tokens, longest))
         ids = await self._encoded(prompt)
-        if most:
-            check_sequence(ids.size, min(most, longest))
+        if max_tokens:
+            check_sequence(ids.size, min(max_tokens, longest))
             return ids
         is_rendered = prompt.WhichOneof("input") in ("chat", "text")
         if is_own and self._training_prompts is not None and is_rendered:
@@ -392,7 +397,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         """Receive a version while generation continues."""
         check_fields(request)
         with served(SpanName.RECEIVE_WEIGHTS, context) as span:
-            span.set({Key.VERSION: request.policy_version})
+            span.set({SpanAttribute.VERSION: request.policy_version})
             staged = await self._engine.stage(request.epoch, request.policy_version)
         return weights.StageUpdateResponse(
             policy_version=staged.version,
@@ -407,7 +412,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         """Swap the staged version in."""
         check_fields(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
-            span.set({Key.VERSION: request.policy_version})
+            span.set({SpanAttribute.VERSION: request.policy_version})
             stall_s = await self._engine.commit(
                 request.epoch, request.policy_version, request.digest
             )

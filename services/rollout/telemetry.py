@@ -10,11 +10,11 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.concurrency.waits import units_done
 from sluice.concurrency.watchdog import WorkState
 from sluice.telemetry.metrics import InstrumentReading, reading
-from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName, Timestamp
 from sluice.types import Rollout
 
 
-def trace_samples(began: Moment, rollouts: Iterable[Rollout]) -> None:
+def trace_samples(began: Timestamp, rollouts: Iterable[Rollout]) -> None:
     """Record spans of finished samples in the trace of the running call, if that is recorded.
 
     Args:
@@ -28,16 +28,16 @@ def trace_samples(began: Moment, rollouts: Iterable[Rollout]) -> None:
 
 
 def _attributes(rollout: Rollout) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
-        Key.SAMPLE_INDEX: rollout.sample_index,
-        Key.NUM_TOKENS: rollout.num_tokens,
-        Key.FINISH_REASON: rollout.finish_reason.value,
+    attributes: dict[str, str | int] = {
+        SpanAttribute.SAMPLE_INDEX: rollout.sample_index,
+        SpanAttribute.NUM_TOKENS: rollout.num_tokens,
+        SpanAttribute.FINISH_REASON: rollout.finish_reason.value,
     }
     if rollout.version_spans:
-        found[Key.VERSION] = rollout.version_spans[-1].version
+        attributes[SpanAttribute.VERSION] = rollout.version_spans[-1].version
         if rollout.version_spans[0].version != rollout.version_spans[-1].version:
-            found[Key.OLDEST_VERSION] = rollout.version_spans[0].version
-    return found
+            attributes[SpanAttribute.OLDEST_VERSION] = rollout.version_spans[0].version
+    return attributes
 
 
 def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:

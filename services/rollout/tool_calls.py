@@ -360,15 +360,15 @@ def _parameter_types(tool: Tool) -> _Types:
 
 def _allowed(schema: Mapping[str, object]) -> set[str]:
     """Return the types that a schema names; none: it allows all."""
-    found = set[str]()
+    names = set[str]()
     for key in ("type", "anyOf", "oneOf"):
         named = schema.get(key, ())
         for each in named if isinstance(named, list) else [named]:
             if isinstance(each, dict):
-                found |= _allowed(each)
+                names |= _allowed(each)
             elif isinstance(each, str):
-                found.add(each)
-    return found
+                names.add(each)
+    return names
 
 
 def _llama3_json(text: str, _tools: Sequence[Tool]) -> _Read:
@@ -386,21 +386,21 @@ def _llama3_json(text: str, _tools: Sequence[Tool]) -> _Read:
 def _objects(body: str) -> list[str]:
     """Return the JSON objects of a text in which ``;`` separates them."""
     decoder, start = json.JSONDecoder(), 0
-    found: list[str] = []
+    objects: list[str] = []
     while start < len(body):
         try:
             _, end = decoder.raw_decode(body, start)
         except (ValueError, RecursionError) as error:
-            number = len(found) + 1
+            number = len(objects) + 1
             raise _UnreadableError(
                 f"tool call {number}: {shown(body[start : start + 100])} is not read "
                 f'({str(error)[:100]}); write {{"name": ..., "parameters": {{...}}}}'
             ) from error
-        found.append(body[start:end])
+        objects.append(body[start:end])
         start = end
         while start < len(body) and (body[start] == ";" or body[start].isspace()):
             start += 1
-    return found
+    return objects
 
 
 def _kimi(text: str, _tools: Sequence[Tool]) -> _Read:
@@ -450,9 +450,9 @@ def _gemma4(text: str, _tools: Sequence[Tool]) -> _Read:
 _GEMMA_WORD = re.compile(r"(?<![\w.$-])([\w$][\w.$-]*+)(\s*+:)?")
 
 
-def _gemma_word(found: re.Match[str]) -> str:
+def _gemma_word(match: re.Match[str]) -> str:
     """Return a bare key or value as JSON; templates write constants as Python does."""
-    word, colon = found.groups()
+    word, colon = match.groups()
     return f'"{word}": ' if colon else _CONSTANTS.get(word, word)
 
 

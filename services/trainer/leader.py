@@ -39,7 +39,7 @@ from services.trainer.learner.rank_command import (
     join_ranks,
     share_total_steps,
 )
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
@@ -86,7 +86,7 @@ from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, restarts
 from sluice.types import layout_digest
 from sluice.weights.adapters import is_adapter
-from sluice.weights.rank_sender import OtherRank
+from sluice.weights.rank_sender import RemoteRank
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 
 logger = logging.getLogger(__name__)
@@ -98,12 +98,12 @@ _PAGE_ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class _LoadedLearner:
     """The loaded learner, and the values that depend on its weights."""
 
     learner: LearnerThread
     snapshots: PolicySnapshots
-    others: Sequence[OtherRank]
+    others: Sequence[RemoteRank]
     total_steps: int
     checkpoint: Checkpoint | None
     guard_record: GuardRecord
@@ -177,7 +177,7 @@ async def _lead(config: RunConfig) -> bool:
     return True
 
 
-def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
+def _observed(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> TrainerMetrics:
     """Return state and fleet at the beginning of the run, with the counters."""
     trainer, service = config.trainer, config.sluice.trainer
     logger.info(
@@ -194,7 +194,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     )
 
 
-def _guards(config: RunConfig, trained: _Trained, state: RunState) -> RunGuards:
+def _guards(config: RunConfig, trained: _LoadedLearner, state: RunState) -> RunGuards:
     file = Path(checkpoint_folder(config)) / RECORD_FILE
     guards = RunGuards(config.sluice.guards, file, state, trained.guard_record)
     trained.learner.protect(guards.protected)
@@ -221,7 +221,9 @@ async def _refresh_accounting(
         await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
-async def _open_reporter(config: RunConfig, trained: _Trained, history: RunHistory) -> Reporter:
+async def _open_reporter(
+    config: RunConfig, trained: _LoadedLearner, history: RunHistory
+) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
     replaces_after = 0 if restarts() else None
     target = SinkTarget(
@@ -241,8 +243,8 @@ async def _open_reporter(config: RunConfig, trained: _Trained, history: RunHisto
 
 
 def _load(
-    config: RunConfig, parallel: DataParallel, total_steps: int, stack: AsyncExitStack
-) -> _Trained:
+    config: RunConfig, parallel: ParallelContext, total_steps: int, stack: AsyncExitStack
+) -> _LoadedLearner:
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
@@ -257,12 +259,12 @@ def _load(
         leader.load(checkpoint.actor, record.learning_rate_factor)
         logger.info("resumed from step %d", checkpoint.step)
     thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
-    return _Trained(thread, snapshots, others, total_steps, checkpoint, record)
+    return _LoadedLearner(thread, snapshots, others, total_steps, checkpoint, record)
 
 
 def _publisher(
     config: RunConfig,
-    trained: _Trained,
+    trained: _LoadedLearner,
     replicas: ChannelPool,
     credentials: Credentials,
     observed: TrainerMetrics,

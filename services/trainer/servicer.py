@@ -94,8 +94,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             wait_report=present_waits_to_proto(phase_waits(state)),
             hold_reason=state.hold_reason,
             guards=[
-                trainer.GuardStatus(rule=rule.text, state=found.state, detail=found.detail)
-                for rule, found in state.judgements()
+                trainer.GuardStatus(rule=rule.text, state=judgement.state, detail=judgement.detail)
+                for rule, judgement in state.judgements()
             ],
         )
 

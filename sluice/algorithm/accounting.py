@@ -28,7 +28,7 @@ DATA_EXHAUSTED = "data_exhausted"
 """1 if the run ended because its data set had no more prompts, else 0."""
 # Sampled in calls that are still running at the replicas, and not sent yet.
 _UNDER_WAY = "under_way"
-# Sampled for callers outside the run: the SDK, the command line, the OpenAI front.
+# Sampled for callers outside the run: the SDK, the command line, the OpenAI-compatible server.
 _DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
 _BEFORE_RESTART = "before_restart"
@@ -238,7 +238,7 @@ class TokenReading:
         return max(0, round(sum(self.after.values()) - sum(self.before.values())))
 
     @property
-    def most_residual(self) -> float:
+    def max_residual(self) -> float:
         """Residual if the service got nothing between `before` and the reading of the fleet."""
         return token_account(self.fleet, self.before).residual
 

@@ -78,7 +78,7 @@ class EpisodeRules:
     grades_whole_text: bool = False
 
 
-class Continued(NamedTuple):
+class TurnStart(NamedTuple):
     """How a turn begins.
 
     Args:
@@ -111,7 +111,7 @@ def answer_message(answer: Answer) -> ChatMessage:
 
 def continued(
     histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
-) -> Continued:
+) -> TurnStart:
     """Return the turn that a whole conversation continues: the first whose history precedes the new
     messages.
 
@@ -124,8 +124,8 @@ def continued(
     size = num_before_new(messages)
     for index, history in enumerate(histories):
         if len(history) == size < len(messages) and all(map(_is_same, history, messages)):
-            return Continued(index, tuple(messages[size:]))
-    return Continued(None, tuple(messages))
+            return TurnStart(index, tuple(messages[size:]))
+    return TurnStart(None, tuple(messages))
 
 
 def num_before_new(messages: Sequence[ChatMessage]) -> int:
@@ -181,14 +181,14 @@ def within_limits(messages: Sequence[ChatMessage], rules: EpisodeRules) -> tuple
 
 def truncated(text: str, rules: EpisodeRules) -> str:
     """Return a tool's text, cut as verl does: at the named side, or between two halves."""
-    most = rules.max_tool_response_length
-    if len(text) <= most:
+    max_length = rules.max_tool_response_length
+    if len(text) <= max_length:
         return text
     if rules.truncate_side == "left":
-        return f"{_MARK}...{text[-most:]}"
+        return f"{_MARK}...{text[-max_length:]}"
     if rules.truncate_side == "right":
-        return f"{text[:most]}...{_MARK}"
-    half = most // 2
+        return f"{text[:max_length]}...{_MARK}"
+    half = max_length // 2
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 

@@ -224,15 +224,15 @@ def signal_of(
         standard_errors: by name, of some of `values`.
     """
     names = [metric] if metric is not None else _accuracy_names(values)
-    found = [values[name] for name in names if name in values]
-    if not found:
+    present = [values[name] for name in names if name in values]
+    if not present:
         what = "has no accuracy" if metric is None else f"has no metric {metric}"
         return Signal(step, absence=f"the row of step {step} {what}")
-    if any(map(math.isnan, found)):
+    if any(map(math.isnan, present)):
         return Signal(step, absence=f"the value of step {step} is not a number")
     errors = [standard_errors[name] for name in names if name in standard_errors]
-    combined = math.hypot(*errors) / len(found) if len(errors) == len(found) else None
-    return Signal(step, sum(found) / len(found), combined)
+    combined = math.hypot(*errors) / len(present) if len(errors) == len(present) else None
+    return Signal(step, sum(present) / len(present), combined)
 
 
 def _accuracy_names(values: Mapping[str, float]) -> list[str]:
@@ -248,17 +248,17 @@ def windowed(signals: Sequence[Signal], window: int) -> list[Signal]:
     """
     if window == 1:
         return list(signals)
-    found: list[Signal] = []
+    means: list[Signal] = []
     values: list[float] = []
     for one in signals:
         if one.value is None:
-            found.append(one)
+            means.append(one)
             continue
         values = [*values[1 - window :], one.value]
         if len(values) == window:
             error = stdev(values) / math.sqrt(window) if all(map(math.isfinite, values)) else None
-            found.append(Signal(one.step, sum(values) / window, error))
-    return found
+            means.append(Signal(one.step, sum(values) / window, error))
+    return means
 
 
 def best_signal(signals: Sequence[Signal], better: Better, window: int = 1) -> Signal | None:
@@ -341,13 +341,13 @@ def decide(
 def _newest(rule: GuardRule, signals: Sequence[Signal], after: int) -> list[Signal]:
     """Return the last `times` values of a rule after a step, with what is missing among them."""
     needed = rule.window + rule.times - 1
-    found: list[Signal] = []
+    newest: list[Signal] = []
     for one in reversed(signals):
         if one.step <= after or not needed:
             break
-        found.append(one)
+        newest.append(one)
         needed -= one.value is not None
-    return windowed(found[::-1], rule.window)
+    return windowed(newest[::-1], rule.window)
 
 
 def _best(rule: GuardRule, signals: Sequence[Signal]) -> Signal | None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 
-LEAST_STALENESS = 2
+MIN_STALENESS = 2
 """S from which a group that starts during a transfer finds a batch slot."""
 
 HELD_SHARE = 0.25
 """Share of the replicas that keep a validated version."""
 
-MOST_TURNS = 8
+MAX_TURNS = 8
 """A larger fleet swaps several replicas in a turn, so that the last one does not wait for long."""
 
 
@@ -27,14 +27,14 @@ def may_overlap(max_staleness: int) -> bool:
     Args:
         max_staleness: S >= 0, versions that a trained sample may lag behind.
     """
-    return max_staleness >= LEAST_STALENESS
+    return max_staleness >= MIN_STALENESS
 
 
 def swaps_at_once(num_replicas: int, max_staleness: int) -> int:
     """Return how many of the replicas that get a version swap at the same time, at least 1."""
     if max_staleness == 0:
         return max(1, num_replicas)
-    return max(1, math.ceil(num_replicas / MOST_TURNS))
+    return max(1, math.ceil(num_replicas / MAX_TURNS))
 
 
 def held_for_validation(num_replicas: int, max_staleness: int) -> int:

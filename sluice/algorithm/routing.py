@@ -19,7 +19,7 @@ LONGEST_PAUSE_S = 8.0
 HEADROOM = 1.1
 """A fleet that is exactly fast enough makes the trainer wait about every other time."""
 
-MOST_GROWTH = 4.0
+MAX_GROWTH = 4.0
 """Most times the present fleet that one measurement may give: beyond it nothing is known about how
 the work would spread. The next measurement continues from there."""
 
@@ -39,7 +39,7 @@ class ReplicaUse(StrEnum):
     VALIDATION = "validation"  # it is held at the version that is validated
 
 
-class Offer(NamedTuple):
+class ReplicaOffer(NamedTuple):
     """The properties of a replica that matter to a group: version and use."""
 
     version: int
@@ -55,9 +55,9 @@ class AnnouncedReplica:
     use: ReplicaUse = ReplicaUse.ANY
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> ReplicaOffer:
         """Its version and use."""
-        return Offer(self.policy_version, self.use)
+        return ReplicaOffer(self.policy_version, self.use)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +126,12 @@ class ReplicaRequirement:
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
-    def takes(self, offer: Offer) -> bool:
+    def takes(self, offer: ReplicaOffer) -> bool:
         """Return whether a replica with this offer is acceptable."""
         other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
         return offer.use is not other and self.accepts(offer.version)
 
-    def came_too_late(self, offers: Collection[Offer]) -> bool:
+    def came_too_late(self, offers: Collection[ReplicaOffer]) -> bool:
         """Return whether no replica is acceptable, now or later.
 
         Versions only rise, and a replica that is about to swap is not held later: its next version
@@ -199,8 +199,8 @@ class ReplicaRouter:
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_name: dict[str, RoutedReplica] = {}
         self._context = MeanContext()
-        self._num_free: Counter[Offer] = Counter()  # sequences
-        self._least_capacity = 0
+        self._num_free: Counter[ReplicaOffer] = Counter()  # sequences
+        self._min_capacity = 0
         self._failed: set[RoutedReplica] = set()  # those that may be paused or on probation
 
     @property
@@ -237,12 +237,12 @@ class ReplicaRouter:
         return tuple(previous.values())
 
     @property
-    def offers(self) -> Collection[Offer]:
+    def offers(self) -> Collection[ReplicaOffer]:
         """The offers of all replicas, busy and paused ones too."""
         return self._num_free.keys()
 
     def choose(
-        self, wanted: ReplicaRequirement, now: float, taken: Collection[Offer] = ()
+        self, wanted: ReplicaRequirement, now: float, taken: Collection[ReplicaOffer] = ()
     ) -> RoutedReplica | None:
         """Return the replica that takes the group, or ``None``: none has capacity.
 
@@ -255,20 +255,20 @@ class ReplicaRouter:
         offers = {one for one in self._num_free if one not in taken and wanted.takes(one)}
         if not offers:
             return None
-        least: RoutedReplica | None = None
+        least_loaded: RoutedReplica | None = None
         for member in self._members.values():
             if (
-                (least is None or member.load < least.load)
+                (least_loaded is None or member.load < least_loaded.load)
                 and member.announced.offer in offers
                 and member.has_capacity(wanted.num_sequences, now)
             ):
-                least = member
+                least_loaded = member
         preferred = self._by_name.get(wanted.prefer)
-        if least is None or preferred is None or preferred.announced.offer not in offers:
-            return least
-        if preferred.load > least.load + STICKY_MARGIN:
-            return least
-        return preferred if preferred.has_capacity(wanted.num_sequences, now) else least
+        if least_loaded is None or preferred is None or preferred.announced.offer not in offers:
+            return least_loaded
+        if preferred.load > least_loaded.load + STICKY_MARGIN:
+            return least_loaded
+        return preferred if preferred.has_capacity(wanted.num_sequences, now) else least_loaded
 
     def num_free(self, lowest_version: int, now: float, group_size: int = 1) -> int:
         """Return how many training sequences could start now, on `lowest_version` or later.
@@ -276,7 +276,7 @@ class ReplicaRouter:
         An idle replica takes a group of any size, so it counts as at least `group_size`.
         """
         free = 0
-        if group_size > self._least_capacity:  # what idle ones take of a group beyond their own
+        if group_size > self._min_capacity:  # what idle ones take of a group beyond their own
             free = sum(
                 max(0, group_size - member.capacity)
                 for member in self._members.values()
@@ -358,7 +358,7 @@ class ReplicaRouter:
             info, context = member.announced.info, self._context.expected
             member.capacity = sequences_at_once(info, self._slack, context)
             self._num_free[member.announced.offer] += member.num_free
-        self._least_capacity = min((one.capacity for one in self._members.values()), default=0)
+        self._min_capacity = min((one.capacity for one in self._members.values()), default=0)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
@@ -383,7 +383,7 @@ class FleetUse:
 
 
 def slots_needed(use: FleetUse, num_slots: int) -> float:
-    """Return the slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
+    """Return the slots that would keep the trainer fed, from 0 to `MAX_GROWTH` times `num_slots`.
 
     The work of the last batches is known: slots in use, added up over time. The trainer took them
     in the observed time, less the time that it waited for generation; had it never waited, the
@@ -400,10 +400,10 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
     """
     if use.observed_s <= 0.0:
         return float(num_slots)
-    most = MOST_GROWTH * num_slots
+    max_slots = MAX_GROWTH * num_slots
     fed_s = use.observed_s - use.starved_s
     wanted = HEADROOM * use.slot_seconds
-    return most if wanted >= most * fed_s else wanted / fed_s
+    return max_slots if wanted >= max_slots * fed_s else wanted / fed_s
 
 
 def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:

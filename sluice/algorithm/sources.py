@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-LEAST_YIELD = 0.02
+MIN_YIELD = 0.02
 """Yields below this count as this much: a source that yields nothing now may do so later."""
 
 
@@ -49,7 +49,7 @@ def shares_by_yield(shares: Mapping[str, float], yields: Mapping[str, float]) ->
         shares: as configured, by source.
         yields: share of groups that the filter keeps, in (0, 1], of the sources that take part.
     """
-    weights = {name: shares[name] * max(LEAST_YIELD, kept) for name, kept in yields.items()}
+    weights = {name: shares[name] * max(MIN_YIELD, kept) for name, kept in yields.items()}
     together, divided = sum(shares[name] for name in weights), sum(weights.values())
     return {
         name: weights[name] / divided * together if name in weights else share

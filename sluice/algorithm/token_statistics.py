@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
-LEAST_BLOCK_TOKENS = 128
+MIN_BLOCK_TOKENS = 128
 """The backward pass adds a whole matrix of the head per block, so blocks must not be small. Their
 sizes are multiples of it, as products of matrices want.
 """
@@ -60,13 +60,13 @@ class VocabularyPart:
 
     Attributes:
         first: token id of the first row.
-        most: rows of the rank with the most rows.
+        max_rows: rows of the rank with the most rows.
         maximum: replaces each element of a tensor by its largest value on any rank.
         total: replaces each element of a tensor by its sum over ranks.
     """
 
     first: int
-    most: int
+    max_rows: int
     maximum: Callable[[Tensor], None]
     total: Callable[[Tensor], None]
 
@@ -170,11 +170,11 @@ def token_statistics(
         elements = COMPILED_BLOCK_BYTES // (4 if head.is_wide else head.weight.itemsize)
     else:
         elements = DEVICE_BLOCK_ELEMENTS
-    rows = head.part.most if head.part else head.weight.shape[0]  # all ranks make equal blocks
-    fitting = elements // rows // LEAST_BLOCK_TOKENS * LEAST_BLOCK_TOKENS
+    rows = head.part.max_rows if head.part else head.weight.shape[0]  # all ranks make equal blocks
+    fitting = elements // rows // MIN_BLOCK_TOKENS * MIN_BLOCK_TOKENS
     plan = _Plan(
         factor=head.scale / temperature,
-        block=block_tokens or max(LEAST_BLOCK_TOKENS, fitting),
+        block=block_tokens or max(MIN_BLOCK_TOKENS, fitting),
         entropy=with_entropy,
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
@@ -182,8 +182,8 @@ def token_statistics(
         is_compiled=head.is_compiled,
         part=head.part,
     )
-    found = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
-    logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", found)
+    outputs = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
+    logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", outputs)
     return TokenStatistics(
         logprobs,
         entropy if with_entropy else None,
@@ -331,14 +331,14 @@ class _HeadStatistics(torch.autograd.Function):
             compute = compiled_once(_statistics)
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
-            found = compute(
+            block = compute(
                 plan.logits(hidden[taken], weight, bias),
                 labels[taken],
                 plan.factor,
                 with_entropy=plan.entropy,
                 with_squares=plan.squares,
             )
-            for whole, part in zip((logprobs, normaliser, entropy, squares), found, strict=True):
+            for whole, part in zip((logprobs, normaliser, entropy, squares), block, strict=True):
                 if part is not None:
                     whole[taken] = part
         saved = (hidden, weight, bias, labels, normaliser, entropy)

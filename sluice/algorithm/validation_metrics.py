@@ -67,9 +67,9 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
         votes = prompt.data_source in voting
         majority = majorities([s.prediction for s in prompt.scores]) if votes else None
         for variable, values in _variables(prompt.scores).items():
-            found = variables.setdefault(variable, {})
+            by_metric = variables.setdefault(variable, {})
             for name, value in prompt_metrics(values, majority).items():
-                found.setdefault(name, []).append(value)
+                by_metric.setdefault(name, []).append(value)
     return {
         f"{_section(variable, name, variables)}/{source}/{variable}/{name}": values
         for source, variables in by_source.items()

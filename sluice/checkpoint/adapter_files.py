@@ -97,14 +97,14 @@ class AdapterMerge:
             known = [
                 change for one in (layer, former_name(layer)) for change in _changes(one, layer)
             ]
-            found = next((one for one in known if one.part.weight in names), None)
-            if found is None:
+            matching = next((one for one in known if one.part.weight in names), None)
+            if matching is None:
                 raise CheckpointError(
                     f"the adapter's layer {layer} is not in the files of its base model "
                     f"{adapter.base}; merge with the model that was adapted, or with peft's "
                     "merge_and_unload"
                 )
-            self._changes.setdefault(found.part.weight, []).append(found)
+            self._changes.setdefault(matching.part.weight, []).append(matching)
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight, in float32 if an adapter was added.
@@ -154,11 +154,11 @@ class _LayerChange:
 
 def _changes(name: str, layer: str) -> list[_LayerChange]:
     """Return what a layer of that name in files may change there."""
-    found = [_LayerChange(layer, AdaptedPart(f"{name}.weight"))]
+    changes = [_LayerChange(layer, AdaptedPart(f"{name}.weight"))]
     if expert := _EXPERT.fullmatch(name):
         of_all = f"{expert[1]}.{EACH}.{expert[3]}"
-        found.append(_LayerChange(layer, adapted_part(of_all), int(expert[2])))
-    return found
+        changes.append(_LayerChange(layer, adapted_part(of_all), int(expert[2])))
+    return changes
 
 
 def write_adapter_config(

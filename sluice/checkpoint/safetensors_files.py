@@ -68,19 +68,19 @@ def tensor_names(folder: Path) -> dict[str, Path]:
                 f"{folder} lacks {min(named - files)}, which {INDEX_FILE} names; {_REMEDY}"
             )
         files = named
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for name in sorted(files):
         try:
             with safe_open(folder / name, framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), folder / name))
+                file_of.update(dict.fromkeys(opened.keys(), folder / name))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / name} is damaged ({error}); {_REMEDY}") from error
     for tensor, name in sorted(mapped.items()):
-        if tensor not in found:
+        if tensor not in file_of:
             raise CheckpointError(
                 f"{folder / name} lacks {tensor}, which {INDEX_FILE} places there; {_REMEDY}"
             )
-    return found
+    return file_of
 
 
 def copy_weights(

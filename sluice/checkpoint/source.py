@@ -69,15 +69,15 @@ def find_source(directory: Path, role: str = "actor") -> CheckpointSource:
 
 
 def _refuse_megatron(folder: Path) -> None:
-    found = [name for name in _MEGATRON_NAMES if (folder / name).exists()]
+    names = [name for name in _MEGATRON_NAMES if (folder / name).exists()]
     if (folder / "model" / HUGGINGFACE_FOLDER).is_dir():
         raise CheckpointError(
             f"{folder} is a Megatron checkpoint of verl with Hugging Face weights; give "
             f"{folder / 'model' / HUGGINGFACE_FOLDER}"
         )
-    if found:
+    if names:
         raise CheckpointError(
-            f"{folder} is a Megatron checkpoint of verl ({found[0]}): its shards follow Megatron's "
+            f"{folder} is a Megatron checkpoint of verl ({names[0]}): its shards follow Megatron's "
             "own layers and need Megatron-Core to be read; merge it where verl is installed with "
             "`python -m verl.model_merger merge --backend megatron --local_dir "
             f"{folder} --target_dir OUT`"

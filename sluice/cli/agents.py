@@ -66,7 +66,7 @@ def run_agents(
 
 async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
     try:
-        from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
+        from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
     except ImportError as error:
         raise ConfigError(
             "agents run: aiohttp is not installed; pip install 'sluice[openai-front]'"
@@ -78,7 +78,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
             return
         async with (
             connected(run, name=_CLIENT_NAME) as client,
-            listening(OpenAIFront(client, FrontSettings()), "127.0.0.1", 0) as port,
+            listening(OpenAIServer(client, OpenAIServerSettings()), "127.0.0.1", 0) as port,
         ):
             url = f"http://127.0.0.1:{port}"
             runner = AgentRunner(

@@ -118,8 +118,8 @@ def _report(line: str) -> None:
 
 
 def _paths(incomplete: str) -> list[str]:
-    found = glob(f"{escape(incomplete)}*")
-    return sorted(f"{path}{os.sep}" if Path(path).is_dir() else path for path in found)
+    paths = glob(f"{escape(incomplete)}*")
+    return sorted(f"{path}{os.sep}" if Path(path).is_dir() else path for path in paths)
 
 
 Overrides = Annotated[
@@ -162,13 +162,13 @@ Deadline = Annotated[
 
 def started_runs(folder: Path = RUNS) -> list[Path]:
     """Return the runs that were started in a folder, newest first."""
-    found = []
+    runs = []
     for config in folder.glob(f"*/{CONFIG_NAME}"):
         try:
-            found.append((config.stat().st_mtime, config.parent))
+            runs.append((config.stat().st_mtime, config.parent))
         except OSError:  # deleted meanwhile
             continue
-    return [run for _, run in sorted(found, reverse=True)]
+    return [run for _, run in sorted(runs, reverse=True)]
 
 
 def named_run(argument: Path | None, option: Path | None = None) -> Path:

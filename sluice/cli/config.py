@@ -22,7 +22,7 @@ from sluice.cli.arguments import (
     split_arguments,
 )
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
-from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
+from sluice.config.catalogue.table import CatalogueEntry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, EngineReport, check_report
 from sluice.config.device_split import named_split
 from sluice.config.explain import explain_key, keys_of_section
@@ -36,10 +36,10 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, of_other_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import Examined, examined_of
+from sluice.doctor.finding import DoctorContext, examined_of
 from sluice.doctor.machine import check_gpus
 from sluice.errors import ConfigError
-from sluice.launch.device_plan import found_devices
+from sluice.launch.device_plan import launch_devices
 from sluice.plan.launch_plan import (
     SMALL_BYTES,
     PlannedModel,
@@ -140,12 +140,12 @@ def check(
         files=files,
         here=None if examined is None else examined.config,
     )
-    memory, found = None, list(report.problems)
+    memory, problems = None, list(report.problems)
     if model is not None and report.engine is not None:
         divided, keys = _divided(run, examined, overrides)
         memory = checked_memory(divided, model, report.engine)
-        found += _too_large(memory, device_memory, model, file, keys)
-    report = with_preflight(replace(report, problems=tuple(found)), run, examined)
+        problems += _too_large(memory, device_memory, model, file, keys)
+    report = with_preflight(replace(report, problems=tuple(problems)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
         print_json(report_as_json(report, memory, broken))
@@ -188,7 +188,7 @@ def explain(
 
 
 def _divided(
-    run: ReadRun, examined: Examined | None, overrides: list[str]
+    run: ReadRun, examined: DoctorContext | None, overrides: list[str]
 ) -> tuple[ReadRun, list[str]]:
     """Return the run, and overrides, with devices divided as its start here divides them."""
     if examined is None or examined.config is run.config:
@@ -237,25 +237,27 @@ def _too_large(
     yield Problem("", UNSET, message, remedy, overrides=change, rule="trainer-memory")
 
 
-def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None) -> CheckReport:
+def with_preflight(
+    report: CheckReport, run: ReadRun, examined: DoctorContext | None
+) -> CheckReport:
     """Return the report with wrong keys and values and, of an examined machine, the preflight."""
     broken = of_other_keys(report.problems, run.problems)
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if examined is not None:
-        devices = found_devices(run.config, examined.environment)
+        devices = launch_devices(run.config, examined.environment)
         skipped = [check_configuration]
         if devices is not None and not devices.count:  # the run starts on another host
             skipped.append(check_gpus)
             text = f"this host has no {devices.kind}: devices are checked where the run starts"
-            found.append(Problem("", UNSET, text, severity=Severity.NOTE))
-        found += preflight(examined, lambda check: check.examine not in skipped)
+            problems.append(Problem("", UNSET, text, severity=Severity.NOTE))
+        problems += preflight(examined, lambda check: check.examine not in skipped)
         if line := examined.devices.line:
-            found.append(Problem("", UNSET, line, severity=Severity.NOTE))
-    notes = [one for one in found if one.severity is Severity.NOTE]
+            problems.append(Problem("", UNSET, line, severity=Severity.NOTE))
+    notes = [one for one in problems if one.severity is Severity.NOTE]
     wrong = [replace(one, rule="keys") for one in run.problems]
     return replace(
         report,
-        problems=(*wrong, *broken, *errors(found)),
+        problems=(*wrong, *broken, *errors(problems)),
         notes=(*of_other_keys(report.notes, run.problems), *notes),
     )
 
@@ -291,7 +293,7 @@ def count_rows(config: RunConfig) -> int | None:
     return min(rows, data.train_max_samples) if data.train_max_samples > 0 else rows
 
 
-def print_keys(console: Console, keys: Sequence[Entry]) -> None:
+def print_keys(console: Console, keys: Sequence[CatalogueEntry]) -> None:
     """Print all keys, one a line."""
     print_table(
         console,
@@ -301,7 +303,7 @@ def print_keys(console: Console, keys: Sequence[Entry]) -> None:
     )
 
 
-def print_description(console: Console, key: Entry) -> None:
+def print_description(console: Console, key: CatalogueEntry) -> None:
     """Print one key with everything known about it; empty lines are left out."""
     facts = [
         ("status", f"{key.status}{f': {key.instead}' if key.instead else ''}"),
@@ -320,7 +322,7 @@ def print_description(console: Console, key: Entry) -> None:
             console.print(Text(f"  {name}: ", style="dim") + Text(value), soft_wrap=True)
 
 
-def description_as_json(key: Entry) -> dict[str, object]:
+def description_as_json(key: CatalogueEntry) -> dict[str, object]:
     """Return one key for machines; a default that does not exist is left out."""
     names = (
         *("path", "status", "meaning", "takes", "default", "verl_default", "unit", "effect"),
@@ -365,11 +367,11 @@ def print_report(
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
     """Print the findings by severity."""
     for severity, (heading, style) in _HEADINGS.items():
-        found = [one for one in problems if one.severity is severity]
-        if not found:
+        selected = [one for one in problems if one.severity is severity]
+        if not selected:
             continue
         console.print(Text(f"{heading}:", style=style))
-        for one in found:
+        for one in selected:
             rule = "" if severity is Severity.NOTE else f"[{one.rule}] "
             print_line(console, f"  - {rule}{one.text}")
         if severity is Severity.NOTE:
@@ -436,8 +438,8 @@ def _verdict(broken: Sequence[Problem]) -> str:
 
 def _print_memory(console: Console, memory: CheckedMemory) -> None:
     engine, trainer = memory.engine, memory.trainer
-    most = max(memory.guess, engine.rollout.weights, engine.rollout.kv_of_all_sequences)
-    if trainer is None and most < SMALL_BYTES:
+    largest = max(memory.guess, engine.rollout.weights, engine.rollout.kv_of_all_sequences)
+    if trainer is None and largest < SMALL_BYTES:
         count = f"{engine.parameters:,} parameters"
         print_line(
             console, f"Memory: less than {SMALL_BYTES / GIB:g} GiB on each device ({count})\n"

@@ -23,7 +23,7 @@ from sluice.data.inspection import (
     inspect_files,
     quantiles,
 )
-from sluice.data.prepare import PUBLISHED_SETS, Preparation, Prepared, Wishes, prepare
+from sluice.data.prepare import PUBLISHED_SETS, PrepareJob, PrepareOptions, PrepareResult, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_files import check_raw_file
@@ -94,11 +94,11 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
     source = data_source or published.data_source or stem
-    order = Preparation(
+    order = PrepareJob(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
-        Wishes(split, source, instruction, prompt_field, answer_field),
+        PrepareOptions(split, source, instruction, prompt_field, answer_field),
         limit,
         deduplicate,
         skip_bad,
@@ -153,7 +153,7 @@ def inspect(
     opened = open_prompt_files(paths, columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
     with counted("reading", opened.num_rows) as advance:
-        found = inspect_files(
+        inspection = inspect_files(
             opened,
             measure_tokens=measure,
             check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
@@ -162,10 +162,10 @@ def inspect(
         )
     names = list(dict.fromkeys(name for path in paths for name in check_raw_file(Path(path))))
     if as_json:
-        print_json(inspection_as_json(paths, names, found, max_prompt_length))
+        print_json(inspection_as_json(paths, names, inspection, max_prompt_length))
     else:
-        print_inspection(output_console(), paths, names, found, max_prompt_length)
-    if found.num_bad:
+        print_inspection(output_console(), paths, names, inspection, max_prompt_length)
+    if inspection.num_bad:
         raise typer.Exit(1)
 
 
@@ -211,56 +211,63 @@ def print_inspection(
     console: Console,
     files: list[str],
     columns: list[str],
-    found: Inspection,
+    inspection: Inspection,
     max_prompt_length: int | None = None,
 ) -> None:
     """Print all findings, problems last."""
     facts = [
-        ("rows", str(found.num_rows)),
+        ("rows", str(inspection.num_rows)),
         ("columns", ", ".join(columns)),
-        ("duplicates", _share(found.num_duplicates, found.num_rows)),
-        *([("images", str(found.num_images))] if found.num_images else []),
-        ("unusable rows", _share(found.num_bad, found.num_rows)),
+        ("duplicates", _share(inspection.num_duplicates, inspection.num_rows)),
+        *([("images", str(inspection.num_images))] if inspection.num_images else []),
+        ("unusable rows", _share(inspection.num_bad, inspection.num_rows)),
     ]
     if max_prompt_length is not None:
-        overlong = found.num_longer(max_prompt_length)
-        name = f"over {max_prompt_length} tokens{_of_text(found)}"
-        facts.append((name, _share(overlong, found.tokens.size)))
+        overlong = inspection.num_longer(max_prompt_length)
+        name = f"over {max_prompt_length} tokens{_of_text(inspection)}"
+        facts.append((name, _share(overlong, inspection.tokens.size)))
     print_table(console, printable(", ".join(files)), ("what", "value"), facts)
     print_table(
-        console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)
+        console,
+        "data sources",
+        ("data source", "rows", "scorer"),
+        _sources(inspection),
+        right=("rows",),
     )
-    if found.characters.size:
-        _print_lengths(console, found)
-    for number, row in enumerate(found.head):
+    if inspection.characters.size:
+        _print_lengths(console, inspection)
+    for number, row in enumerate(inspection.head):
         _print_row(console, number, row)
-    _print_remedies(console, found)
+    _print_remedies(console, inspection)
 
 
 def inspection_as_json(
-    files: list[str], columns: list[str], found: Inspection, max_prompt_length: int | None = None
+    files: list[str],
+    columns: list[str],
+    inspection: Inspection,
+    max_prompt_length: int | None = None,
 ) -> dict[str, object]:
     """Return all findings as one object; `num_overlong` is null without a limit."""
-    overlong = None if max_prompt_length is None else found.num_longer(max_prompt_length)
+    overlong = None if max_prompt_length is None else inspection.num_longer(max_prompt_length)
     return {
         "files": files,
         "columns": columns,
-        "num_rows": found.num_rows,
-        "num_duplicates": found.num_duplicates,
-        "num_images": found.num_images,
-        "num_bad": found.num_bad,
+        "num_rows": inspection.num_rows,
+        "num_duplicates": inspection.num_duplicates,
+        "num_images": inspection.num_images,
+        "num_bad": inspection.num_bad,
         "num_overlong": overlong,
-        "problems": found.problems,
+        "problems": inspection.problems,
         "data_sources": {
             source: {"rows": rows, "scorer": scorer_name(source)}
-            for source, rows in found.sources.items()
+            for source, rows in inspection.sources.items()
         },
-        "characters": _named_quantiles(found.characters),
-        "tokens": _named_quantiles(found.tokens),
+        "characters": _named_quantiles(inspection.characters),
+        "tokens": _named_quantiles(inspection.tokens),
     }
 
 
-def print_prepared(console: Console, output: str, made: Prepared) -> None:
+def print_prepared(console: Console, output: str, made: PrepareResult) -> None:
     """Print the numbers of rows written and left out."""
     left_out = [
         *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
@@ -272,21 +279,21 @@ def print_prepared(console: Console, output: str, made: Prepared) -> None:
         print_line(console, f"  {problem}")
 
 
-def _sources(found: Inspection) -> list[tuple[str, str, str]]:
+def _sources(inspection: Inspection) -> list[tuple[str, str, str]]:
     return [
         (printable(source), str(rows), scorer_name(source) or NO_SCORER)
-        for source, rows in found.sources.most_common()
+        for source, rows in inspection.sources.most_common()
     ]
 
 
-def _of_text(found: Inspection) -> str:
-    return " (rows without images)" if found.num_images else ""
+def _of_text(inspection: Inspection) -> str:
+    return " (rows without images)" if inspection.num_images else ""
 
 
-def _print_lengths(console: Console, found: Inspection) -> None:
-    rows = [("characters", *map(str, quantiles(found.characters)))]
-    if found.tokens.size:
-        rows.append((f"tokens{_of_text(found)}", *map(str, quantiles(found.tokens))))
+def _print_lengths(console: Console, inspection: Inspection) -> None:
+    rows = [("characters", *map(str, quantiles(inspection.characters)))]
+    if inspection.tokens.size:
+        rows.append((f"tokens{_of_text(inspection)}", *map(str, quantiles(inspection.tokens))))
     names = ("prompt length", *_QUANTILE_NAMES)
     print_table(console, "prompt lengths", names, rows, right=names[1:])
 
@@ -300,23 +307,23 @@ def _print_row(console: Console, number: int, row: PromptRow) -> None:
     print_line(console, f"ground truth: {row.ground_truth}\n")
 
 
-def _print_remedies(console: Console, found: Inspection) -> None:
-    for problem in found.problems:
+def _print_remedies(console: Console, inspection: Inspection) -> None:
+    for problem in inspection.problems:
         print_line(console, f"problem: {problem}")
-    if found.num_bad > len(found.problems):
-        print_line(console, f"and {found.num_bad - len(found.problems)} more")
-    unknown = sorted(source for source in found.sources if scorer_name(source) is None)
+    if inspection.num_bad > len(inspection.problems):
+        print_line(console, f"and {inspection.num_bad - len(inspection.problems)} more")
+    unknown = sorted(source for source in inspection.sources if scorer_name(source) is None)
     if unknown:
         print_line(
             console,
             f"note: no built-in scorer for {', '.join(unknown)}; name one with "
             "reward.scorer_routes, or set reward.custom_reward_function.path",
         )
-    if found.num_duplicates:
+    if inspection.num_duplicates:
         print_line(
             console,
-            f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' leaves "
-            "them out with --deduplicate",
+            f"note: {inspection.num_duplicates} rows repeat earlier ones; 'sluice data prepare' "
+            "leaves them out with --deduplicate",
         )
 
 

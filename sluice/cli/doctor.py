@@ -40,10 +40,10 @@ def print_result(console: Console, result: CheckResult) -> None:
 def verdict(num_problems: int, num_warnings: int, *, has_run: bool) -> str:
     """Return the last line: how many problems and warnings."""
     problems, warnings = _number(num_problems, "problem"), _number(num_warnings, "warning")
-    found = f"{problems}, {warnings}.".capitalize()
+    counts = f"{problems}, {warnings}.".capitalize()
     if has_run:
-        return found
-    return f"{found} No run was named: name its configuration to check what it needs."
+        return counts
+    return f"{counts} No run was named: name its configuration to check what it needs."
 
 
 def _number(count: int, what: str) -> str:

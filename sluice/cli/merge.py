@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import CheckpointSource
 
-_MOST_DIFFERENCES = 20
+_MAX_DIFFERENCES = 20
 
 
 def merge(  # noqa: PLR0913 - one parameter per option
@@ -112,10 +112,10 @@ def _differences(model: Path, wanted: Path) -> list[str]:
 
     with _progress("comparing") as on_tensor:
         differences = compare_weights(model, wanted, on_tensor)
-    for line in differences[:_MOST_DIFFERENCES]:
+    for line in differences[:_MAX_DIFFERENCES]:
         typer.echo(line, err=True)
-    if len(differences) > _MOST_DIFFERENCES:
-        typer.echo(f"... {len(differences) - _MOST_DIFFERENCES} more", err=True)
+    if len(differences) > _MAX_DIFFERENCES:
+        typer.echo(f"... {len(differences) - _MAX_DIFFERENCES} more", err=True)
     return list(differences)
 
 

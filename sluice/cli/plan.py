@@ -64,31 +64,31 @@ def plan(
         raise ConfigError(
             "actor_rollout_ref.model.path is not set, so no model is known; give --model"
         )
-    found = launch_plan(file, overrides, planned_model(name), device_kind(device))
+    planned = launch_plan(file, overrides, planned_model(name), device_kind(device))
     if values is not None:  # of a launch that fits with them
-        typer.echo(deployment_values(found, values), nl=False)
+        typer.echo(deployment_values(planned, values), nl=False)
         return
     if as_json:
-        print_json(plan_as_json(found))
+        print_json(plan_as_json(planned))
     else:
-        print_plan(output_console(), found)
-    if not found.fits:
+        print_plan(output_console(), planned)
+    if not planned.fits:
         raise typer.Exit(1)
 
 
-def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
+def plan_as_json(planned: PlannedLaunch) -> dict[str, object]:
     """Return the plan for programs; bytes are bytes."""
-    trainer, engine = found.trainer, found.engine
+    trainer, engine = planned.trainer, planned.engine
     return {
-        "fits": found.fits,
-        "lacks": dict(found.lacks),
-        "fits_with": None if found.fits_with is None else list(found.fits_with),
-        "closest": None if found.closest is None else list(found.closest[0]),
+        "fits": planned.fits,
+        "lacks": dict(planned.lacks),
+        "fits_with": None if planned.fits_with is None else list(planned.fits_with),
+        "closest": None if planned.closest is None else list(planned.closest[0]),
         "split": {
-            "trainer": found.split.trainer,
-            "rollout": found.split.rollout,
-            "replicas": found.split.replicas,
-            "overrides": list(found.split.overrides),
+            "trainer": planned.split.trainer,
+            "rollout": planned.split.rollout,
+            "replicas": planned.split.replicas,
+            "overrides": list(planned.split.overrides),
         },
         "peaks": {"trainer": dict(trainer.phases), "rollout": dict(engine.phases)},
         "stages": {f"{number + 1}": peak for number, peak in trainer.stages.items()},
@@ -97,7 +97,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "holds_weights": engine.holds_weights,
             "longest_rows": engine.longest_rows,
         },
-        "encoder_parameters": found.model.encoder_parameters,
+        "encoder_parameters": planned.model.encoder_parameters,
         "host": {"trainer": trainer.host, "rollout": engine.host},
         "layout": {
             "ranks": trainer.layout.ranks,
@@ -109,22 +109,22 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
         },
         "collectives": dict(trainer.moved),
         "step_floor_s": trainer.floor_s,
-        "device_bytes": found.device.size,
-        "usable_bytes": found.device.usable_bytes,
-        "seconds": round(found.seconds, 1),
+        "device_bytes": planned.device.size,
+        "usable_bytes": planned.device.usable_bytes,
+        "seconds": round(planned.seconds, 1),
     }
 
 
-def print_plan(console: Console, found: PlannedLaunch) -> None:
+def print_plan(console: Console, planned: PlannedLaunch) -> None:
     """Print split, pools and verdict."""
-    trainer, engine, split, device = found.trainer, found.engine, found.split, found.device
+    trainer, engine, split, device = planned.trainer, planned.engine, planned.split, planned.device
     print_line(
         console,
-        f"{found.model.name}: {split.trainer} device(s) train, {split.rollout} generate "
+        f"{planned.model.name}: {split.trainer} device(s) train, {split.rollout} generate "
         f"({split.replicas} replica(s) of {split.per_replica}), {device.gib:g} GiB each; "
         f"a plan fills {device.usable_bytes / GIB:.1f}",
     )
-    if found.model.encoder_parameters is None:
+    if planned.model.encoder_parameters is None:
         print_line(console, "the model's image encoder is not counted")
     print_line(console, f"as keys: {' '.join(split.overrides)}")
     layout = trainer.layout
@@ -153,7 +153,7 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         f"a step trains at least {trainer.floor_s:.0f} s (computing {trainer.compute_s:.0f} s, "
         f"moving {trainer.moving_s:.0f} s, {device.name} at full rate)\n",
     )
-    print_line(console, _verdict(found))
+    print_line(console, _verdict(planned))
 
 
 def _print_phases(console: Console, title: str, phases: Mapping[str, float]) -> None:
@@ -161,79 +161,79 @@ def _print_phases(console: Console, title: str, phases: Mapping[str, float]) -> 
     print_table(console, title, ("phase", "GiB"), rows, right=("GiB",))
 
 
-def _verdict(found: PlannedLaunch) -> str:
-    if found.fits:
+def _verdict(planned: PlannedLaunch) -> str:
+    if planned.fits:
         return "It fits."
     names = {"trainer": "a trainer's device", "rollout": "an engine's device"}
-    why = "; ".join(f"{names[pool]}: {lack}" for pool, lack in found.lacks.items())
+    why = "; ".join(f"{names[pool]}: {lack}" for pool, lack in planned.lacks.items())
     text = f"It does not fit as written ({why})"
-    if found.fits_with is None:
+    if planned.fits_with is None:
         text += (
             ", and no change of layout, recompute, offload, dtypes or split was found that makes "
             "it fit; use more or larger devices, or a smaller micro-batch."
         )
-        if found.closest is not None:
-            overrides, peak = found.closest
+        if planned.closest is not None:
+            overrides, peak = planned.closest
             text += f" The closest takes {in_gib(peak)} GiB: {' '.join(overrides)}"
         return text
-    text += f"; it fits (as above) with: {' '.join(found.fits_with)}"
-    if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
+    text += f"; it fits (as above) with: {' '.join(planned.fits_with)}"
+    if any(one.endswith("model_dtype=bfloat16") for one in planned.fits_with):
         text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
     return text
 
 
-def deployment_values(found: PlannedLaunch, deployment: Deployment) -> str:
+def deployment_values(planned: PlannedLaunch, deployment: Deployment) -> str:
     """Return the lines of a file for ``--env-file`` or ``--values``.
 
     Raises:
         ConfigError: the launch does not fit, or neither starts such a launch.
     """
-    if found.fits_with is None:
+    if planned.fits_with is None:
         raise ConfigError(
             "the launch does not fit its devices, and no change was found that makes it fit; "
             "leave --values out, which says what it lacks"
         )
-    if found.split.nodes > 1:
+    if planned.split.nodes > 1:
         raise ConfigError(
-            f"the trainer takes {found.split.nodes} machines, and {deployment} starts it on one; "
+            f"the trainer takes {planned.split.nodes} machines, and {deployment} starts it on one; "
             'give a split with a smaller trainer (sluice.placement="trainer:N,rollout:M"), or '
             "start the launch on Ray"
         )
-    return _variables(found) if deployment == "compose" else _values(found)
+    return _variables(planned) if deployment == "compose" else _values(planned)
 
 
-def _settings(found: PlannedLaunch, besides: tuple[str, ...]) -> list[str]:
+def _settings(planned: PlannedLaunch, besides: tuple[str, ...]) -> list[str]:
     """Return the overrides of the plan, without keys that the deployment sets."""
     return [
         one
-        for one in found.fits_with or found.split.overrides
+        for one in planned.fits_with or planned.split.overrides
         if one.partition("=")[0].lstrip("+") not in besides
     ]
 
 
-def _variables(found: PlannedLaunch) -> str:
-    settings = " ".join(_settings(found, _OF_COMPOSE))
+def _variables(planned: PlannedLaunch) -> str:
+    settings = " ".join(_settings(planned, _OF_COMPOSE))
     return (
-        f"# {found.split.summary}\n"
-        f"SLUICE_REPLICAS={found.split.replicas}\n"
+        f"# {planned.split.summary}\n"
+        f"SLUICE_REPLICAS={planned.split.replicas}\n"
         f'SLUICE_SETTINGS="{settings}"\n'
     )
 
 
-def _values(found: PlannedLaunch) -> str:
-    split, rollout = found.split, found.config.actor_rollout_ref.rollout
+def _values(planned: PlannedLaunch) -> str:
+    split, rollout = planned.split, planned.config.actor_rollout_ref.rollout
     if rollout.data_parallel_size > 1:
         raise ConfigError(
             f"actor_rollout_ref.rollout.data_parallel_size = {rollout.data_parallel_size}: the "
             "chart's replicas have one engine each; set it to 1, which gives more replicas"
         )
     values: dict[str, object] = {
-        "devices": {"kind": "npu" if found.config.trainer.device == "npu" else "gpu"},
+        "devices": {"kind": "npu" if planned.config.trainer.device == "npu" else "gpu"},
         "trainer": {"ranks": split.trainer},
         "rollout": {"replicas": split.replicas, "devicesPerReplica": split.per_replica},
     }
-    if settings := _settings(found, _OF_CHART):
-        trainer = found.config.trainer  # the chart's own list, which this one replaces
+    if settings := _settings(planned, _OF_CHART):
+        trainer = planned.config.trainer  # the chart's own list, which this one replaces
         kept = f"trainer.save_freq={trainer.save_freq} trainer.resume_mode={trainer.resume_mode}"
         values["run"] = {"settings": [*kept.split(), *settings]}
     return f"# {split.summary}\n{yaml.safe_dump(values, sort_keys=False)}"

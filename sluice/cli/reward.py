@@ -165,10 +165,10 @@ def _text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> st
     if answer.score is None:
         outcome = f"failed: {answer.failure}"
     else:
-        found = [f"score {answer.score:g}"]
-        found += [f"{name}={value:g}" for name, value in sorted(answer.metrics.items())]
-        found += [] if answer.prediction is None else [f"pred={answer.prediction!r}"]
-        outcome = " ".join(found)
+        parts = [f"score {answer.score:g}"]
+        parts += [f"{name}={value:g}" for name, value in sorted(answer.metrics.items())]
+        parts += [] if answer.prediction is None else [f"pred={answer.prediction!r}"]
+        outcome = " ".join(parts)
     shown = response if len(response) <= _SHOWN_CHARACTERS else f"…{response[-_SHOWN_CHARACTERS:]}"
     lines = [f"[{number}] {row.place}: {outcome}", f"response {shown!r}", *answer.frames]
     return "\n    ".join(lines)

@@ -19,7 +19,7 @@ from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.errors import ConfigError
 from sluice.simulate.result import (
-    Compared,
+    ComparedStrategy,
     OpenWorkload,
     SimulationResult,
     compare,
@@ -68,7 +68,7 @@ def print_result(console: Console, result: SimulationResult, fill: SimulationRes
     print_table(console, "accounts", columns, accounts, right=columns[1:])
 
 
-def print_comparison(console: Console, title: str, compared: Sequence[Compared]) -> None:
+def print_comparison(console: Console, title: str, compared: Sequence[ComparedStrategy]) -> None:
     """Print strategies side by side."""
     columns = (
         *("strategy", "gen/trained", "to rounds", "fill s", "p99", "faster", "steps/h", "faster "),
@@ -113,7 +113,7 @@ def result_as_json(result: SimulationResult, fill: SimulationResult) -> dict[str
     }
 
 
-def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
+def comparison_as_json(compared: Sequence[ComparedStrategy]) -> dict[str, object]:
     """Return strategies by name."""
     return {
         one.result.strategy: {

@@ -21,8 +21,8 @@ from sluice.errors import ConfigError, SluiceError
 from sluice.types import LARGEST_NUMBER
 
 _KEPT_BYTES = 1 << 16
-_MOST_SAID = 400
-_MOST_BYTES = 2000
+_MAX_OUTPUT_CHARS = 400
+_MAX_BYTES = 2000
 """Of a failure; a run takes no more."""
 _LAST_OUTPUT_S, _GRACE_S, _KILLED_S = 1.0, 3.0, 5.0
 
@@ -35,7 +35,7 @@ class AgentFailedError(SluiceError):
     """
 
     def __init__(self, detail: str) -> None:
-        sent = detail.encode(errors="replace")[:_MOST_BYTES]  # half a surrogate pair cannot be
+        sent = detail.encode(errors="replace")[:_MAX_BYTES]  # half a surrogate pair cannot be
         super().__init__(sent.decode(errors="ignore"))
 
 
@@ -63,14 +63,14 @@ def printed_reward(output: str) -> float | None:
     # Not `splitlines`: a text of JSON may hold some of the characters at which that splits.
     last = output.strip().replace("\r", "\n").rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         return None
-    if (failure := found.get("failure")) is not None:  # an empty one, too, as where it is posted
+    if (failure := result.get("failure")) is not None:  # an empty one, too, as where it is posted
         raise AgentFailedError(str(failure) or "failed")
-    reward = found.get("reward")
+    reward = result.get("reward")
     if reward is None:
         return None
     if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -137,7 +137,7 @@ class AgentProgram:
             detail = f"stopped: it ran for sluice.environment.episode_timeout_s={deadline_s:g}"
             raise AgentLateError(detail) from None
         if code := self._transport.get_returncode():
-            said = (errors.strip() or output.strip())[-_MOST_SAID:]
+            said = (errors.strip() or output.strip())[-_MAX_OUTPUT_CHARS:]
             raise AgentFailedError(f"exit code {code}: {said}")
         return printed_reward(output)
 

@@ -1,6 +1,6 @@
 """Programs that work on leased samples: one process for each.
 
-Consumes: leases. Each program gets its task as a line of JSON, and the address of a front.
+Consumes: leases. Each program gets its task as a line of JSON, and the address of a server.
 Produces: the end of each lease, from the program's exit code and the last line of its output. Waits
 for: programs, until their leases expire; a reward service that is away, while a program has time,
 and a while longer. On shutdown: cancelling `run` ends the leases as failures at once, and the
@@ -93,7 +93,7 @@ class AgentRunner:
         leases: the run's leases.
         command: the program with its arguments, as a shell splits them.
         parallel: most programs at once.
-        base_url: address of the front that they call, without a path.
+        base_url: address of the server that they call, without a path.
         say: prints a line of progress.
         has_ended: whether the run has reached its end.
         wait_s: how long to wait for a reward service that is away once no program has time left.
@@ -116,7 +116,7 @@ class AgentRunner:
         self._has_ended, self._wait_s = has_ended, wait_s
         self._away_since: float | None = None
         self._arguments = program_of(command)
-        self._most_failures = max(16, 2 * parallel)
+        self._max_failures = max(16, 2 * parallel)
         self._failures_in_a_row = 0
         self._freed = asyncio.Event()
         self.counts = AgentCounts()
@@ -174,7 +174,7 @@ class AgentRunner:
                 await self._wait_for_capacity()
                 try:
                     free = self._parallel - self.counts.running
-                    found = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
+                    leases = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
                 except _AWAY as error:
                     if self._away_since is None:
                         self._away_since = loop.time()
@@ -184,7 +184,7 @@ class AgentRunner:
                 if self._away_since is not None:
                     self._away_since = None
                     self._say("the reward service answers again")
-                for lease in found:
+                for lease in leases:
                     self.counts.running += 1
                     tasks.create_task(self._work(lease), name=f"agent of {lease.prompt_id}")
 
@@ -264,7 +264,7 @@ class AgentRunner:
         self._failures_in_a_row += 1
         if self._failures_in_a_row == 1:
             self._say(f"an agent failed: {outcome.failure}")
-        if self._failures_in_a_row >= self._most_failures:
+        if self._failures_in_a_row >= self._max_failures:
             raise ConfigError(
                 f"--command: {self._failures_in_a_row} agents in a row failed, the last: "
                 f"{outcome.failure}; run it by hand with a task on its standard input"

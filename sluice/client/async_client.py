@@ -23,7 +23,7 @@ from sluice.client.generation_types import (
 from sluice.client.leases import Leases
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
+from sluice.client.scoring import MAX_CALLS, ScoreItem, score_items
 from sluice.client.submission import NewPrompt, PromptEvent, submit_prompts
 from sluice.errors import ConfigError
 from sluice.rpc.retries import RetryPolicy
@@ -52,7 +52,7 @@ class AsyncClient:
         self._address = address
         self._policy = policy
         self._channels = ServiceChannels(address, name)
-        self._score_calls = asyncio.Semaphore(MOST_CALLS)
+        self._score_calls = asyncio.Semaphore(MAX_CALLS)
         self._look_up = partial(look_up_replicas, address, self._channels)
         self._generation = ResumableGeneration(ClientFleet(self._look_up), self._channels, policy)
 

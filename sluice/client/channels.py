@@ -64,9 +64,9 @@ class ServiceChannels(ChannelPool):
         Raises:
             InvalidRequestError: the message `name` is over the limit.
         """
-        size, most = message.ByteSize(), self._max_message_bytes
-        if size > most:
-            raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
+        size, max_bytes = message.ByteSize(), self._max_message_bytes
+        if size > max_bytes:
+            raise InvalidRequestError(f"{name}: {size} bytes; send at most {max_bytes} at a time")
 
     def check_open(self) -> None:
         """Raise ConfigError once the channels are closed."""

@@ -124,12 +124,12 @@ class ClientFleet:
             if self._unanswered is not None and self._unanswered[0] > since_s:
                 raise self._unanswered[1]
             try:
-                found = list(await self._look_up())
+                replicas = list(await self._look_up())
             except SluiceError as error:
                 self._unanswered = self._clock(), error
                 raise
-            random.shuffle(found)  # or many clients with one request each would choose the same
-            self._replicas = tuple(found)
+            random.shuffle(replicas)  # or many clients with one request each would choose the same
+            self._replicas = tuple(replicas)
             self._asked_s = self._clock()
             self._counted_in_load = dict(self._under_way)
 
@@ -235,4 +235,4 @@ async def _known_replicas(
             asked = [tasks.create_task(ask(each), name=f"asking {each}") for each in addresses]
     except ExceptionGroup as group:
         raise leaves(group)[0] from group
-    return [found for task in asked if (found := task.result()) is not None]
+    return [replica for task in asked if (replica := task.result()) is not None]

@@ -22,7 +22,7 @@ from sluice.rpc.client import reward_stub, unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import Answer, ChatMessage, Tool
 
-_MOST_DEFECTS = 3
+_MAX_DEFECTS = 3
 _SECRET_BYTES = 24
 _ACCEPTED_S = 30.0
 """A call that fails after so many seconds had reached the service."""
@@ -176,7 +176,7 @@ class Leases:
     async def _patiently(self, phase: str, make: Callable[[str], Awaitable[AnswerT]]) -> AnswerT:
         """Repeat a call while the reward service is away."""
         retries = Retries(
-            self._policy, self._address, phase, retries_on=is_absence, most_defects=_MOST_DEFECTS
+            self._policy, self._address, phase, retries_on=is_absence, max_defects=_MAX_DEFECTS
         )
 
         async def attempt() -> AnswerT:

@@ -84,7 +84,7 @@ def refuse_missing(run: Path) -> None:
     """Raise ConfigError if a run's folder does not exist; it names those that are called alike."""
     if run.exists():
         return
-    started = [found.parent.name for found in run.parent.glob(f"*/{CONFIG_NAME}")]
+    started = [path.parent.name for path in run.parent.glob(f"*/{CONFIG_NAME}")]
     near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
     meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
     raise ConfigError(f"run: {run} does not exist; {meant}")

@@ -25,7 +25,7 @@ from sluice.rpc.retries import Retries, RetryPolicy
 from sluice.types import Failed, FailureKind, Scored
 
 ITEMS_PER_CALL, CALLS_UNDER_WAY = 16, 4
-MOST_CALLS = 16
+MAX_CALLS = 16
 """Calls of one client at once, which is the most that a service accepts."""
 _PHASE = "scoring responses"
 

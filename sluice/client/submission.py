@@ -51,9 +51,9 @@ _PHASE = "submitting prompts"
 _DEFAULT_POLICY = RetryPolicy()
 _Read = Future["NewPrompt | None"]
 _WARNING_PAUSE_S = 600.0
-_MOST_CHARACTERS = 500
+_MAX_CHARS = 500
 # However short a policy's pauses are, a full service is not called in a tight loop.
-_LEAST_PAUSE_S = 0.025
+_MIN_PAUSE_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class RefusedPrompts:
         return max(self._next_pause_ends_s - self._clock(), 0.0)
 
     def _pause_s(self) -> float:
-        return max(self._policy.pause_s(self._num_pauses), _LEAST_PAUSE_S)
+        return max(self._policy.pause_s(self._num_pauses), _MIN_PAUSE_S)
 
     def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
         """Warn at the first held prompt, then every ten minutes."""
@@ -221,7 +221,7 @@ class RefusedPrompts:
             return
         self._next_warning_s = now_s + _WARNING_PAUSE_S
         # A terminal may show the service's text, so it must be printable.
-        printable = "".join(c if c.isprintable() else " " for c in detail[:_MOST_CHARACTERS])
+        printable = "".join(c if c.isprintable() else " " for c in detail[:_MAX_CHARS])
         logger.warning(
             "prompts that wait for capacity: %d; no progress for %.0f s; the service: %s",
             len(self),
@@ -400,9 +400,9 @@ class OpenPrompts:
                 await self._change(self._held.wait_s())
         return None
 
-    async def _change(self, most_s: float | None) -> None:
+    async def _change(self, timeout_s: float | None) -> None:
         try:
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             return  # a held prompt is due
@@ -438,11 +438,11 @@ class OpenPrompts:
             return None
         # Image files are read once, in a thread, so that every try sends the same bytes.
         if prompt.images:
-            found = await asyncio.to_thread(prompt_to_proto, prompt)
+            message = await asyncio.to_thread(prompt_to_proto, prompt)
         else:
-            found = prompt_to_proto(prompt)
-        self._check_size(f"prompt {prompt.prompt_id}", found)
-        return found
+            message = prompt_to_proto(prompt)
+        self._check_size(f"prompt {prompt.prompt_id}", message)
+        return message
 
     def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
         """Take an event, and return those that are new to the client and that it waits for."""

@@ -149,25 +149,25 @@ def _waits_on(
     root: str, by_name: Mapping[str, ServiceWaits]
 ) -> tuple[tuple[ServiceWaits, Waiting], ...]:
     """Return the waits for `root`: by its own name before the fleet's, then longest first."""
-    found = [
+    waits = [
         (service, wait)
         for service in by_name.values()
         for wait in service.waits
         if service.name != root and root in _targets(wait.peer, by_name)
     ]
-    return tuple(sorted(found, key=lambda pair: (pair[1].peer != root, -pair[1].seconds)))
+    return tuple(sorted(waits, key=lambda pair: (pair[1].peer != root, -pair[1].seconds)))
 
 
 def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]:
     """Return the number of waits from each service to `root`, for those that wait for it."""
-    found, reached = {root: 0}, deque([root])
+    distances, reached = {root: 0}, deque([root])
     while reached:
         name = reached.popleft()
         for service, _ in _waits_on(name, by_name):
-            if service.name not in found:
-                found[service.name] = found[name] + 1
+            if service.name not in distances:
+                distances[service.name] = distances[name] + 1
                 reached.append(service.name)
-    return found
+    return distances
 
 
 def _num_waits_behind(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
@@ -289,15 +289,15 @@ async def survey_waits(
             replicas[name] = _Replica(replica.address, unheard_s)
     addresses = {name: replica.address for name, replica in sorted(replicas.items())}
     second = await _ask_all(addresses, timeout_s, credentials)
-    found = [service for service, _ in first]
+    services = [service for service, _ in first]
     for service, _ in second:
         unheard_s = replicas[service.name].unheard_s
-        found.append(replace(service, unheard_s=unheard_s, is_replica=True))
+        services.append(replace(service, unheard_s=unheard_s, is_replica=True))
     return tuple(
         replace(service, pid=mark.pid, process=mark.state())
         if (mark := marks.get(service.name))
         else service
-        for service in found
+        for service in services
     )
 
 

@@ -59,11 +59,11 @@ def _text(max_bytes: int) -> Rule:
     return partial(check_text, max_bytes=max_bytes)
 
 
-def _seconds(most_s: float, remedy: str = "") -> Rule:
+def _seconds(max_s: float, remedy: str = "") -> Rule:
     def check(field: str, value: float) -> None:
-        if not 0.0 < value <= most_s:
+        if not 0.0 < value <= max_s:
             raise InvalidRequestError(
-                f"{field}: {value}; send more than 0, at most {most_s:g}{remedy}"
+                f"{field}: {value}; send more than 0, at most {max_s:g}{remedy}"
             )
 
     return check

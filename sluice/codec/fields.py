@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 60
 
 _WIDTH_BYTES = 4
 _EXPERT_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
-_MOST_LAYERS, _MOST_EXPERTS_PER_TOKEN = 1024, 256
+_MAX_LAYERS, _MAX_EXPERTS_PER_TOKEN = 1024, 256
 
 
 def shortened(value: object) -> str:
@@ -129,8 +129,8 @@ def routing_from_proto(message: common.RoutedExperts, field: str) -> RoutedExper
     Raises:
         InvalidRequestError: a size is out of its range, or the bytes are no whole tokens.
     """
-    check_range(f"{field}.layers", message.layers, 1, _MOST_LAYERS)
-    check_range(f"{field}.experts_per_token", message.experts_per_token, 1, _MOST_EXPERTS_PER_TOKEN)
+    check_range(f"{field}.layers", message.layers, 1, _MAX_LAYERS)
+    check_range(f"{field}.experts_per_token", message.experts_per_token, 1, _MAX_EXPERTS_PER_TOKEN)
     check_range(f"{field}.bytes_per_expert", message.bytes_per_expert, 1, max(_EXPERT_DTYPES))
     dtype, data = _EXPERT_DTYPES[message.bytes_per_expert], message.experts
     shape = (-1, message.layers, message.experts_per_token)

@@ -35,7 +35,7 @@ _MAX_LEVELS = 16
 _FIELD = "chat_template_kwargs"
 _JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
 
-_MOST_WAITS = 64
+_MAX_WAITS = 64
 
 ItemT = TypeVar("ItemT")
 
@@ -190,13 +190,13 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
         raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
     try:
-        found: dict[str, Any] = _with_integers(MessageToDict(struct))
+        values: dict[str, Any] = _with_integers(MessageToDict(struct))
     except (ValueError, RecursionError) as error:
         # The error quotes the value, which may be long.
         raise InvalidRequestError(
             f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
-    return found
+    return values
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
@@ -255,13 +255,13 @@ def _check_levels(value: object, path: str, levels: int) -> None:
 
 
 def bundles(
-    items: Iterable[ItemT], size_of: Callable[[ItemT], int], most_bytes: int = 1 << 20
+    items: Iterable[ItemT], size_of: Callable[[ItemT], int], max_bytes: int = 1 << 20
 ) -> Iterator[list[ItemT]]:
-    """Yield items that travel together, in lists of at most `most_bytes`, or of one larger item."""
+    """Yield items that travel together, in lists of at most `max_bytes`, or of one larger item."""
     bundle, num_bytes = list[ItemT](), 0
     for item in items:
         size = size_of(item)
-        if bundle and num_bytes + size > most_bytes:
+        if bundle and num_bytes + size > max_bytes:
             yield bundle
             bundle, num_bytes = [], 0
         bundle.append(item)
@@ -283,7 +283,7 @@ class WaitReport:
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
     """Encode this process's waits, and `further` ones that only its service knows."""
-    waits = merged_waits((*further, *present_waits()), _MOST_WAITS)
+    waits = merged_waits((*further, *present_waits()), _MAX_WAITS)
     return common.WaitReport(
         waits=[
             common.Wait(

@@ -252,11 +252,13 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
     return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
 
 
-def within_sequence(sampling: SamplingParams, most: int, num_prompt_tokens: int) -> SamplingParams:
-    """Limit a sample to what its prompt leaves of `most` tokens; 0: no bound."""
-    if not most:
+def within_sequence(
+    sampling: SamplingParams, max_tokens: int, num_prompt_tokens: int
+) -> SamplingParams:
+    """Limit a sample to what its prompt leaves of `max_tokens` tokens; 0: no bound."""
+    if not max_tokens:
         return sampling
-    return replace(sampling, max_tokens=min(sampling.max_tokens, most - num_prompt_tokens))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, max_tokens - num_prompt_tokens))
 
 
 def chat_prompt_to_proto(
@@ -352,12 +354,12 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
         )
 
 
-def check_client_priority(request: rollout.GenerateRequest, most: int) -> None:
+def check_client_priority(request: rollout.GenerateRequest, max_priority: int) -> None:
     """Raise InvalidRequestError if a client requests a higher priority than clients may."""
-    if request.priority > most:
+    if request.priority > max_priority:
         raise InvalidRequestError(
-            f"priority: {request.priority}; clients may ask for {most} at most: send that or less, "
-            "or raise sluice.limits.max_client_priority"
+            f"priority: {request.priority}; clients may ask for {max_priority} at most: send "
+            "that or less, or raise sluice.limits.max_client_priority"
         )
 
 
@@ -376,13 +378,13 @@ def check_stops(field: str, stops: Sequence[str]) -> None:
         check_text(f"{field}[{index}]", stop, MAX_STOP_BYTES)
 
 
-def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> None:
+def check_turns(field: str, turns: Sequence[common.ChatMessage], max_turns: int) -> None:
     """Check that turns are few and roles short: each turn costs the chat template time.
 
     Raises:
         InvalidRequestError: names `field` or the role.
     """
-    check_count(field, turns, most)
+    check_count(field, turns, max_turns)
     for index, turn in enumerate(turns):
         check_text(f"{field}[{index}].role", turn.role, MAX_ROLE_BYTES)
 

@@ -95,14 +95,14 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
 
 
 def packed(
-    parts: Iterable[reward.TakeSamplesResponse], most_bytes: int = 512 << 10
+    parts: Iterable[reward.TakeSamplesResponse], max_bytes: int = 512 << 10
 ) -> Iterator[reward.TakeSamplesResponse]:
-    """Put parts that follow one another into one message, as many as fit into `most_bytes`.
+    """Put parts that follow one another into one message, as many as fit into `max_bytes`.
 
     A message costs the service a turn of its loop, which at a large fleet is longer than what a
     small sample takes. A larger part travels alone.
     """
-    for message, *more in bundles(parts, lambda part: part.ByteSize(), most_bytes):
+    for message, *more in bundles(parts, lambda part: part.ByteSize(), max_bytes):
         message.more.extend(more)
         yield message
 
@@ -125,12 +125,12 @@ async def with_samples(
     num_taken = 0
     async for part in _parts(messages):
         if part.WhichOneof("part") == "prompt":
-            found = part.prompt
-            if found.group >= len(groups) or found.group in prompted:
-                raise InvalidRequestError(f"the prompt of group {found.group} is not expected")
-            prompted.add(found.group)
-            groups[found.group] = _with_prompt(
-                groups[found.group], found, firsts[found.group], wanted
+            prompt = part.prompt
+            if prompt.group >= len(groups) or prompt.group in prompted:
+                raise InvalidRequestError(f"the prompt of group {prompt.group} is not expected")
+            prompted.add(prompt.group)
+            groups[prompt.group] = _with_prompt(
+                groups[prompt.group], prompt, firsts[prompt.group], wanted
             )
             continue
         expected, row = next(left, None), part.sample.row
@@ -241,48 +241,48 @@ def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
 
 
 def _with_prompt(
-    group: TrainGroup, found: reward.BatchPrompt, first: int, wanted: set[int]
+    group: TrainGroup, prompt: reward.BatchPrompt, first: int, wanted: set[int]
 ) -> TrainGroup:
     name = f"group {group.prompt_id}"
-    tokens = token_ids_from_bytes(found.token_ids_u32, f"{name}, token_ids_u32")
+    tokens = token_ids_from_bytes(prompt.token_ids_u32, f"{name}, token_ids_u32")
     for what, came, expected in (
         ("prompt tokens", tokens.size, group.prompt_token_ids.size),
-        ("images", len(found.images), len(group.images)),
+        ("images", len(prompt.images), len(group.images)),
     ):
         if came != expected:
             raise InvalidRequestError(f"{name}: {came} {what} came for the {expected} it has")
-    routing = _routing(found, f"{name}, prompt")
+    routing = _routing(prompt, f"{name}, prompt")
     lacks = _unsent_experts(group, first, wanted) is not None
     if (routing is not None) != lacks:
         wrong = "no experts came for" if lacks else "unexpected experts came with"
         raise InvalidRequestError(f"{name}: {wrong} the prompt")
     return replace(
-        group, prompt_token_ids=tokens, images=tuple(found.images), prompt_routing=routing
+        group, prompt_token_ids=tokens, images=tuple(prompt.images), prompt_routing=routing
     )
 
 
-def _with_sample(rollout: Rollout, found: reward.BatchSample, name: str) -> Rollout:
-    tokens = token_ids_from_bytes(found.token_ids_u32, f"{name}, token_ids_u32")
+def _with_sample(rollout: Rollout, sample: reward.BatchSample, name: str) -> Rollout:
+    tokens = token_ids_from_bytes(sample.token_ids_u32, f"{name}, token_ids_u32")
     if tokens.size != rollout.num_tokens:
         raise InvalidRequestError(
             f"{name}: {tokens.size} tokens came for the {rollout.num_tokens} it has"
         )
-    routing = _routing(found, name)
+    routing = _routing(sample, name)
     if (routing is None) != (rollout.routing is None):
         came = "no experts came for those it has" if routing is None else "unexpected experts came"
         raise InvalidRequestError(f"{name}: {came}")
-    logprobs = logprobs_from_bytes(found.behavior_logprobs_f32, f"{name}, behavior_logprobs_f32")
+    logprobs = logprobs_from_bytes(sample.behavior_logprobs_f32, f"{name}, behavior_logprobs_f32")
     unusable = np.flatnonzero(~np.isfinite(logprobs))
     if unusable.size:
         first = int(unusable[0])
         raise InvalidRequestError(f"{name}: the logprob of token {first} is {logprobs[first]}")
-    context = token_ids_from_bytes(found.context_token_ids_u32, f"{name}, context_token_ids_u32")
+    context = token_ids_from_bytes(sample.context_token_ids_u32, f"{name}, context_token_ids_u32")
     try:
         return with_tokens(rollout, tokens, logprobs, context).with_routing(routing)
     except ValueError as error:
         raise InvalidRequestError(f"{name}: {error}") from error
 
 
-def _routing(found: reward.BatchPrompt | reward.BatchSample, name: str) -> RoutedExperts | None:
-    given: common.RoutedExperts | None = found.routing if found.HasField("routing") else None
+def _routing(message: reward.BatchPrompt | reward.BatchSample, name: str) -> RoutedExperts | None:
+    given: common.RoutedExperts | None = message.routing if message.HasField("routing") else None
     return None if given is None else routing_from_proto(given, f"{name}, routing")

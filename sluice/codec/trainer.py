@@ -36,9 +36,9 @@ def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
             check_range(field, value, 0, MAX_NUMBER)
 
 
-def check_watchers(num_open: int, most: int) -> None:
+def check_watchers(num_open: int, max_watchers: int) -> None:
     """Raise ExhaustedError if no further stream may open."""
-    if num_open >= most:
+    if num_open >= max_watchers:
         raise ExhaustedError(
             f"{num_open} WatchSteps calls are open, the most that sluice.limits.max_watchers "
             "allows; end one, or watch later"

@@ -40,10 +40,10 @@ def finish_reason_from_proto(value: int, field: str) -> FinishReason:
     Raises:
         InvalidRequestError: names `field`.
     """
-    found = _FINISH_FROM_PROTO.get(value)
-    if found is None:
+    known = _FINISH_FROM_PROTO.get(value)
+    if known is None:
         raise InvalidRequestError(f"{field}: {value} is unknown")
-    return found
+    return known
 
 
 def turns_to_proto(rollout: Rollout) -> list[common.Turn]:

@@ -175,8 +175,8 @@ def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[Tenso
     shapes = {spec.name: tuple(spec.shape) for spec in layout}
     counted = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
     offered = {one.name: tuple(one.shape[:_DIMENSIONS]) for one in counted}
-    found = merged_shapes(offered)
-    adapters = len(offered) - len(found)
+    merged = merged_shapes(offered)
+    adapters = len(offered) - len(merged)
     if len(tensors) - adapters != len(layout):
         raise InvalidRequestError(
             f"tensors: {len(tensors)} given, this replica's model has {len(layout)}; give trainer "
@@ -184,7 +184,7 @@ def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[Tenso
         )
     for tensor in tensors:
         expected = shapes.get(tensor.name)
-        if tensor.name not in found:
+        if tensor.name not in merged:
             continue  # an adapter of one of them
         if expected is None or list(expected) != list(tensor.shape):
             raise InvalidRequestError(

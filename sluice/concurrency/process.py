@@ -179,12 +179,12 @@ def mark_file(run_dir: Path, name: str) -> Path:
 
 def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
     """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
-    found = []
+    marks = []
     for file in sorted((run_dir / MARKS_FOLDER).glob("*.json")):
         with suppress(OSError, ValueError):  # such as half a file
             if file.stat().st_mtime >= since_s:
-                found.append(msgspec.json.decode(file.read_bytes(), type=ProcessMark))
-    return tuple(found)
+                marks.append(msgspec.json.decode(file.read_bytes(), type=ProcessMark))
+    return tuple(marks)
 
 
 def host_of_pids() -> str:

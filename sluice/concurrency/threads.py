@@ -190,12 +190,12 @@ class BoundedWriter(Generic[_ItemT]):
         noun: name of the items, in the plural, for the log.
         destination: where it goes, for the log.
         write: writes one batch; called in the thread. Its errors cost the batch, no more.
-        most: items that may wait; with `size` the sum of their sizes. One item always may.
+        max_waiting: items that may wait; with `size` the sum of their sizes. One item always may.
         batch: items of one call of `write` at most.
         interval_s: how long an item waits for others to be written with.
         break_off: called by `close` from another thread; ends a `write` that hangs.
         count: called with the number of items that were written or, negative, dropped.
-        size: of an item, in the unit of `most`; ``None``: each counts as 1.
+        size: of an item, in the unit of `max_waiting`; ``None``: each counts as 1.
     """
 
     def __init__(  # noqa: PLR0913 - the bounds and callbacks by keyword
@@ -204,7 +204,7 @@ class BoundedWriter(Generic[_ItemT]):
         destination: str,
         write: Callable[[Sequence[_ItemT]], None],
         *,
-        most: int,
+        max_waiting: int,
         batch: int,
         interval_s: float,
         break_off: Callable[[], None] = lambda: None,
@@ -214,7 +214,7 @@ class BoundedWriter(Generic[_ItemT]):
         self._noun = noun
         self._destination = destination
         self._write = write
-        self._most = most
+        self._max_waiting = max_waiting
         self._batch = batch
         self._interval_s = interval_s
         self._break_off = break_off
@@ -242,7 +242,7 @@ class BoundedWriter(Generic[_ItemT]):
         size = 1 if self._size is None else self._size(item)
         with self._lock:
             num_items = len(self._items)
-            has_space = not num_items or self._waiting + size <= self._most
+            has_space = not num_items or self._waiting + size <= self._max_waiting
             if has_space:
                 self._items.append((item, size))
                 self._waiting += size
@@ -352,11 +352,11 @@ class MethodThreads:
     system refuses loses no call.
 
     Args:
-        most: calls that run at once; further ones wait.
+        max_threads: calls that run at once; further ones wait.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._num_threads, self._num_calls = most, 0, 0
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads, self._num_threads, self._num_calls = max_threads, 0, 0
         self._calls = SimpleQueue[tuple[Future[object], Callable[[], object]] | None]()
         self._is_closed = False
 
@@ -397,7 +397,7 @@ class MethodThreads:
 
     def _has_thread(self) -> bool:
         """Start a thread for a call if it needs one; return False if the system refuses it."""
-        if self._num_threads >= min(self._num_calls, self._most):
+        if self._num_threads >= min(self._num_calls, self._max_threads):
             return True
         try:
             threading.Thread(target=self._serve, name="environment", daemon=True).start()
@@ -407,9 +407,9 @@ class MethodThreads:
         return True
 
     def _serve(self) -> None:
-        while (found := self._calls.get()) is not None:
-            settle(*found)
-            del found
+        while (call := self._calls.get()) is not None:
+            settle(*call)
+            del call
 
 
 async def _until(ended: asyncio.Future[None]) -> None:

@@ -97,14 +97,14 @@ def present_waits() -> tuple[Waiting, ...]:
     return merged_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
 
 
-def merged_waits(waits: Iterable[Waiting], most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
-    """Merge waits of one peer and phase; the longest first, `most` lines at most."""
+def merged_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
+    """Merge waits of one peer and phase; the longest first, `max_lines` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:
         by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
     lines = [_one_line(group) for group in by_purpose.values()]
     lines.sort(key=lambda line: (-line.seconds, line.peer, line.phase))
-    return tuple(lines[:most])
+    return tuple(lines[:max_lines])
 
 
 def _one_line(group: Sequence[Waiting]) -> Waiting:
@@ -149,12 +149,12 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
     Raises:
         Exception: whatever `work` raises.
     """
-    found: list[ResultT] = []
+    results: list[ResultT] = []
     errors: list[Exception] = []
 
     async def kept() -> None:
         try:
-            found.append(await work)
+            results.append(await work)
         except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
             errors.append(error)
 
@@ -166,7 +166,7 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
         waiting.cancel()
     if errors:
         raise errors[0]
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 @asynccontextmanager
@@ -247,9 +247,9 @@ async def _extend(
     seen: object = None
     while True:
         await asyncio.sleep(interval_s)
-        found = await progress()
-        if found is not None and found != seen and not scope.expired():
-            seen = found
+        state = await progress()
+        if state is not None and state != seen and not scope.expired():
+            seen = state
             advance()
             scope.reschedule(asyncio.get_running_loop().time() + stall_s)
 

@@ -35,14 +35,14 @@ EXIT_STALLED = 75
 """Nothing moved for `sluice.watchdog.give_up_s`; sysexits.h calls it a temporary failure."""
 
 REPORT_TIMEOUT_S = 5.0
-_MOST_BETWEEN_LOOKS_S = 1.0
+_MAX_INTERVAL_S = 1.0
 _LOOKS_A_STALL = 8
 _LAST_WORDS = "%s\nthe process ends with exit code %d"
-_MOST_TASKS = 500
-_MOST_LOOKS_MISSED = 3
+_MAX_TASKS = 500
+_MAX_MISSED_INTERVALS = 3
 logger = logging.getLogger(__name__)
 
-MOST_CPUS = 8
+MAX_CPUS = 8
 """CPUs assumed busy at once while a thread keeps the lock. If it is the only busy one, it is found
 that many times later."""
 
@@ -61,7 +61,7 @@ def write_stacks(file: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
         return
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     file.write(f"{len(tasks)} tasks:\n")
-    for task in tasks[:_MOST_TASKS]:
+    for task in tasks[:_MAX_TASKS]:
         file.write(f"  {task.get_name()}\n")
         for line in _frames(task.get_coro()):
             file.write(f"    {line}\n")
@@ -159,12 +159,12 @@ class StallJudge:
     def blocked_s(self) -> float:
         """Return the seconds that count since the event loop ran; 0 while it does."""
         missed_s = self._lived_s - self._beaten_at_s
-        return missed_s if missed_s > _MOST_LOOKS_MISSED * self._interval_s else 0.0
+        return missed_s if missed_s > _MAX_MISSED_INTERVALS * self._interval_s else 0.0
 
     def _live_until(self, now_s: float) -> None:
         if self._looked_s is not None:
-            most_s = _MOST_LOOKS_MISSED * self._interval_s
-            self._lived_s += min(now_s - self._looked_s, most_s)
+            max_s = _MAX_MISSED_INTERVALS * self._interval_s
+            self._lived_s += min(now_s - self._looked_s, max_s)
         self._looked_s = now_s
 
     def _judge(self) -> StallVerdict:
@@ -200,12 +200,12 @@ class CpuDeadline:
 
     Args:
         seconds: wall-clock time that a block may last at least, with any number of other threads
-            (up to `MOST_CPUS`) on the CPU; the limit is this times the CPUs.
+            (up to `MAX_CPUS`) on the CPU; the limit is this times the CPUs.
         stacks_file: where stacks are added; ``None``, or one that cannot be written: nowhere.
     """
 
     def __init__(self, seconds: float, stacks_file: Path | None = None) -> None:
-        self.cpu_s = seconds * min(os.cpu_count() or 1, MOST_CPUS)
+        self.cpu_s = seconds * min(os.cpu_count() or 1, MAX_CPUS)
         self._stacks_file = stacks_file
         self._file: TextIO | None = None
         self._is_ours = False
@@ -257,7 +257,7 @@ class Watchdog:
         work_state: Callable[[], WorkState],
         *,
         stacks_file: Path | None = None,
-        interval_s: float = _MOST_BETWEEN_LOOKS_S,
+        interval_s: float = _MAX_INTERVAL_S,
         end: Callable[[int], object] = os._exit,
         cpu_deadline: CpuDeadline | None = None,
     ) -> None:
@@ -377,7 +377,7 @@ def watched_service(
     """
     run_dir, limits = Path(service.run_dir), service.watchdog
     known_s = [each for each in (limits.stall_s, limits.give_up_s) if each is not None]
-    interval_s = min([_MOST_BETWEEN_LOOKS_S, *(each / _LOOKS_A_STALL for each in known_s)])
+    interval_s = min([_MAX_INTERVAL_S, *(each / _LOOKS_A_STALL for each in known_s)])
     stacks_file = run_dir / "logs" / f"{name}.stacks.txt" if run_dir.is_dir() else None
     judge = StallJudge(limits.stall_s, limits.give_up_s, interval_s)
     give_up_s = limits.give_up_s

@@ -72,11 +72,11 @@ def _refused(address: str) -> ConfigError:
 def is_loopback(host: str) -> bool:
     """Return whether `host` means only addresses of this machine."""
     try:
-        found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     # A link-local address carries its interface after a percent sign.
-    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    addresses = {str(address[0]).partition("%")[0] for *_, address in infos}
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 

@@ -132,7 +132,7 @@ def _lone_responses(config: RunConfig) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class DerivedNumber:
     """A derived number, in verl and here; `None` if it is not whole or not fixed."""
 
     name: str
@@ -187,12 +187,12 @@ def engine_problems(config: RunConfig, shape: ModelShape, device_gib: float) -> 
         f"{engine.tp} cannot hold {shape.total_parameters:,} parameters of 2 bytes"
     )
     smallest = smallest_tensor_parallel(shape, device, engine.utilization)
-    found = Problem(key, engine.tp, message, rule="engine-memory")
+    problem = Problem(key, engine.tp, message, rule="engine-memory")
     if smallest is None:
         message = f"{message}, and neither can any size that divides {shape.heads} heads"
-        yield replace(found, message=message, remedy="use larger devices")
+        yield replace(problem, message=message, remedy="use larger devices")
     else:
-        yield replace(found, overrides=(f"{key}={smallest}",))
+        yield replace(problem, overrides=(f"{key}={smallest}",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class CheckReport:
     problems: tuple[Problem, ...]
     notes: tuple[Problem, ...]
     keys: dict[str, KeyStatus]
-    quantities: tuple[Quantity, ...]
+    quantities: tuple[DerivedNumber, ...]
     learning_rate: float
     engine: EngineReport | None
 
@@ -237,11 +237,11 @@ def check_report(
         here: the configuration as this host would run it, on its devices; `None` for `config`.
     """
     settings = KeySettings(config, as_set.by_key())
-    found = all_problems(config, settings, shape=shape, files=files)
+    problems = all_problems(config, settings, shape=shape, files=files)
     if shape is not None and device_gib is not None:
-        found += engine_problems(config, shape, device_gib)
+        problems += engine_problems(config, shape, device_gib)
     return CheckReport(
-        problems=tuple(found),
+        problems=tuple(problems),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
         quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),
@@ -252,7 +252,7 @@ def check_report(
 
 def _quantities(
     config: RunConfig, settings: KeySettings, dataset_rows: int | None, here: RunConfig
-) -> list[Quantity]:
+) -> list[DerivedNumber]:
     verl, own = verl_batch(config, settings), own_batch(here)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
@@ -281,9 +281,9 @@ def _quantities(
             lambda b: b.optimizer_steps,
         ),
     ]
-    result = [Quantity(name, formula, of(verl), of(own)) for name, formula, of in formulas]
+    result = [DerivedNumber(name, formula, of(verl), of(own)) for name, formula, of in formulas]
     rounds = "gen_batch_size * n; here: groups are issued one by one"
-    result.append(Quantity("responses per generation round", rounds, verl.gen_rows, None))
+    result.append(DerivedNumber("responses per generation round", rounds, verl.gen_rows, None))
     result += [
         _log_prob_quantity(one, verl, own) for one in verl_sizes(config, settings).log_prob_passes
     ]
@@ -294,21 +294,21 @@ def _quantities(
         if configured is None:
             formula = "rows * total_epochs / train_batch_size; verl drops the rest of each epoch"
             as_verl = verl.steps_per_epoch(dataset_rows or 0) * config.trainer.total_epochs
-        result.append(Quantity("steps of the run", formula, as_verl, total))
+        result.append(DerivedNumber("steps of the run", formula, as_verl, total))
     if dataset_rows is not None:
         steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // own.train_prompts
         formula = f"{dataset_rows} rows / gen_batch_size (here: train_batch_size)"
-        result.append(Quantity("steps per epoch, nothing filtered", formula, steps, own_steps))
+        result.append(DerivedNumber("steps per epoch, nothing filtered", formula, steps, own_steps))
     return result
 
 
-def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Quantity:
+def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> DerivedNumber:
     policy = "old-policy" if one.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
     here = quotient(own.rows_per_data_rank, own.micro_rows)
     if one.dynamic:
-        return Quantity(name, "by token budget", None, here)
-    return Quantity(
+        return DerivedNumber(name, "by token budget", None, here)
+    return DerivedNumber(
         name,
         "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
         quotient(verl.rows_per_data_rank, one.micro_rows),

@@ -9,7 +9,7 @@ from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 
 # A group that every engine finishes in time unless it hangs: ten tokens a second for each sample.
 _SECONDS_PER_TOKEN = 0.1
-_LEAST_GENERATE_S = 600.0
+_MIN_GENERATE_S = 600.0
 # Files of a model on a shared disk that many ranks read at once.
 _READ_BYTES_PER_S = 0.25e9
 _FILE_BYTES_PER_PARAMETER = 2
@@ -23,7 +23,7 @@ def generate_timeout_s(config: RunConfig) -> float:
     """Return how long a group's stream may last: by default 0.1 s per token, at least 600 s."""
     if (chosen := config.sluice.reward.generate_timeout_s) is not None:
         return chosen
-    return max(_LEAST_GENERATE_S, _SECONDS_PER_TOKEN * config.data.max_response_length)
+    return max(_MIN_GENERATE_S, _SECONDS_PER_TOKEN * config.data.max_response_length)
 
 
 def command_timeout_s(config: RunConfig) -> float:

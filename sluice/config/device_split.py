@@ -147,10 +147,10 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
 
 
 def _possible(config: RunConfig) -> list[DeviceSplit]:
-    found = list(splits(config))
-    if not found:
+    possible = list(splits(config))
+    if not possible:
         raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_why_none(config)}")
-    return found
+    return possible
 
 
 def splits(config: RunConfig) -> Iterator[DeviceSplit]:
@@ -169,8 +169,12 @@ def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
         nodes = max(1, trainer // per_node)
         # A replica is on one machine.
         beside = max(0, per_node - trainer) // each
-        most = beside + (config.trainer.nnodes - nodes) * (per_node // each)
-        if is_even and (devices - trainer) % each == 0 and (devices - trainer) // each <= most:
+        max_replicas = beside + (config.trainer.nnodes - nodes) * (per_node // each)
+        if (
+            is_even
+            and (devices - trainer) % each == 0
+            and (devices - trainer) // each <= max_replicas
+        ):
             yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
 
 
@@ -196,8 +200,8 @@ def _why_none(config: RunConfig) -> str:
                 else ", or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size"
             )
         )
-    found = [split.trainer for split in _whole_replicas(config)]
-    if not found:
+    trainers = [split.trainer for split in _whole_replicas(config)]
+    if not trainers:
         return (
             f"{pool} do not divide into replicas of {each}, each on one machine, and a trainer "
             f"that is a part of a machine, or whole machines of {config.trainer.n_gpus_per_node}; "
@@ -206,8 +210,8 @@ def _why_none(config: RunConfig) -> str:
         )
     return (
         f"beside whole replicas of {each}, {pool} leave the trainer "
-        f"{' or '.join(map(str, found))}, but with {found[-1]}: "
-        f"{_layout_error(config, found[-1])}"
+        f"{' or '.join(map(str, trainers))}, but with {trainers[-1]}: "
+        f"{_layout_error(config, trainers[-1])}"
     )
 
 
@@ -245,12 +249,12 @@ def _asked(config: RunConfig, possible: list[DeviceSplit]) -> DeviceSplit:
     value = config.sluice.placement
     matched = _PLACEMENT.match(value)
     asked = tuple(map(int, matched.groups())) if matched else None
-    found = [one for one in possible if (one.trainer, one.rollout) == asked]
-    if not found:
+    matching = [one for one in possible if (one.trainer, one.rollout) == asked]
+    if not matching:
         choices = "; ".join(f'"{one.placement}"' for one in possible)
         raise ConfigError(
             f'{PLACEMENT_KEY}="{value}" does not divide the {world_size(config)} devices '
             f"(trainer.nnodes * trainer.n_gpus_per_node) into a trainer and replicas of "
             f"{replica_devices(config)}; give auto, or one of: {choices}"
         )
-    return found[0]
+    return matching[0]

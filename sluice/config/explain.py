@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
+from sluice.config.catalogue.table import CatalogueEntry, KeyStatus, catalogue
 from sluice.config.loading.keys import (
     KeyPath,
     canonical,
@@ -25,7 +25,7 @@ _HONOURED_BY_ROUNDS = frozenset(
 )
 
 
-def explain_key(path: str) -> Entry:
+def explain_key(path: str) -> CatalogueEntry:
     """Return the catalogue entry of a key, in any accepted spelling.
 
     A key below a free-form one or a block has that one's entry.
@@ -35,17 +35,17 @@ def explain_key(path: str) -> Entry:
     """
     asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
     proper = canonical(asked)
-    found = find_key(proper) or find_key(full_form(proper))
-    if found is None:
+    entry = find_key(proper) or find_key(full_form(proper))
+    if entry is None:
         if is_known(asked):
             raise ConfigError(
                 f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
-    return catalogue()[found.path]
+    return catalogue()[entry.path]
 
 
-def keys_of_section(path: str) -> list[Entry]:
+def keys_of_section(path: str) -> list[CatalogueEntry]:
     """Return every key below a section, in any accepted spelling; none if it is no section."""
     prefix = f"{'.'.join(canonical(tuple(path.strip().split('.'))))}."
     return [entry for entry in catalogue().values() if entry.path.startswith(prefix)]
@@ -54,9 +54,9 @@ def keys_of_section(path: str) -> list[Entry]:
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
     """Return the treatment of every key that was set, by its spelling as written."""
     return {
-        settings.written(path): _status(found, path, value, settings)
+        settings.written(path): _status(entry, path, value, settings)
         for path, value in settings.leaves()
-        if (found := find_key(path)) is not None
+        if (entry := find_key(path)) is not None
     }
 
 
@@ -65,18 +65,18 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
     Values that change nothing get no note. The rule's name is the status.
     """
-    found = (_notice(settings, path, value) for path, value in settings.leaves())
-    return [notice for notice in found if notice is not None]
+    possible = (_notice(settings, path, value) for path, value in settings.leaves())
+    return [notice for notice in possible if notice is not None]
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:
-    found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
-    if found is None or _is_silent(found, path, value):
+    entry, spelled, proper = find_key(path), settings.written(path), ".".join(path)
+    if entry is None or _is_silent(entry, path, value):
         return None
     has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
     if has_rounds and proper in _HONOURED_BY_ROUNDS:
         return None
-    status, engines = _status(found, path, value, settings), found.engines
+    status, engines = _status(entry, path, value, settings), entry.engines
     engine = settings.get(_ENGINE) or "torch"
     if engines and engine not in engines:
         status = KeyStatus.NOT_APPLICABLE
@@ -85,18 +85,20 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | N
         text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} {which}"
     elif status in (KeyStatus.HONOURED, KeyStatus.REFUSED):
         return None
-    elif caveat := found.caveat_of(value):
+    elif caveat := entry.caveat_of(value):
         text = f"cannot be had: {caveat}"
     elif status is KeyStatus.NOT_APPLICABLE:
-        text = f"has no effect: {found.instead}"
-    elif found.status is KeyStatus.MAPPED:
-        text = found.instead
+        text = f"has no effect: {entry.instead}"
+    elif entry.status is KeyStatus.MAPPED:
+        text = entry.instead
     else:
         text = f"is read as {proper}"
     return Problem(spelled, value, text, rule=str(status), severity=Severity.NOTE)
 
 
-def _status(entry: Entry, path: KeyPath, value: object, settings: SettingsTree) -> KeyStatus:
+def _status(
+    entry: CatalogueEntry, path: KeyPath, value: object, settings: SettingsTree
+) -> KeyStatus:
     if entry.path == ".".join(path) and entry.refusal_of(value):
         return KeyStatus.REFUSED
     if _is_silent(entry, path, value):
@@ -111,7 +113,7 @@ def _status(entry: Entry, path: KeyPath, value: object, settings: SettingsTree) 
     return entry.status
 
 
-def _is_silent(entry: Entry, path: KeyPath, value: object) -> bool:
+def _is_silent(entry: CatalogueEntry, path: KeyPath, value: object) -> bool:
     """Return whether the value of a key changes nothing, as null always."""
     if value is None:
         return True

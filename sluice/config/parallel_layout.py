@@ -175,9 +175,9 @@ def check_experts(experts: int, num_experts: int, family: str) -> None:
     _check_divides(EXPERT_KEY, experts, num_experts, f"experts of a layer of the {family} model")
 
 
-def nearest_divisors(wanted: int, number: int, most: int | None = None) -> str:
-    """Return the divisors of `number` nearest to `wanted`, up to `most`, as text: ``4 or 8``."""
-    divisors = [size for size in range(1, (most or number) + 1) if number % size == 0]
+def nearest_divisors(wanted: int, number: int, maximum: int | None = None) -> str:
+    """Return the divisors of `number` nearest to `wanted`, up to `maximum`, as text: ``4 or 8``."""
+    divisors = [size for size in range(1, (maximum or number) + 1) if number % size == 0]
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     return " or ".join(map(str, below + above))
@@ -262,7 +262,7 @@ def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[
         counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
         raise ConfigError(
             f"{PIPELINE_KEY}={stages} does not divide {number} {counted} of the model; give "
-            f"{nearest_divisors(stages, number, most=num_layers)}, or "
+            f"{nearest_divisors(stages, number, maximum=num_layers)}, or "
             f"{_given_cut(num_layers, stages)}{not_counted}"
         )
     sizes = [number // stages] * stages  # 2 at least with embedding or loss among them

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sluice.dashboard.step_history import StepHistory
 from sluice.telemetry import metric_names
 
-FEWEST_POINTS = 4
+MIN_POINTS = 4
 Values = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
 _CURVES = {
@@ -59,8 +59,8 @@ COMPOSITION = {
 """Parts of a column of groups, each with the metrics ``train/groups_<name>`` that it sums."""
 
 
-def kept_points(values: Values, most: int) -> Indexes:
-    """Choose the points of a curve to show: at most `most`, in order.
+def kept_points(values: Values, max_points: int) -> Indexes:
+    """Choose the points of a curve to show: at most `max_points`, in order.
 
     They include the first and the last point. The points between are cut into equal intervals;
     each keeps its smallest and its largest value. An interval without a number (all NaN) keeps one
@@ -68,19 +68,19 @@ def kept_points(values: Values, most: int) -> Indexes:
 
     Args:
         values: [points], in the order of the curve; NaN where there is no value.
-        most: the maximum, at least `FEWEST_POINTS`.
+        max_points: the maximum, at least `MIN_POINTS`.
 
     Returns:
         [kept] indexes into `values`, rising.
 
     Raises:
-        ValueError: `most` is too small.
+        ValueError: `max_points` is too small.
     """
-    if most < FEWEST_POINTS:
-        raise ValueError(f"{most} points are too few for a curve; at least {FEWEST_POINTS}")
-    if values.size <= most:
+    if max_points < MIN_POINTS:
+        raise ValueError(f"{max_points} points are too few for a curve; at least {MIN_POINTS}")
+    if values.size <= max_points:
         return np.arange(values.size)
-    edges = bucket_edges(values.size - 2, (most - 2) // 2) + 1
+    edges = bucket_edges(values.size - 2, (max_points - 2) // 2) + 1
     kept = [0, values.size - 1]
     for begin, end in pairwise(edges):
         stretch = values[begin:end]
@@ -91,13 +91,13 @@ def kept_points(values: Values, most: int) -> Indexes:
     return np.unique(np.asarray(kept, dtype=np.int64))
 
 
-def bucket_edges(num_points: int, most: int) -> Indexes:
-    """Cut `num_points` into at most `most` intervals whose sizes differ by at most one point.
+def bucket_edges(num_points: int, max_buckets: int) -> Indexes:
+    """Cut `num_points` into at most `max_buckets` intervals, equal to within a point.
 
     Returns:
         [intervals + 1] from 0 to `num_points`; no interval is empty.
     """
-    num_buckets = max(min(num_points, most), 1)
+    num_buckets = max(min(num_points, max_buckets), 1)
     return np.linspace(0, num_points, num_buckets + 1).round().astype(np.int64)
 
 
@@ -113,12 +113,12 @@ def bucket_sums(values: Values, edges: Indexes) -> Values:
     return sums
 
 
-def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
+def curve_points(history: StepHistory, max_points: int) -> dict[str, Any]:
     """Return the curves, and the groups of all steps by kind.
 
     Args:
         history: all steps.
-        most: the maximum of points in a curve, and of columns of groups; at least 4.
+        max_points: the maximum of points in a curve, and of columns of groups; at least 4.
 
     Returns:
         ``num_steps``; each curve as ``x`` (steps) and ``y`` (null: no value); ``composition`` with
@@ -126,34 +126,36 @@ def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
         likewise with the seconds of each part of a step.
     """
     steps = history.steps
-    curves = {name: _curve(steps, history.column(metric), most) for name, metric in _CURVES.items()}
+    curves = {
+        name: _curve(steps, history.column(metric), max_points) for name, metric in _CURVES.items()
+    }
     totals = {
-        name: _curve(steps, np.cumsum(np.nan_to_num(history.column(f"train/{name}"))), most)
+        name: _curve(steps, np.cumsum(np.nan_to_num(history.column(f"train/{name}"))), max_points)
         for name in _TOTALS
     }
     return {
         "num_steps": int(steps.size),
-        "curves": {**curves, **totals, "accuracy": accuracy_points(history, most)},
-        "composition": _columns(steps, _groups(history), most),
-        "timing": _columns(steps, _seconds(history), most),
+        "curves": {**curves, **totals, "accuracy": accuracy_points(history, max_points)},
+        "composition": _columns(steps, _groups(history), max_points),
+        "timing": _columns(steps, _seconds(history), max_points),
     }
 
 
-def accuracy_points(history: StepHistory, most: int) -> dict[str, list[Any]]:
+def accuracy_points(history: StepHistory, max_points: int) -> dict[str, list[Any]]:
     """Return held-out accuracy as ``x`` (steps) and ``y``."""
     validations = history.accuracies()
     return _curve(
         np.array([step for step, _ in validations], dtype=np.int64),
         np.array([value for _, value in validations], dtype=np.float64),
-        most,
+        max_points,
     )
 
 
-def metric_points(history: StepHistory, name: str, most: int) -> dict[str, list[Any]]:
+def metric_points(history: StepHistory, name: str, max_points: int) -> dict[str, list[Any]]:
     """Return any metric of the run as ``x`` (steps) and ``y``, without steps that lack it."""
     steps, values = history.series(name)
     known = ~np.isnan(values)
-    return _curve(steps[known], values[known], most)
+    return _curve(steps[known], values[known], max_points)
 
 
 def _groups(history: StepHistory) -> dict[str, Values]:
@@ -164,12 +166,12 @@ def _groups(history: StepHistory) -> dict[str, Values]:
 
 
 def _seconds(history: StepHistory) -> dict[str, Values]:
-    found = {
+    parts = {
         part: _sum_of(history, [f"timing_s/{name}" for name in names])
         for part, names in _TIMING.items()
     }
-    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(found.values()), axis=0)
-    return {**found, "other": np.maximum(rest, 0.0)}
+    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(parts.values()), axis=0)
+    return {**parts, "other": np.maximum(rest, 0.0)}
 
 
 def _sum_of(history: StepHistory, names: list[str]) -> Values:
@@ -178,9 +180,9 @@ def _sum_of(history: StepHistory, names: list[str]) -> Values:
 
 
 def _curve(
-    steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], most: int
+    steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], max_points: int
 ) -> dict[str, list[Any]]:
-    kept = kept_points(values, most)
+    kept = kept_points(values, max_points)
     return {"x": steps[kept].tolist(), "y": [_number(value) for value in values[kept].tolist()]}
 
 
@@ -189,12 +191,12 @@ def _number(value: float) -> float | None:
 
 
 def _columns(
-    steps: npt.NDArray[np.int64], parts: dict[str, Values], most: int
+    steps: npt.NDArray[np.int64], parts: dict[str, Values], max_columns: int
 ) -> dict[str, list[Any]]:
     """Return columns over intervals of steps: first and last step, and the sum of each part."""
     if steps.size == 0:
         return {"from": [], "to": [], **{part: [] for part in parts}}
-    edges = bucket_edges(steps.size, most)
+    edges = bucket_edges(steps.size, max_columns)
     return {
         "from": steps[edges[:-1]].tolist(),
         "to": steps[edges[1:] - 1].tolist(),

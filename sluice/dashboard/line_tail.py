@@ -13,12 +13,12 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 _NEWLINE = b"\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TailLine:
     """One line without its newline, and its position in the file in bytes."""
 
     offset: int
@@ -26,7 +26,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class NewLines:
     """The result of one look at the file.
 
     Attributes:
@@ -35,7 +35,7 @@ class Taken:
         has_more: the file may have further lines already.
     """
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[TailLine] = field(default_factory=list)
     is_reset: bool = False
     has_more: bool = False
 
@@ -46,7 +46,7 @@ class LineTail:
     Args:
         path: the file; it may not exist yet.
         chunk_bytes: about as many are read at a time; a longer line is read whole.
-        most_line_bytes: a longer line is left out and counted in `num_left_out`.
+        max_line_bytes: a longer line is left out and counted in `num_left_out`.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class LineTail:
         path: Path,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        most_line_bytes: int = MOST_LINE_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         self._path = path
         self._chunk_bytes = chunk_bytes
-        self._most = most_line_bytes
+        self._max_line_bytes = max_line_bytes
         self._is_within_long_line = False
         self.num_left_out = 0
         self._offset = 0
         self._inode: int | None = None
 
-    def take(self) -> Taken:
+    def take(self) -> NewLines:
         """Return the lines since the last call.
 
         Raises:
@@ -73,13 +73,13 @@ class LineTail:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            return Taken(is_reset=self._forget())
+            return NewLines(is_reset=self._forget())
         with file:
             is_reset = self._is_other(file) and self._forget()
             self._inode = _inode(file)
             before = self._offset
             lines = self._lines(file)
-            return Taken(lines, is_reset, has_more=self._offset > before)
+            return NewLines(lines, is_reset, has_more=self._offset > before)
 
     def _forget(self) -> bool:
         """Restart at the beginning; return whether anything had been read."""
@@ -99,19 +99,19 @@ class LineTail:
         last = file.read(1)
         return not last or (last != _NEWLINE and not self._is_within_long_line)
 
-    def _lines(self, file: BinaryIO) -> list[Line]:
+    def _lines(self, file: BinaryIO) -> list[TailLine]:
         file.seek(self._offset)
-        found, end = [], self._offset + self._chunk_bytes
-        while self._offset < end and (text := file.readline(self._most)):
+        lines, end = [], self._offset + self._chunk_bytes
+        while self._offset < end and (text := file.readline(self._max_line_bytes)):
             is_end = text.endswith(_NEWLINE)
-            if not is_end and len(text) < self._most:
+            if not is_end and len(text) < self._max_line_bytes:
                 break  # it is being written
             if is_end and not self._is_within_long_line:
-                found.append(Line(self._offset, text[:-1]))
+                lines.append(TailLine(self._offset, text[:-1]))
             self.num_left_out += not (is_end or self._is_within_long_line)
             self._is_within_long_line = not is_end
             self._offset += len(text)
-        return found
+        return lines
 
 
 def _inode(file: BinaryIO) -> int:

@@ -128,13 +128,15 @@ class LiveStatus:
 
     async def _survey(self, location: RunLocation) -> WaitCause | None:
         try:
-            found = await explain_run(location)
+            explanation = await explain_run(location)
         except (SluiceError, OSError):
-            found = None
-        if found is None:
+            explanation = None
+        if explanation is None:
             return None
-        longest = max((w.seconds for service in found.services for w in service.waits), default=0.0)
-        return WaitCause(found.cause, found.root, longest if found.root else 0.0)
+        longest = max(
+            (w.seconds for service in explanation.services for w in service.waits), default=0.0
+        )
+        return WaitCause(explanation.cause, explanation.root, longest if explanation.root else 0.0)
 
     async def _connected(self) -> tuple[RunMonitor, RunLocation]:
         """Return the run's addresses with a client of them, looked up again after a restart.

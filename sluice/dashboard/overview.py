@@ -53,7 +53,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunHealthInputs:
     """The inputs of the verdict.
 
     Args:
@@ -77,7 +77,7 @@ class RunFacts:
     processes: Sequence[LaunchedProcess]
 
 
-def health_of(facts: RunFacts) -> Health:
+def health_of(facts: RunHealthInputs) -> Health:
     """Return the verdict on a run."""
     run = facts.run
     if run is None or run.phase == "finished":
@@ -96,20 +96,20 @@ def health_of(facts: RunFacts) -> Health:
     return Health(RunVerdict.ATTENTION if attention else RunVerdict.HEALTHY, attention)
 
 
-def _trouble(run: RunSnapshot, facts: RunFacts) -> Iterator[str]:
+def _trouble(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
     has_replica = any(replica.state in {"serving", _COMING} for replica in run.replicas)
     if run.phase not in _WITHOUT_REPLICAS and not has_replica:
         yield "no replica serves"
     yield from _lost(facts)
 
 
-def _lost(facts: RunFacts) -> Iterator[str]:
+def _lost(facts: RunHealthInputs) -> Iterator[str]:
     lost = facts.prompts.get("prompts_lost", 0.0)
     if lost:
         yield f"{lost:.0f} prompts are lost: neither pending nor ended"
 
 
-def _attention(run: RunSnapshot, facts: RunFacts) -> Iterator[str]:
+def _attention(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
     usual_s = max(_STUCK_S, _STUCK_STEPS * (facts.step_s or 0.0))
     if run.phase not in _AT_REST and run.phase_seconds > usual_s:
         behind = f"; {facts.wait}" if facts.wait else ""
@@ -130,7 +130,7 @@ def _attention(run: RunSnapshot, facts: RunFacts) -> Iterator[str]:
         yield f"{abs(facts.residual_share):.1%} of all tokens are unaccounted for"
 
 
-def _restarts(facts: RunFacts) -> Iterator[str]:
+def _restarts(facts: RunHealthInputs) -> Iterator[str]:
     for process in facts.processes:
         if not process.pid and process.restarts and not process.is_draining:
             yield process.restart_text
@@ -214,11 +214,11 @@ def _facts(
     history: StepHistory,
     live: LiveAnswer | None,
     accounts: Mapping[str, float],
-) -> RunFacts:
+) -> RunHealthInputs:
     run = live.run if live else None
     seconds = history.column(STEP_S)[-_RECENT_STEPS:]
     known = seconds[~np.isnan(seconds)]
-    return RunFacts(
+    return RunHealthInputs(
         run=run,
         is_finished=bool(final_accounts),
         step_s=float(np.median(known)) if known.size else None,

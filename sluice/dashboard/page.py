@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from sluice.config.addresses import bare_host, split_host_port
-from sluice.dashboard.curves import FEWEST_POINTS
-from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
+from sluice.dashboard.curves import MIN_POINTS
+from sluice.dashboard.sample_browser import GroupPage, ListedGroup, PageCursor, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.rpc.metadata import AUTHORIZATION, presented_token
@@ -52,10 +52,10 @@ HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
 """Headers of every answer. Texts of models and prompts are hostile."""
-MOST_POINTS, USUAL_POINTS = 2000, 400
-MOST_GROUPS, USUAL_GROUPS = 100, 25
-MOST_TEXT_CHARS = 200
-_MOST_SHOWN = 40
+MAX_POINTS, USUAL_POINTS = 2000, 400
+MAX_GROUPS, USUAL_GROUPS = 100, 25
+MAX_TEXT_CHARS = 200
+_MAX_SHOWN_CHARS = 40
 _NumberT = TypeVar("_NumberT", int, float)
 Query = Mapping[str, str]
 _EXCERPT_CHARS = 160
@@ -72,14 +72,14 @@ class PageFile:
 
 def page_files() -> Mapping[str, PageFile]:
     """Return the files by path; ``/`` is the page. The server looks up no other path on disk."""
-    found = {}
+    by_path = {}
     for entry in (files("sluice.dashboard") / "static").iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
         if suffix in _TYPES:
             body = entry.read_bytes()
             path = "/" if entry.name == _INDEX else f"/static/{entry.name}"
-            found[path] = PageFile(body, _TYPES[suffix], etag_of(body))
-    return found
+            by_path[path] = PageFile(body, _TYPES[suffix], etag_of(body))
+    return by_path
 
 
 def etag_of(body: bytes) -> str:
@@ -125,14 +125,14 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
 
 def parse_points(query: Query) -> int:
     """Return the maximum of points in a curve. Raises InvalidRequestError."""
-    found = _integer(query, "points", FEWEST_POINTS, MOST_POINTS)
-    return USUAL_POINTS if found is None else found
+    points = _integer(query, "points", MIN_POINTS, MAX_POINTS)
+    return USUAL_POINTS if points is None else points
 
 
 def parse_page_size(query: Query) -> int:
     """Return the maximum of groups in a page. Raises InvalidRequestError."""
-    found = _integer(query, "most", 1, MOST_GROUPS)
-    return USUAL_GROUPS if found is None else found
+    size = _integer(query, "most", 1, MAX_GROUPS)
+    return USUAL_GROUPS if size is None else size
 
 
 def parse_metric(query: Query) -> str:
@@ -146,9 +146,9 @@ def parse_metric(query: Query) -> str:
 def parse_text(query: Query, name: str) -> str:
     """Return a text; empty: there is none. Raises InvalidRequestError."""
     text = query.get(name, "")
-    if len(text) > MOST_TEXT_CHARS:
+    if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequestError(
-            f"{name}: has {len(text)} characters; give at most {MOST_TEXT_CHARS}"
+            f"{name}: has {len(text)} characters; give at most {MAX_TEXT_CHARS}"
         )
     return text
 
@@ -172,7 +172,7 @@ def parse_filter(query: Query) -> SampleFilter:
     )
 
 
-def parse_cursor(query: Query) -> Cursor | None:
+def parse_cursor(query: Query) -> PageCursor | None:
     """Return the end of the previous page. Raises InvalidRequestError."""
     text = query.get("after", "")
     if not text:
@@ -180,10 +180,10 @@ def parse_cursor(query: Query) -> Cursor | None:
     step, dot, ordinal = text.partition(".")
     if not (dot and _is_count(step) and _is_count(ordinal)):
         raise InvalidRequestError(f"after: {_shown(text)} is not a position; give `next` of a page")
-    return Cursor(int(step), int(ordinal))
+    return PageCursor(int(step), int(ordinal))
 
 
-def cursor_text(cursor: Cursor | None) -> str | None:
+def cursor_text(cursor: PageCursor | None) -> str | None:
     """Return a cursor as `parse_cursor` reads it; ``None`` for the end of the list."""
     return None if cursor is None else f"{cursor.step}.{cursor.ordinal}"
 
@@ -199,10 +199,10 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 15
 
 
-def _integer(query: Query, name: str, least: int, most: int) -> int | None:
+def _integer(query: Query, name: str, minimum: int, maximum: int) -> int | None:
     value = _parsed(query, name, int)
-    if value is not None and not least <= value <= most:
-        raise InvalidRequestError(f"{name}: {value} is out of range; give {least} to {most}")
+    if value is not None and not minimum <= value <= maximum:
+        raise InvalidRequestError(f"{name}: {value} is out of range; give {minimum} to {maximum}")
     return value
 
 
@@ -218,16 +218,16 @@ def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _Numbe
     if not text:
         return None
     try:
-        return parse(text[:_MOST_SHOWN])
+        return parse(text[:_MAX_SHOWN_CHARS])
     except ValueError as error:
         raise InvalidRequestError(f"{name}: {_shown(text)} is not a number") from error
 
 
 def _shown(text: str) -> str:
-    return repr(text[:_MOST_SHOWN])
+    return repr(text[:_MAX_SHOWN_CHARS])
 
 
-def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
+def page_object(page: GroupPage, counts: dict[str, int]) -> dict[str, Any]:
     """Return a page of the list as JSON.
 
     Args:
@@ -235,7 +235,7 @@ def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
         counts: all indexed groups by outcome.
     """
     return {
-        "groups": [_row(found) for found in page.groups],
+        "groups": [_row(group) for group in page.groups],
         "next": cursor_text(page.next),
         "num_matching": page.num_matching,
         "num_searched": page.num_searched,
@@ -243,7 +243,7 @@ def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def group_object(found: FoundGroup) -> dict[str, Any]:
+def group_object(found: ListedGroup) -> dict[str, Any]:
     """Return a group with all of its texts as JSON."""
     group = found.group
     return {
@@ -258,7 +258,7 @@ def group_object(found: FoundGroup) -> dict[str, Any]:
     }
 
 
-def _row(found: FoundGroup) -> dict[str, Any]:
+def _row(found: ListedGroup) -> dict[str, Any]:
     lines, group = found.entry.lines, found.group
     is_validation = lines.outcome is ShownOutcome.VALIDATION
     versions = [v for response in group.responses for v in response.versions or ()]

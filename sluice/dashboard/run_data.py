@@ -16,7 +16,7 @@ from sluice.dashboard.overview import overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
 from sluice.dashboard.sample_browser import (
     READ_S,
-    Cursor,
+    PageCursor,
     SampleBrowser,
     SampleFilter,
     folders_of_run,
@@ -30,14 +30,14 @@ from sluice.telemetry.metric_names import described
 NO_POINTS = 1
 _EXAMPLES = "validation"
 _NUM_PAIRS = 8
-_MOST_EXAMPLE_BYTES = 4 << 20  # of a file; examples of a validation are far smaller
+_MAX_EXAMPLE_BYTES = 4 << 20  # of a file; examples of a validation are far smaller
 _LOGS, _LOG_SUFFIX = "logs", ".log"
-_MOST_LOG_BYTES, _MOST_LOG_LINES = 128 << 10, 400
+_MAX_LOG_BYTES, _MAX_LOG_LINES = 128 << 10, 400
 _FIRST_LOGS = ("trainer", "reward")
 
 
-def compare_folders(folders: Sequence[Path], most: int) -> dict[str, Any]:
-    """Read the runs to their end; return them side by side, with at most `most` points an axis.
+def compare_folders(folders: Sequence[Path], max_points: int) -> dict[str, Any]:
+    """Read the runs to their end; return them side by side, with at most `max_points` an axis.
 
     Raises:
         OSError: a file cannot be read.
@@ -46,7 +46,7 @@ def compare_folders(folders: Sequence[Path], most: int) -> dict[str, Any]:
     for run in runs:
         while run.history.read():
             pass
-    return side_by_side(runs, most)
+    return side_by_side(runs, max_points)
 
 
 class RunData:
@@ -102,9 +102,9 @@ class RunData:
             "is_reading": self._is_behind,
         }
 
-    def curves(self, most: int) -> dict[str, Any]:
-        """Return curves and composition in at most `most` points."""
-        return curve_points(self._history, most)
+    def curves(self, max_points: int) -> dict[str, Any]:
+        """Return curves and composition in at most `max_points` points."""
+        return curve_points(self._history, max_points)
 
     def metrics(self) -> dict[str, Any]:
         """Return every metric of the runs, with unit, meaning and newest value."""
@@ -112,21 +112,21 @@ class RunData:
         return {"metrics": [self._described(name) for name in names]}
 
     def _described(self, name: str) -> dict[str, Any]:
-        found, newest = described(name), self._history.newest.get(name)
+        metric, newest = described(name), self._history.newest.get(name)
         return {
             "name": name,
-            "unit": found.unit if found else "",
-            "meaning": found.meaning if found else "",
+            "unit": metric.unit if metric else "",
+            "meaning": metric.meaning if metric else "",
             "newest": newest,
         }
 
-    def metric(self, name: str, most: int) -> dict[str, Any]:
+    def metric(self, name: str, max_points: int) -> dict[str, Any]:
         """Return the points of one metric of each run."""
-        return metric_of_runs(self._runs, name, most)
+        return metric_of_runs(self._runs, name, max_points)
 
-    def runs(self, most: int) -> dict[str, Any]:
+    def runs(self, max_points: int) -> dict[str, Any]:
         """Return the runs side by side."""
-        return side_by_side(self._runs, most)
+        return side_by_side(self._runs, max_points)
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration by key, with defaults, and the versions of the software."""
@@ -141,16 +141,16 @@ class RunData:
         return compare_validations(self._run_dir, self._history.validated_steps())
 
     def samples(
-        self, wanted: SampleFilter, text: str, after: Cursor | None, most: int
+        self, wanted: SampleFilter, text: str, after: PageCursor | None, max_groups: int
     ) -> dict[str, Any]:
         """Return some groups of the list, and the number of all groups by outcome."""
-        page = self._browser.page(wanted, text, after=after, most=most)
+        page = self._browser.page(wanted, text, after=after, limit=max_groups)
         return page_object(page, self._browser.counts)
 
     def group(self, ordinal: int) -> dict[str, Any] | None:
         """Return one group with its texts; ``None``: it is not there."""
-        found = self._browser.group(ordinal)
-        return None if found is None else group_object(found)
+        group = self._browser.group(ordinal)
+        return None if group is None else group_object(group)
 
 
 def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _examples(file: Path) -> Iterator[DumpRow]:
     """Yield the rows at the beginning of a file; none if it cannot be read."""
     try:
         with file.open("rb") as opened:
-            lines = opened.read(_MOST_EXAMPLE_BYTES).split(b"\n")[:-1]
+            lines = opened.read(_MAX_EXAMPLE_BYTES).split(b"\n")[:-1]
     except OSError:
         return
     yield from filter(None, map(dump_row, lines))
@@ -197,14 +197,14 @@ def _examples(file: Path) -> Iterator[DumpRow]:
 def log_names(run_dir: Path) -> list[str]:
     """Return the services with a log: trainer and reward service first."""
     try:
-        found = [
+        files = [
             entry.name
             for entry in os.scandir(run_dir / _LOGS)
             if entry.is_file(follow_symlinks=False)
         ]
     except OSError:
         return []
-    names = [name.removesuffix(_LOG_SUFFIX) for name in found if name.endswith(_LOG_SUFFIX)]
+    names = [name.removesuffix(_LOG_SUFFIX) for name in files if name.endswith(_LOG_SUFFIX)]
     first = _FIRST_LOGS
     return sorted(names, key=lambda name: (not name.startswith(first), name != first[0], name))
 
@@ -223,14 +223,14 @@ def log_tail(run_dir: Path, service: str) -> dict[str, Any]:
         try:
             with (run_dir / _LOGS / f"{service}{_LOG_SUFFIX}").open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                begin = max(0, size - _MOST_LOG_BYTES)
+                begin = max(0, size - _MAX_LOG_BYTES)
                 file.seek(begin)
-                text = file.read(_MOST_LOG_BYTES).decode(errors="replace")
+                text = file.read(_MAX_LOG_BYTES).decode(errors="replace")
         except OSError as error:
             text, begin = f"cannot be read: {error}\n", 0
         lines = text.split("\n")
         if begin:  # the first one lacks its beginning; without another one its end is shown
             lines = lines[1:] if any(lines[1:]) else [f"... {lines[0]}"]
-        is_cut = begin > 0 or len(lines) > _MOST_LOG_LINES
-        lines = [line for line in lines if line][-_MOST_LOG_LINES:]
+        is_cut = begin > 0 or len(lines) > _MAX_LOG_LINES
+        lines = [line for line in lines if line][-_MAX_LOG_LINES:]
     return {"services": names, "service": service, "lines": lines, "is_cut": is_cut}

@@ -19,7 +19,7 @@ from sluice.dashboard.sample_lines import (
 )
 from sluice.telemetry.samples import FOLDER_NAME, SampledGroup, SampledResponse
 
-MOST_GROUPS = 200_000
+MAX_GROUPS = 200_000
 _EXAMPLES = "validation"
 SEARCH_S = 1.0
 READ_S = 0.5
@@ -27,7 +27,7 @@ _LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class PageCursor:
     """A position in the list (highest step first); the next page begins after it."""
 
     step: int
@@ -41,14 +41,14 @@ class SampleFilter:
     Args:
         outcomes: their outcome is one of these.
         first_step, last_step: bounds of their step, both included.
-        least_score, most_score: bounds of the mean over scored responses, both included.
+        min_score, max_score: bounds of the mean over scored responses, both included.
     """
 
     outcomes: frozenset[ShownOutcome] = frozenset()
     first_step: int | None = None
     last_step: int | None = None
-    least_score: float | None = None
-    most_score: float | None = None
+    min_score: float | None = None
+    max_score: float | None = None
 
     def admits(self, lines: GroupLines) -> bool:
         """Return whether a group is listed; a bound of the score excludes groups without one."""
@@ -57,8 +57,8 @@ class SampleFilter:
             (not self.outcomes or lines.outcome in self.outcomes)
             and (self.first_step is None or lines.step >= self.first_step)
             and (self.last_step is None or lines.step <= self.last_step)
-            and (self.least_score is None or score >= self.least_score)
-            and (self.most_score is None or score <= self.most_score)
+            and (self.min_score is None or score >= self.min_score)
+            and (self.max_score is None or score <= self.max_score)
         )
 
 
@@ -82,13 +82,13 @@ class IndexEntry:
     lines: GroupLines
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> PageCursor:
         """The position before the next group."""
-        return Cursor(self.lines.step, self.ordinal)
+        return PageCursor(self.lines.step, self.ordinal)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundGroup:
+class ListedGroup:
     """A listed group with its texts."""
 
     entry: IndexEntry
@@ -96,7 +96,7 @@ class FoundGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class GroupPage:
     """Some groups of a list.
 
     Attributes:
@@ -106,8 +106,8 @@ class Page:
         num_searched: groups whose text was searched for this page.
     """
 
-    groups: list[FoundGroup]
-    next: Cursor | None
+    groups: list[ListedGroup]
+    next: PageCursor | None
     num_matching: int
     num_searched: int
 
@@ -119,12 +119,12 @@ class SampleBrowser:
     Args:
         folders: where the samples are; one that does not exist has none.
         clock: seconds, monotonic.
-        most_groups: a full index drops its oldest half.
+        max_groups: a full index drops its oldest half.
     """
 
     folders: dict[SampleSource, Path]
     clock: Callable[[], float] = time.monotonic
-    most_groups: int = MOST_GROUPS
+    max_groups: int = MAX_GROUPS
     _files: dict[Path, SampleFile] = field(default_factory=dict)
     _index: dict[int, IndexEntry] = field(default_factory=dict)
     _next_ordinal: int = 0
@@ -140,8 +140,8 @@ class SampleBrowser:
     @property
     def counts(self) -> dict[str, int]:
         """Indexed groups by outcome."""
-        found = Counter(entry.lines.outcome for entry in self._index.values())
-        return {outcome.value: found[outcome] for outcome in ShownOutcome}
+        by_outcome = Counter(entry.lines.outcome for entry in self._index.values())
+        return {outcome.value: by_outcome[outcome] for outcome in ShownOutcome}
 
     def read(self) -> bool:
         """Index new groups for `READ_S`; return whether more are there already.
@@ -187,8 +187,8 @@ class SampleBrowser:
 
     def _add(self, file: SampleFile, groups: Iterable[GroupLines]) -> None:
         for lines in groups:
-            if len(self._index) >= self.most_groups:
-                newest = list(self._index.values())[-self.most_groups // 2 :]
+            if len(self._index) >= self.max_groups:
+                newest = list(self._index.values())[-self.max_groups // 2 :]
                 self._index = {entry.ordinal: entry for entry in newest}
             entry = IndexEntry(self._next_ordinal, file, lines)
             self._index[entry.ordinal] = entry
@@ -200,15 +200,20 @@ class SampleBrowser:
         self._index = {n: entry for n, entry in self._index.items() if entry.file is not file}
 
     def page(
-        self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, most: int = 25
-    ) -> Page:
+        self,
+        wanted: SampleFilter,
+        text: str = "",
+        *,
+        after: PageCursor | None = None,
+        limit: int = 25,
+    ) -> GroupPage:
         """Return some groups of the list, highest step first, then newest first.
 
         Args:
             wanted: the groups to list.
             text: only groups with this text in the prompt or in a response, in any case.
             after: the end of the previous page.
-            most: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
+            limit: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
                 may be empty and still have a next one.
         """
         matching = [entry for entry in self._index.values() if wanted.admits(entry.lines)]
@@ -217,23 +222,23 @@ class SampleBrowser:
             end = (after.step, after.ordinal)
             matching = [entry for entry in matching if (entry.lines.step, entry.ordinal) < end]
         matching.sort(key=lambda entry: (entry.lines.step, entry.ordinal), reverse=True)
-        found: list[FoundGroup] = []
+        groups: list[ListedGroup] = []
         needle, ends_s = text.casefold(), self.clock() + SEARCH_S
         for num_searched, entry in enumerate(matching):
             is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
-            if len(found) == most or (is_late and num_searched):
+            if len(groups) == limit or (is_late and num_searched):
                 last = matching[num_searched - 1]
-                return Page(found, last.cursor, num_matching, num_searched)
+                return GroupPage(groups, last.cursor, num_matching, num_searched)
             group = _load(entry)
             if group is not None and (not needle or _holds(group, needle)):
-                found.append(FoundGroup(entry, group))
-        return Page(found, None, num_matching, len(matching))
+                groups.append(ListedGroup(entry, group))
+        return GroupPage(groups, None, num_matching, len(matching))
 
-    def group(self, ordinal: int) -> FoundGroup | None:
+    def group(self, ordinal: int) -> ListedGroup | None:
         """Return one group by its number; ``None``: it does not exist, or was deleted."""
         entry = self._index.get(ordinal)
         group = None if entry is None else _load(entry)
-        return None if entry is None or group is None else FoundGroup(entry, group)
+        return None if entry is None or group is None else ListedGroup(entry, group)
 
 
 def folders_of_run(run_dir: Path, validation_data_dir: str | None) -> dict[SampleSource, Path]:
@@ -253,7 +258,7 @@ def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
         entries = os.scandir(folder)
     except FileNotFoundError:
         return {}
-    found = {}
+    files = {}
     with entries as inside:
         for entry in inside:
             stem, suffix = os.path.splitext(entry.name)
@@ -262,8 +267,8 @@ def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
                     seen = entry.stat()
                 except FileNotFoundError:  # deleted meanwhile, like the oldest of the archive
                     continue
-                found[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
-    return dict(found[number] for number in sorted(found))
+                files[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
+    return dict(files[number] for number in sorted(files))
 
 
 def _load(entry: IndexEntry) -> SampledGroup | None:

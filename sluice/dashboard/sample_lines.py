@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from sluice.dashboard.line_tail import UNREADABLE, Line
+from sluice.dashboard.line_tail import UNREADABLE, TailLine
 from sluice.telemetry.samples import SampledGroup, SampledResponse
 from sluice.types import PromptEnd
 
-MOST_STEP = (1 << 31) - 1
-MOST_GROUP_BYTES = 256 << 20
+MAX_STEP = (1 << 31) - 1
+MAX_GROUP_BYTES = 256 << 20
 
 _OWN_COLUMNS = frozenset({"input", "output", "gts", "score", "step", "reward", "uid"})
 
@@ -98,12 +98,12 @@ class _OpenGroup:
     num_scored: int = 0
     total_score: float = 0.0
 
-    def takes(self, line: Line, row: DumpRow) -> bool:
+    def takes(self, line: TailLine, row: DumpRow) -> bool:
         """Return whether the row belongs to it. A group that is too large to show is cut."""
         length = line.offset + len(line.text) - self.begin
-        return self.key == _key(row) and length <= MOST_GROUP_BYTES
+        return self.key == _key(row) and length <= MAX_GROUP_BYTES
 
-    def add(self, line: Line, row: DumpRow) -> None:
+    def add(self, line: TailLine, row: DumpRow) -> None:
         self.end = line.offset + len(line.text)
         self.num += 1
         if row.score is not None:
@@ -130,14 +130,14 @@ class GroupReader:
         self._open: _OpenGroup | None = None
         self.num_unread = 0
 
-    def take(self, lines: Sequence[Line]) -> Iterator[GroupLines]:
+    def take(self, lines: Sequence[TailLine]) -> Iterator[GroupLines]:
         """Yield the groups that further lines complete."""
         for line in lines:
-            found = (
+            group = (
                 self._archived(line) if self._kind is SampleSource.ARCHIVE else self._dumped(line)
             )
-            if found is not None:
-                yield found
+            if group is not None:
+                yield group
 
     def end(self) -> Iterator[GroupLines]:
         """Yield the last group, at the end of the file."""
@@ -145,10 +145,10 @@ class GroupReader:
             yield self._open.closed(ShownOutcome(self._kind.value))
             self._open = None
 
-    def _archived(self, line: Line) -> GroupLines | None:
+    def _archived(self, line: TailLine) -> GroupLines | None:
         group = _group(line.text)
         step = 0 if group is None else group.version + 1 if group.step is None else group.step
-        if group is None or abs(step) > MOST_STEP:
+        if group is None or abs(step) > MAX_STEP:
             self._note_unread(line)
             return None
         scores = [one.score for one in group.responses if one.score is not None]
@@ -161,20 +161,20 @@ class GroupReader:
             sum(scores) / len(scores) if scores else float("nan"),
         )
 
-    def _dumped(self, line: Line) -> GroupLines | None:
-        row, found = dump_row(line.text), None
-        if row is None or abs(row.step) > MOST_STEP:
+    def _dumped(self, line: TailLine) -> GroupLines | None:
+        row, closed = dump_row(line.text), None
+        if row is None or abs(row.step) > MAX_STEP:
             self._note_unread(line)
             return None
         if self._open is not None and not self._open.takes(line, row):
-            found = self._open.closed(ShownOutcome(self._kind.value))
+            closed = self._open.closed(ShownOutcome(self._kind.value))
             self._open = None
         if self._open is None:
             self._open = _OpenGroup(_key(row), row.step, line.offset, line.offset)
         self._open.add(line, row)
-        return found
+        return closed
 
-    def _note_unread(self, line: Line) -> None:
+    def _note_unread(self, line: TailLine) -> None:
         self.num_unread += bool(line.text.strip())
 
 

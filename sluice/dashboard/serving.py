@@ -33,7 +33,7 @@ from sluice.security.token_file import TokenFile, TokenSource
 from sluice.whole_file import write_whole
 
 URL_NAME = "dashboard.url"
-_MOST_CONNECTIONS, _SHUTDOWN_S = 64, 2.0
+_MAX_CONNECTIONS, _SHUTDOWN_S = 64, 2.0
 _NO_EXTRA = "dashboard: aiohttp is not installed; pip install 'sluice[dashboard]'"
 _MAIN = "main.js"
 _METRIC_POINTS = 120  # of each of some hundred metrics
@@ -86,7 +86,7 @@ async def serve_page(
             page.app(),
             host,
             port,
-            most_connections=_MOST_CONNECTIONS,
+            max_connections=_MAX_CONNECTIONS,
             shutdown_s=_SHUTDOWN_S,
             tls=tls,
         )

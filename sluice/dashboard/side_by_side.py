@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_settings, flat_tree
 from sluice.config.run import RunConfig
-from sluice.dashboard.curves import FEWEST_POINTS, accuracy_points, bucket_edges, metric_points
+from sluice.dashboard.curves import MIN_POINTS, accuracy_points, bucket_edges, metric_points
 from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError
 from sluice.safe_text import without_secrets
@@ -84,12 +84,12 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def side_by_side(runs: Sequence[ComparedRun], most: int) -> dict[str, Any]:
+def side_by_side(runs: Sequence[ComparedRun], max_points: int) -> dict[str, Any]:
     """Return the runs beside each other, as the page and `sluice compare` show them.
 
     Args:
         runs: the first is the one that the others are compared with.
-        most: the maximum of points of an axis.
+        max_points: the maximum of points of an axis.
 
     Returns:
         ``runs``: name, thinned ``axes`` and held-out ``accuracy`` of each; ``figures``: name, kind,
@@ -103,8 +103,8 @@ def side_by_side(runs: Sequence[ComparedRun], most: int) -> dict[str, Any]:
         "runs": [
             {
                 "name": name,
-                "axes": _thinned(own, most),
-                "accuracy": accuracy_points(run.history, max(most, FEWEST_POINTS)),
+                "axes": _thinned(own, max_points),
+                "accuracy": accuracy_points(run.history, max(max_points, MIN_POINTS)),
             }
             for name, own, run in zip(names, axes, runs, strict=True)
         ],
@@ -114,13 +114,13 @@ def side_by_side(runs: Sequence[ComparedRun], most: int) -> dict[str, Any]:
     }
 
 
-def metric_of_runs(runs: Sequence[ComparedRun], name: str, most: int) -> dict[str, Any]:
+def metric_of_runs(runs: Sequence[ComparedRun], name: str, max_points: int) -> dict[str, Any]:
     """Return ``name``, and the points of this metric of each run; no points: it has none."""
-    return {"name": name, "runs": [metric_points(run.history, name, most) for run in runs]}
+    return {"name": name, "runs": [metric_points(run.history, name, max_points) for run in runs]}
 
 
-def _thinned(axes: dict[str, Values], most: int) -> dict[str, list[float]]:
-    edges = bucket_edges(axes["step"].size, most)[1:] - 1
+def _thinned(axes: dict[str, Values], max_points: int) -> dict[str, list[float]]:
+    edges = bucket_edges(axes["step"].size, max_points)[1:] - 1
     if not axes["step"].size:
         return {name: [] for name in axes}
     return {name: [float(f"{v:.8g}") for v in values[edges]] for name, values in axes.items()}
@@ -186,13 +186,13 @@ def _progress(
 def _accuracy_at(run: ComparedRun, steps: Values, count: int) -> float | None:
     """Return the accuracy of the last validation within the first `count` steps."""
     step = steps[count - 1] if count else 0
-    found = [value for at, value in run.history.accuracies() if at <= step]
-    return _round(found[-1]) if found else None
+    values = [value for at, value in run.history.accuracies() if at <= step]
+    return _round(values[-1]) if values else None
 
 
 def _accuracy(run: ComparedRun, place: int) -> float | None:
-    found = run.history.accuracies()
-    return found[place][1] if found else None
+    accuracies = run.history.accuracies()
+    return accuracies[place][1] if accuracies else None
 
 
 def _best_accuracy(run: ComparedRun) -> float | None:

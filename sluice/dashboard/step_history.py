@@ -15,10 +15,10 @@ from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of, give_up
 from sluice.telemetry import metric_names
 
-_MOST_METRICS = 2000  # more names than a run has; a file with more is not one
+_MAX_METRICS = 2000  # more names than a run has; a file with more is not one
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
-_MOST_STEP = (1 << 31) - 1
+_MAX_STEP = (1 << 31) - 1
 
 
 class _StepTable:
@@ -37,10 +37,10 @@ class _StepTable:
         return list(self._columns)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        found = self._columns.get(name)
-        if found is None:
+        values = self._columns.get(name)
+        if values is None:
             return np.full(len(self._steps), _NAN)
-        return np.array(found, dtype=np.float64)
+        return np.array(values, dtype=np.float64)
 
     def give_up(self, step: int) -> bool:
         return give_up(step, self._steps, self._columns.values())
@@ -53,7 +53,7 @@ class _StepTable:
             for column in self._columns.values():
                 column.insert(place, _NAN)
         for name in row.keys() - self._columns.keys():
-            if len(self._columns) < _MOST_METRICS:
+            if len(self._columns) < _MAX_METRICS:
                 self._columns[name] = array("d", [_NAN]) * len(self._steps)
         for name, column in self._columns.items():
             value = row.get(name)
@@ -135,7 +135,7 @@ class StepHistory:
         except (*UNREADABLE, KeyError):
             self._num_undecoded += bool(text.strip())
             return
-        if abs(step) > _MOST_STEP:
+        if abs(step) > _MAX_STEP:
             self._num_undecoded += 1
             return
         if metric_names.STEP in row:

@@ -130,10 +130,10 @@ class DashboardPage:
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
         ordinal = parse_ordinal(request.match_info["ordinal"])
-        found = await self._asked(lambda: self._data.group(ordinal))
-        if found is None:
+        group = await self._asked(lambda: self._data.group(ordinal))
+        if group is None:
             return _refused(404, "this group was deleted; go back to the list")
-        return _json(request, found)
+        return _json(request, group)
 
     async def _asked(self, question: Callable[[], _AnswerT]) -> _AnswerT:
         """Return the answer to a question, after new content of the run's folder was read."""

@@ -27,15 +27,15 @@ def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
         DataError: a name is unknown, a file is missing, or as `files_by_name`; says what to prepare
             and how.
     """
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     for one in filter(None, (part.strip() for part in wanted.split(","))):
         name, file = (Path(one).stem, Path(one)) if _is_path(one) else (one, _prepared(one, folder))
         if not file.is_file():
             raise DataError(f"benchmark {one}: no file {file}; give the path of a data file")
-        found.append((name, file))
-    if not found:
+        files.append((name, file))
+    if not files:
         raise DataError(f"benchmark {wanted!r}: names none; give one or more, such as math-500")
-    return files_by_name(found)
+    return files_by_name(files)
 
 
 def files_by_name(files: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
@@ -46,18 +46,18 @@ def files_by_name(files: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
         DataError: a file is given twice, or two have equal names and folders of equal names.
     """
     counts = Counter(name for name, _ in files)
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for given, file in files:
         name = given if counts[given] == 1 else f"{file.absolute().parent.name}-{given}"
-        if file.resolve() in (other.resolve() for other in found.values()):
+        if file.resolve() in (other.resolve() for other in by_name.values()):
             raise DataError(f"benchmark {given}: {file} is given twice; leave one out")
-        if name in found:
+        if name in by_name:
             raise DataError(
-                f"benchmark {given}: {found[name]} has the name {name} already; rename {file} or "
+                f"benchmark {given}: {by_name[name]} has the name {name} already; rename {file} or "
                 "its folder"
             )
-        found[name] = file
-    return found
+        by_name[name] = file
+    return by_name
 
 
 def _is_path(text: str) -> bool:

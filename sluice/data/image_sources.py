@@ -19,7 +19,7 @@ _BASE64 = ";base64"
 FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an image"
 
 
-def image_source(found: object) -> ImageSource:
+def image_source(value: object) -> ImageSource:
     """Return the image that a row holds: verl's ``{bytes, path}``, bytes, a path, a data: URI.
 
     Text in ``bytes`` is base64, since JSON has no bytes. A path may be a file: URI, and be named
@@ -29,28 +29,28 @@ def image_source(found: object) -> ImageSource:
         ValueError: it is none of these, or has a size of its own. The error describes the value and
             not its place.
     """
-    if isinstance(found, Mapping):
+    if isinstance(value, Mapping):
         for name in _OWN_SIZES:
-            if found.get(name) is not None:
+            if value.get(name) is not None:
                 raise ValueError(
                     f"sets {name}, and all images have the sizes of the model's "
                     "preprocessor_config.json; set them there, or resize this image"
                 )
-        data, path = found.get("bytes"), found.get("path") or found.get("image")
+        data, path = value.get("bytes"), value.get("path") or value.get("image")
         if isinstance(data, str) and data:
             return _decoded(data)
-        found = data or path
-    if isinstance(found, str) and found.startswith(DATA_URI):
-        return image_of_uri(found)
-    if isinstance(found, bytes | str) and found:
-        return found if isinstance(found, bytes) else found.removeprefix(_FILE_URI)
+        value = data or path
+    if isinstance(value, str) and value.startswith(DATA_URI):
+        return image_of_uri(value)
+    if isinstance(value, bytes | str) and value:
+        return value if isinstance(value, bytes) else value.removeprefix(_FILE_URI)
     raise ValueError(f"holds neither {FORMS}")
 
 
-def usable_images(found: object) -> tuple[ImageSource, ...]:
+def usable_images(value: object) -> tuple[ImageSource, ...]:
     """Return the images of a row's list, without entries that are none."""
     usable: list[ImageSource] = []
-    for one in found if isinstance(found, list) else []:
+    for one in value if isinstance(value, list) else []:
         with suppress(ValueError):
             usable.append(image_source(one))
     return tuple(usable)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_files import PromptFiles, SlabReader
+from sluice.data.prompt_files import ChunkReader, PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import digest_of
 from sluice.errors import SluiceError
@@ -85,36 +85,36 @@ def inspect_files(
     Raises:
         DataError: a file is damaged.
     """
-    found, columns, reader = Inspection(files.num_rows), _Columns(), SlabReader()
+    inspection, columns, reader = Inspection(files.num_rows), _Columns(), ChunkReader()
     for block in files.blocks:
-        for slab in reader.read(block):
-            for index in range(len(slab)):
+        for chunk in reader.read(block):
+            for index in range(len(chunk)):
                 try:
-                    row = slab.decode(index, files.columns)
+                    row = chunk.decode(index, files.columns)
                     if check_row is not None:
-                        check_row(row, slab.path)
+                        check_row(row, chunk.path)
                     num_tokens = measure_tokens(row.messages) if measure_tokens else 0
                 except SluiceError as error:
-                    found.num_bad += 1
-                    if found.num_bad <= MAX_PROBLEMS_KEPT:
-                        found.problems.append(str(error))
+                    inspection.num_bad += 1
+                    if inspection.num_bad <= MAX_PROBLEMS_KEPT:
+                        inspection.problems.append(str(error))
                     continue
                 if not row.images:  # these count patches, too
                     columns.tokens.append(num_tokens)
-                _add(found, columns, row)
-                if len(found.head) < num_head:
-                    found.head.append(row)
+                _add(inspection, columns, row)
+                if len(inspection.head) < num_head:
+                    inspection.head.append(row)
             if on_rows is not None:
-                on_rows(len(slab))
-    found.characters = np.asarray(columns.characters, np.int64)
-    found.tokens = np.asarray(columns.tokens if measure_tokens else [], np.int64)
-    found.num_duplicates = len(columns.digests) - int(np.unique(columns.digests).size)
-    return found
+                on_rows(len(chunk))
+    inspection.characters = np.asarray(columns.characters, np.int64)
+    inspection.tokens = np.asarray(columns.tokens if measure_tokens else [], np.int64)
+    inspection.num_duplicates = len(columns.digests) - int(np.unique(columns.digests).size)
+    return inspection
 
 
-def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
-    found.sources[row.data_source] += 1
-    found.num_images += len(row.images)
+def _add(inspection: Inspection, columns: _Columns, row: PromptRow) -> None:
+    inspection.sources[row.data_source] += 1
+    inspection.num_images += len(row.images)
     roles = [message.role for message in row.messages]
     contents = [message.content for message in row.messages]
     columns.digests.append(digest_of(roles, contents, row.ground_truth, row.images))

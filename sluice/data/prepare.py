@@ -54,7 +54,7 @@ _VERL_COLUMNS = ("prompt", "data_source", "reward_model")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PrepareOptions:
     """The settings of a user.
 
     `instruction` replaces the data set's own; the fields name the columns of plain JSON lines.
@@ -80,12 +80,12 @@ class PublishedSet:
     """
 
     columns: tuple[tuple[str, ...], ...]
-    convert: Callable[[Row, str, int, Wishes], VerlRow]
+    convert: Callable[[Row, str, int, PrepareOptions], VerlRow]
     data_source: str
     split: str
 
 
-def _verl_format(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _verl_format(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert a row that is in verl's format: it keeps prompt, ground truth and data source."""
     reward_model = row.get("reward_model")
     truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
@@ -100,7 +100,7 @@ def _verl_format(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
         "ability": str(row.get("ability") or "math"),
         "reward_model": {"style": str(style or "rule"), GROUND_TRUTH: _truth(truth, place)},
         "extra_info": {
-            "split": wishes.split,
+            "split": options.split,
             "index": index,
             **(extra if isinstance(extra, Mapping) else {}),
         },
@@ -117,48 +117,48 @@ def _turn(turn: object, place: str) -> dict[str, str]:
     return made
 
 
-def _gsm8k(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _gsm8k(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     question, answer = _text(row, "question", place), _text(row, "answer", place)
     _, mark, number = answer.rpartition("####")
     if not mark or not number.strip():
         raise DataError(f"{place}: 'answer' holds no number after ####: {short_repr(answer)}")
-    asked = f"{question} {wishes.instruction or GSM8K_INSTRUCTION}"
+    asked = f"{question} {options.instruction or GSM8K_INSTRUCTION}"
     more = {"question": question, "answer": answer}
     truth = number.strip().replace(",", "").replace("$", "")
-    return _row(asked, truth, "math", index, wishes, more)
+    return _row(asked, truth, "math", index, options, more)
 
 
-def _boxed(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _boxed(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     problem = _text(row, "problem", place)
     answer = row.get("answer")
     truth = answer if isinstance(answer, str) else last_boxed(_text(row, "solution", place))
     if not truth:
         raise DataError(f"{place}: neither an 'answer' nor a \\boxed{{}} in 'solution'")
-    asked = f"{problem} {wishes.instruction or BOXED_INSTRUCTION}"
+    asked = f"{problem} {options.instruction or BOXED_INSTRUCTION}"
     more = {key: str(row[key]) for key in ("unique_id", "subject", "level") if row.get(key)}
-    return _row(asked, truth, "math", index, wishes, more)
+    return _row(asked, truth, "math", index, options, more)
 
 
-def _answer_line(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _answer_line(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     if "prompt" in row:
-        return _verl_format(row, place, index, wishes)
+        return _verl_format(row, place, index, options)
     problem = _text(row, "problem", place)
-    asked = f"{wishes.instruction or ANSWER_LINE_INSTRUCTION}\n\n{problem}"
+    asked = f"{options.instruction or ANSWER_LINE_INSTRUCTION}\n\n{problem}"
     more = {"raw_problem": problem}
-    return _row(asked, _truth(row.get("answer"), place), "MATH", index, wishes, more)
+    return _row(asked, _truth(row.get("answer"), place), "MATH", index, options, more)
 
 
-def _geometry(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _geometry(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     problem, images = _text(row, "problem", place), _image_list(row.get("images"), place)
     if IMAGE_MARK not in problem:
         problem = IMAGE_MARK * len(images) + problem
-    asked = f"{problem} {wishes.instruction or THINK_INSTRUCTION}"
+    asked = f"{problem} {options.instruction or THINK_INSTRUCTION}"
     truth = _truth(row.get("answer"), place)
-    made = _row(asked, truth, "math", index, wishes, {})
+    made = _row(asked, truth, "math", index, options, {})
     return {**made, "images": images}
 
 
-def _choices(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _choices(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert multiple choice: letters A to G of the last box, or of an answer of letters only."""
     instruction = _text(row, "instruction", place)
     answer = next((row[key] for key in ("answer", "output") if isinstance(row.get(key), str)), "")
@@ -166,25 +166,25 @@ def _choices(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
     letters = "".join(letter for letter in "ABCDEFG" if letter in boxed)
     if not letters or len(boxed) > 20:
         raise DataError(f"{place}: no letters A to G in the answer: {short_repr(answer)}")
-    asked = f"{instruction}\n{wishes.instruction or CHOICE_INSTRUCTION}"
-    return _row(asked, letters, "finance", index, wishes, {})
+    asked = f"{instruction}\n{options.instruction or CHOICE_INSTRUCTION}"
+    return _row(asked, letters, "finance", index, options, {})
 
 
-def _json_lines(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
+def _json_lines(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert a row in verl's format, or a question and an answer in fields that the user names."""
     if "reward_model" in row:
-        return _verl_format(row, place, index, wishes)
-    for column, option in ((wishes.prompt_field, "prompt"), (wishes.answer_field, "answer")):
+        return _verl_format(row, place, index, options)
+    for column, option in ((options.prompt_field, "prompt"), (options.answer_field, "answer")):
         if column not in row:
-            found = ", ".join(row)
+            names = ", ".join(row)
             raise DataError(
-                f"{place}: no field '{column}' (found: {found}); name yours with --{option}-field"
+                f"{place}: no field '{column}' (found: {names}); name yours with --{option}-field"
             )
-    question = _text(row, wishes.prompt_field, place)
-    asked = f"{question} {wishes.instruction}" if wishes.instruction else question
-    truth = _truth(row.get(wishes.answer_field), f"{place}: '{wishes.answer_field}'")
+    question = _text(row, options.prompt_field, place)
+    asked = f"{question} {options.instruction}" if options.instruction else question
+    truth = _truth(row.get(options.answer_field), f"{place}: '{options.answer_field}'")
     source = row.get("data_source")
-    made = _row(asked, truth, "math", index, wishes, {})
+    made = _row(asked, truth, "math", index, options, {})
     return {**made, "data_source": source} if isinstance(source, str) and source else made
 
 
@@ -223,57 +223,62 @@ def last_boxed(text: str) -> str | None:
 
 
 def _row(
-    asked: str, truth: str, ability: str, index: int, wishes: Wishes, more: Mapping[str, object]
+    asked: str,
+    truth: str,
+    ability: str,
+    index: int,
+    options: PrepareOptions,
+    more: Mapping[str, object],
 ) -> VerlRow:
     return {
-        "data_source": wishes.data_source,
+        "data_source": options.data_source,
         "prompt": [{"role": "user", "content": asked}],
         "ability": ability,
         "reward_model": {"style": "rule", GROUND_TRUTH: truth},
-        "extra_info": {**more, "split": wishes.split, "index": index},
+        "extra_info": {**more, "split": options.split, "index": index},
     }
 
 
 def _text(row: object, column: str, place: str) -> str:
-    found = row.get(column) if isinstance(row, Mapping) else None
-    if not isinstance(found, str) or not found:
-        raise DataError(f"{place}: '{column}' is {short_repr(found)}, not a text")
-    return found
+    value = row.get(column) if isinstance(row, Mapping) else None
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{place}: '{column}' is {short_repr(value)}, not a text")
+    return value
 
 
-def _truth(found: object, place: str) -> str:
+def _truth(answer: object, place: str) -> str:
     """Return a truth as text: the answers of a published set are often integers."""
-    if isinstance(found, bool) or not isinstance(found, str | int | float) or found == "":
-        raise DataError(f"{place}: the answer is {short_repr(found)}, not a text or a number")
-    return str(found)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        raise DataError(f"{place}: the answer is {short_repr(answer)}, not a text or a number")
+    return str(answer)
 
 
-def _image_list(found: object, place: str) -> list[dict[str, object]]:
-    if not isinstance(found, list) or not found:
-        raise DataError(f"{place}: 'images' is {short_repr(found)}, not a list of images")
-    return [_image(one, place) for one in found]
+def _image_list(images: object, place: str) -> list[dict[str, object]]:
+    if not isinstance(images, list) or not images:
+        raise DataError(f"{place}: 'images' is {short_repr(images)}, not a list of images")
+    return [_image(one, place) for one in images]
 
 
-def _image(found: object, place: str) -> dict[str, object]:
+def _image(image: object, place: str) -> dict[str, object]:
     try:
-        source = image_source(found)
+        source = image_source(image)
     except ValueError as error:
         raise DataError(f"{place}: 'images' holds an image that {error}") from error
     if isinstance(source, str):
         return {"bytes": None, "path": source}
-    path = found.get("path") if isinstance(found, Mapping) else None
+    path = image.get("path") if isinstance(image, Mapping) else None
     return {"bytes": source, "path": path or None}
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class PrepareJob:
     """The conversion to do.
 
     Attributes:
         name: a key of `PUBLISHED_SETS`.
         inputs: files as downloaded, read in order.
         output: the file to write; one that exists is replaced.
-        wishes: split, data source, wording.
+        options: split, data source, wording.
         limit: rows to write at most; ``None``: all.
         deduplicate: leave out rows that repeat the messages and ground truth of an earlier one.
         skip_bad: leave out rows that cannot be used, instead of ending.
@@ -282,14 +287,14 @@ class Preparation:
     name: str
     inputs: tuple[Path, ...]
     output: Path
-    wishes: Wishes
+    options: PrepareOptions
     limit: int | None = None
     deduplicate: bool = False
     skip_bad: bool = False
 
 
 @dataclass(slots=True)
-class Prepared:
+class PrepareResult:
     """The result of a conversion, in rows."""
 
     num_read: int = 0
@@ -299,7 +304,7 @@ class Prepared:
     problems: list[str] = field(default_factory=list)  # the first few of the bad ones
 
 
-def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) -> Prepared:
+def prepare(order: PrepareJob, on_rows: Callable[[int], None] | None = None) -> PrepareResult:
     """Convert files. The output appears only when it is complete.
 
     Args:
@@ -312,7 +317,7 @@ def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) ->
     published = PUBLISHED_SETS[order.name]
     for path in order.inputs:
         _check_names(order.name, published, path, check_raw_file(path))
-    made = Prepared()
+    made = PrepareResult()
     rows = islice(_converted(order, published, made, on_rows), order.limit)
     part = order.output.with_name(f"{order.output.name}.part")
     order.output.parent.mkdir(parents=True, exist_ok=True)
@@ -338,9 +343,9 @@ def _check_names(name: str, published: PublishedSet, path: Path, columns: Sequen
 
 
 def _converted(
-    order: Preparation,
+    order: PrepareJob,
     published: PublishedSet,
-    made: Prepared,
+    made: PrepareResult,
     on_rows: Callable[[int], None] | None,
 ) -> Iterator[tuple[str, VerlRow]]:
     """Yield places and rows to write."""
@@ -352,7 +357,7 @@ def _converted(
             on_rows(made.num_read)
         try:
             values = row.values()
-            converted = published.convert(values, row.place, index, order.wishes)
+            converted = published.convert(values, row.place, index, order.options)
             for name in UNREAD_MEDIA:
                 if values.get(name):
                     raise media_refused(row.place, name)
@@ -391,7 +396,7 @@ def _digest(row: Row) -> int:
     return digest_of(roles, contents, reward_model[GROUND_TRUTH], usable_images(row.get("images")))
 
 
-def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: Prepared) -> None:
+def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: PrepareResult) -> None:
     """Write row groups one by one. The first decides which columns and further fields there are."""
     writer: pq.ParquetWriter | None = None
     try:

@@ -13,8 +13,8 @@ from sluice.data.prompt_rows import UNREAD_MEDIA, PromptColumns, images_refused,
 from sluice.data.row_files import (
     PARQUET_SUFFIX,
     RowBlock,
+    RowChunk,
     RowIndexes,
-    Slab,
     batches_of,
     is_parquet,
     json_line_blocks,
@@ -67,9 +67,9 @@ def open_prompt_files(
     blocks: list[RowBlock] = []
     num_rows = 0
     for path in paths:
-        found = _blocks(path, columns, num_rows, config_key)
-        num_rows += sum(block.num_rows for block in found)
-        blocks += found
+        of_file = _blocks(path, columns, num_rows, config_key)
+        num_rows += sum(block.num_rows for block in of_file)
+        blocks += of_file
     if num_rows == 0:
         have = "has" if len(paths) == 1 else "have"
         raise DataError(f"{config_key}: {', '.join(paths)} {have} no rows; name a file with rows")
@@ -83,7 +83,7 @@ def open_prompt_files(
     return PromptFiles(tuple(blocks), columns, num_rows)
 
 
-class SlabReader:
+class ChunkReader:
     """Reads blocks. It keeps the last Parquet files open, since their index is slow to parse."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class SlabReader:
         block: RowBlock,
         selected: RowIndexes | None = None,
         names: tuple[str, ...] | None = None,
-    ) -> Iterator[Slab]:
+    ) -> Iterator[RowChunk]:
         """Yield the rows of one block in order.
 
         Args:
@@ -106,17 +106,17 @@ class SlabReader:
             DataError: the file is damaged.
         """
         start = block.start
-        for slab in self._slabs(block, names or block.columns):
-            chosen = slab
+        for chunk in self._chunks(block, names or block.columns):
+            chosen = chunk
             if selected is not None:
-                low, high = np.searchsorted(selected, (start, start + len(slab)))
-                if high - low < len(slab):
-                    chosen = slab.take(selected[low:high] - start)
-            start += len(slab)
+                low, high = np.searchsorted(selected, (start, start + len(chunk)))
+                if high - low < len(chunk):
+                    chosen = chunk.take(selected[low:high] - start)
+            start += len(chunk)
             if len(chosen):
                 yield chosen
 
-    def _slabs(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
+    def _chunks(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[RowChunk]:
         if block.path.lower().endswith(PARQUET_SUFFIX):
             return read_parquet(self._file(block.path), block, names)
         return read_lines(block)
@@ -180,13 +180,13 @@ def _parquet_row(path: str, column: str) -> int | None:
 def row_digests(files: PromptFiles) -> Digests:
     """Return the digest of every row: [num_rows]. Read all files once and hold 8 bytes a row."""
     digests = np.empty(files.num_rows, dtype=np.uint64)
-    reader, columns = SlabReader(), files.columns
+    reader, columns = ChunkReader(), files.columns
     names = (columns.prompt, columns.reward_model)
     row = 0
     for block in files.blocks:
         with_images = (columns.images,) if columns.images in block.columns else ()
-        for slab in reader.read(block, names=(*names, *with_images)):
-            for digest in slab.digests(columns):
+        for chunk in reader.read(block, names=(*names, *with_images)):
+            for digest in chunk.digests(columns):
                 digests[row] = digest
                 row += 1
     return digests

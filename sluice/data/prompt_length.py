@@ -75,14 +75,14 @@ def check_context(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-def check_sequence(num_tokens: int, most: int) -> None:
+def check_sequence(num_tokens: int, max_tokens: int) -> None:
     """Check that a conversation leaves space for one more token.
 
     Raises:
         SequenceTooLongError: it does not.
     """
-    if num_tokens >= most:
+    if num_tokens >= max_tokens:
         raise SequenceTooLongError(
             f"prompt: {num_tokens} tokens; max_sequence_tokens, or the model's context, allows "
-            f"{most} with the response: end the conversation"
+            f"{max_tokens} with the response: end the conversation"
         )

@@ -107,7 +107,7 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
     Raises:
         DataError: a column is missing or of another type; names file, column and remedy.
     """
-    found = check_column_names(path, schema.names, columns)
+    names = check_column_names(path, schema.names, columns)
     wanted: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
         columns.prompt: (
             lambda kind: _is_list(kind) and _has_text(kind.value_type, "role", "content"),
@@ -124,11 +124,11 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
             "a list of {bytes, path} structs or of paths; convert it",
         ),
     }
-    for name in found:
+    for name in names:
         fits, text = wanted.get(name, (lambda _: True, ""))
         if not fits(kind := schema.field(name).type):
             raise DataError(f"{path}: column '{name}' is {kind}, not {text}")
-    return found
+    return names
 
 
 def decode_row(
@@ -238,11 +238,11 @@ def _images(
 ) -> tuple[ImageSource, ...]:
     if columns.images is None or columns.images not in values:
         return ()
-    column, found = columns.images, values.get(columns.images) or []
-    if not isinstance(found, list):
-        kind = type(found).__name__
+    column, images_of_row = columns.images, values.get(columns.images) or []
+    if not isinstance(images_of_row, list):
+        kind = type(images_of_row).__name__
         raise _bad_row(place, f"'{column}' is a {kind}, not a list of images")
-    images = tuple(_image(one, index, column, place) for index, one in enumerate(found))
+    images = tuple(_image(one, index, column, place) for index, one in enumerate(images_of_row))
     marks = sum(message.content.count(IMAGE_MARK) for message in messages)
     if marks != len(images):
         raise _bad_row(
@@ -251,9 +251,9 @@ def _images(
     return images
 
 
-def _image(found: object, index: int, column: str, place: str) -> ImageSource:
+def _image(value: object, index: int, column: str, place: str) -> ImageSource:
     try:
-        return image_source(found)
+        return image_source(value)
     except ValueError as error:
         raise _bad_row(place, f"'{column}[{index}]' {error}") from error
 
@@ -275,5 +275,5 @@ def _is_text(kind: pa.DataType) -> bool:
 def _has_text(kind: pa.DataType, *fields: str) -> bool:
     if not pa.types.is_struct(kind):
         return False
-    found = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
-    return all(name in found and _is_text(found[name]) for name in fields)
+    types = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    return all(name in types and _is_text(types[name]) for name in fields)

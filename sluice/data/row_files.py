@@ -1,6 +1,6 @@
 """Blocks and rows of the two file formats, Parquet and JSON lines.
 
-A block is found without reading the rows before it, and read as slabs: rows that are not converted
+A block is found without reading the rows before it, and read as chunks: rows that are not converted
 yet. Raw rows have all columns of a file, whatever its format; `read_rows` has those of a struct.
 """
 
@@ -111,7 +111,7 @@ def digest_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Slab(ABC):
+class RowChunk(ABC):
     """Some rows of one block, not converted yet."""
 
     path: str
@@ -121,17 +121,17 @@ class Slab(ABC):
         return int(self.numbers.size)
 
     def decode(self, index: int, columns: PromptColumns) -> PromptRow:
-        """Return row `index` of this slab. Raise DataError if it is malformed."""
+        """Return row `index` of this chunk. Raise DataError if it is malformed."""
         number = int(self.numbers[index])
         return decode_row(self.values(index), columns, path=self.path, row=number)
 
     @abstractmethod
     def slice(self, start: int, stop: int) -> Self:
-        """Return the rows ``[start, stop)``, which share the memory of this slab."""
+        """Return the rows ``[start, stop)``, which share the memory of this chunk."""
 
     @abstractmethod
     def take(self, indexes: RowIndexes) -> Self:
-        """Return a copy of the rows at these indexes of this slab."""
+        """Return a copy of the rows at these indexes of this chunk."""
 
     @abstractmethod
     def values(self, index: int) -> Mapping[str, object]:
@@ -143,17 +143,17 @@ class Slab(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LineSlab(Slab):
+class LineChunk(RowChunk):
     """Rows as lines of JSON."""
 
     lines: tuple[bytes, ...]
 
-    def slice(self, start: int, stop: int) -> LineSlab:
-        return LineSlab(self.path, self.numbers[start:stop], self.lines[start:stop])
+    def slice(self, start: int, stop: int) -> LineChunk:
+        return LineChunk(self.path, self.numbers[start:stop], self.lines[start:stop])
 
-    def take(self, indexes: RowIndexes) -> LineSlab:
+    def take(self, indexes: RowIndexes) -> LineChunk:
         lines = tuple(self.lines[index] for index in indexes.tolist())
-        return LineSlab(self.path, self.numbers[indexes], lines)
+        return LineChunk(self.path, self.numbers[indexes], lines)
 
     def values(self, index: int) -> Mapping[str, object]:
         return parse_line(self.path, int(self.numbers[index]), self.lines[index])
@@ -195,14 +195,14 @@ def json_line_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[
         yield RowBlock(path, first_byte, names, file_start, start, num_rows)
 
 
-def read_lines(block: RowBlock) -> Iterator[Slab]:
+def read_lines(block: RowBlock) -> Iterator[RowChunk]:
     """Yield the rows of a block. Raise DataError if the file has changed since it was indexed."""
     rows = (line for line in lines_of(block.path, block.index) if line.strip())
     lines = tuple(islice(rows, block.num_rows))
     if len(lines) < block.num_rows:
         raise DataError(f"{block.path}: is shorter than at the start; restore the file")
     first = block.start - block.file_start
-    yield LineSlab(block.path, np.arange(first, first + len(lines)), lines)
+    yield LineChunk(block.path, np.arange(first, first + len(lines)), lines)
 
 
 def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
@@ -234,23 +234,23 @@ def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _text(found: object, key: str) -> str | None:
-    value = found.get(key) if isinstance(found, Mapping) else None
+def _text(mapping: object, key: str) -> str | None:
+    value = mapping.get(key) if isinstance(mapping, Mapping) else None
     return value if isinstance(value, str) else None
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowSlab(Slab):
+class ArrowChunk(RowChunk):
     """Rows in Arrow's form."""
 
     batch: pa.RecordBatch
 
-    def slice(self, start: int, stop: int) -> ArrowSlab:
+    def slice(self, start: int, stop: int) -> ArrowChunk:
         batch = self.batch.slice(start, stop - start)
-        return ArrowSlab(self.path, self.numbers[start:stop], batch)
+        return ArrowChunk(self.path, self.numbers[start:stop], batch)
 
-    def take(self, indexes: RowIndexes) -> ArrowSlab:
-        return ArrowSlab(self.path, self.numbers[indexes], self.batch.take(pa.array(indexes)))
+    def take(self, indexes: RowIndexes) -> ArrowChunk:
+        return ArrowChunk(self.path, self.numbers[indexes], self.batch.take(pa.array(indexes)))
 
     def values(self, index: int) -> Mapping[str, object]:
         row: Mapping[str, object] = self.batch.slice(index, 1).to_pylist()[0]
@@ -267,9 +267,9 @@ class ArrowSlab(Slab):
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
             # Images of one row at a time: together they may be large.
-            found = self.batch.column(columns.images)[row].as_py() if with_images else None
+            images = self.batch.column(columns.images)[row].as_py() if with_images else None
             text = truth_text(truth, sorts_keys=True)
-            yield digest_of(roles[part], contents[part], text, usable_images(found))
+            yield digest_of(roles[part], contents[part], text, usable_images(images))
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:
@@ -292,13 +292,15 @@ def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[Ro
         start += size
 
 
-def read_parquet(file: pq.ParquetFile, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
+def read_parquet(
+    file: pq.ParquetFile, block: RowBlock, names: tuple[str, ...]
+) -> Iterator[RowChunk]:
     """Yield the rows of a block in order. Raise DataError if the file is damaged."""
     first = block.start - block.file_start
     for batch in batches_of(
         block.path, file, ROWS_PER_READ, row_groups=[block.index], columns=list(names)
     ):
-        yield ArrowSlab(block.path, np.arange(first, first + batch.num_rows), batch)
+        yield ArrowChunk(block.path, np.arange(first, first + batch.num_rows), batch)
         first += batch.num_rows
 
 
@@ -393,12 +395,12 @@ def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]
     is_parquet = file.suffix == ".parquet"
     places = _parquet_places(file) if is_parquet else _json_places(file)
     rows: list[tuple[str, RowT]] = []
-    for place, found in places:
+    for place, content in places:
         try:
             row = (
-                msgspec.json.decode(found, type=kind)
-                if isinstance(found, bytes)
-                else msgspec.convert(found, kind)
+                msgspec.json.decode(content, type=kind)
+                if isinstance(content, bytes)
+                else msgspec.convert(content, kind)
             )
         except DECODE_ERRORS as error:
             unit = "row" if is_parquet else "line"

@@ -57,15 +57,15 @@ class AscendDemand:
 
 def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Problem, ...]:
     """Return all faults, the fatal ones first."""
-    found = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
-    found += _ranges(host.environment)
+    problems = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
+    problems += _ranges(host.environment)
     if demand.runs_vllm:
-        found += vllm_findings(host)
+        problems += vllm_findings(host)
     if demand.captures_graphs:
-        found += _queue(host.environment)
+        problems += _queue(host.environment)
     if demand.collectives_on_device:
-        found += [*_network(host), *_watchdog(host.environment)]
-    return tuple(sorted(found, key=lambda one: one.severity is not Severity.ERROR))
+        problems += [*_network(host), *_watchdog(host.environment)]
+    return tuple(sorted(problems, key=lambda one: one.severity is not Severity.ERROR))
 
 
 def vllm_findings(host: AscendHost) -> Iterator[Problem]:

@@ -104,13 +104,13 @@ def _host_network(own_host: str, given: Mapping[str, str]) -> dict[str, str]:
     By default both take the first that suits them, and on hosts with several networks that is not
     the same one everywhere.
     """
-    found = {}
+    variables = {}
     interface = single_interface(given.get(HOST_INTERFACE_VARIABLE, ""))
     if interface:
-        found[GLOO_INTERFACE_VARIABLE] = interface
+        variables[GLOO_INTERFACE_VARIABLE] = interface
     elif _is_reachable_address(own_host):
-        found[HOST_ADDRESS_VARIABLE] = own_host
-    return found
+        variables[HOST_ADDRESS_VARIABLE] = own_host
+    return variables
 
 
 def single_interface(pattern: str) -> str:

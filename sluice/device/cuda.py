@@ -79,9 +79,9 @@ class Accelerator:
 
     def take_peak_memory(self) -> PeakMemory:
         runtime, index = self._runtime, self._index
-        found = PeakMemory(runtime.max_memory_allocated(index), runtime.max_memory_reserved(index))
+        peak = PeakMemory(runtime.max_memory_allocated(index), runtime.max_memory_reserved(index))
         runtime.reset_peak_memory_stats(index)
-        return found
+        return peak
 
     def empty_cache(self) -> None:
         self.set_device()

@@ -167,13 +167,13 @@ def _warn(findings: Iterable[Problem]) -> None:
 
 
 def _files(devices: Path) -> tuple[str, ...]:
-    found = (_NPU_FILE.fullmatch(file.name) for file in devices.glob("*davinci*"))
-    return tuple(str(number) for number in sorted(int(one[1]) for one in found if one))
+    matches = (_NPU_FILE.fullmatch(file.name) for file in devices.glob("*davinci*"))
+    return tuple(str(number) for number in sorted(int(one[1]) for one in matches if one))
 
 
 def _version(distribution: str) -> str | None:
-    found = installed_version(distribution)
-    return found and found.partition("+")[0]
+    version = installed_version(distribution)
+    return version and version.partition("+")[0]
 
 
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
@@ -244,11 +244,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system with ``proc`` and ``sys``.
     """
-    found = [available_memory(root)]
+    limits = [available_memory(root)]
     group = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):  # "max": no limit
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
         match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
-        found.append(max(0, limit - used + (int(match[1]) if match else 0)))
-    return min((one for one in found if one is not None), default=None)
+        limits.append(max(0, limit - used + (int(match[1]) if match else 0)))
+    return min((one for one in limits if one is not None), default=None)

@@ -11,13 +11,13 @@ from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.problems import Problem, errors
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
-from sluice.doctor.finding import Examined, Finding, fine, of_text, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, warning
 from sluice.security.certificates import SOON, ends_of_validity
 
 _REFUSED = "the run refuses to start"
 
 
-def check_configuration(examined: Examined) -> Iterator[Finding]:
+def check_configuration(examined: DoctorContext) -> Iterator[Finding]:
     """Check for rules of `sluice config check` that keep sluice from running."""
     broken = errors(all_problems(examined.config, examined.settings, shape=examined.shape))
     reported = [*examined.wrong, *of_other_keys(broken, examined.wrong)]
@@ -26,15 +26,15 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
         yield fine("no problems found")
 
 
-def of_other_keys(found: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
+def of_other_keys(problems: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
     """Return the problems and notes that mention no wrong key: in place of its value is the
     default.
     """
     keys = [re.compile(rf"(?<![\w.]){re.escape(one.key)}(?!\w)") for one in wrong if one.key]
-    return [one for one in found if not any(key.search(one.text) for key in keys)]
+    return [one for one in problems if not any(key.search(one.text) for key in keys)]
 
 
-def check_security(examined: Examined) -> Iterator[Finding]:
+def check_security(examined: DoctorContext) -> Iterator[Finding]:
     """Check certificates as peers will see them, their dates, and who can read secrets."""
     security = examined.config.sluice.security
     broken = run_security_problems(examined.config)
@@ -55,7 +55,7 @@ def check_security(examined: Examined) -> Iterator[Finding]:
             yield from date_findings(f"{SECURITY_KEY}.{name}", ends, datetime.now(UTC))
 
 
-def has_remote_peers(examined: Examined) -> bool:
+def has_remote_peers(examined: DoctorContext) -> bool:
     """Return whether services or trainer ranks of the run are meant to be on other hosts."""
     services = examined.config.sluice
     endpoints = (one.endpoint for one in (services.trainer, services.reward, services.rollout))

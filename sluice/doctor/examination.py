@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
 from sluice.doctor import configuration, files, machine, packages, prompts, reward
-from sluice.doctor.finding import Examined, Finding, FindingSeverity, fine, of_text, problem
+from sluice.doctor.finding import DoctorContext, Finding, FindingSeverity, fine, of_text, problem
 from sluice.errors import SluiceError
 
 NOT_EXAMINED = "nothing is known about it, because the check did not end"
@@ -37,7 +37,7 @@ class Check:
 
     name: str
     about: str
-    examine: Callable[[Examined], Iterable[Finding]]
+    examine: Callable[[DoctorContext], Iterable[Finding]]
     needs_run: bool = True
     deadline_s: float = 120.0
     before_start: bool = False
@@ -52,7 +52,7 @@ class CheckResult:
     findings: tuple[Finding, ...]
 
 
-def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[CheckResult]:
+def examine(examined: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckResult]:
     """Yield the result of each check, in their order, as soon as it and those before it are there.
 
     All checks start at once. A late one becomes a problem, and its thread is left behind: it may
@@ -78,7 +78,7 @@ def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[CheckResult
             yield CheckResult(check, (late,))
 
 
-def _start(check: Check, examined: Examined) -> queue.SimpleQueue[tuple[Finding, ...]]:
+def _start(check: Check, examined: DoctorContext) -> queue.SimpleQueue[tuple[Finding, ...]]:
     answer: queue.SimpleQueue[tuple[Finding, ...]] = queue.SimpleQueue()
     threading.Thread(
         target=lambda: answer.put(_findings(check, examined)), name=check.name, daemon=True
@@ -86,7 +86,7 @@ def _start(check: Check, examined: Examined) -> queue.SimpleQueue[tuple[Finding,
     return answer
 
 
-def _findings(check: Check, examined: Examined) -> tuple[Finding, ...]:
+def _findings(check: Check, examined: DoctorContext) -> tuple[Finding, ...]:
     try:
         return tuple(check.examine(examined)) or (fine(f"nothing to report: {check.about}"),)
     except SluiceError as error:
@@ -125,24 +125,24 @@ CHECKS: tuple[Check, ...] = (
 
 
 def preflight(
-    examined: Examined, wanted: Callable[[Check], bool] = lambda _: True
+    examined: DoctorContext, wanted: Callable[[Check], bool] = lambda _: True
 ) -> list[Problem]:
     """Return what the checks before the start find, each once: errors, and notes that a user would
     want to know.
     """
     checks = [one for one in CHECKS if one.before_start and wanted(one)]
-    found = [
+    problems = [
         _as_problem(result.check, one)
         for result in examine(examined, checks)
         for one in result.findings
         if one.severity is not FindingSeverity.OK
     ]
-    return list({one.text: one for one in found}.values())
+    return list({one.text: one for one in problems}.values())
 
 
-def _as_problem(check: Check, found: Finding) -> Problem:
+def _as_problem(check: Check, finding: Finding) -> Problem:
     # A check that is late knows nothing of the run, which may be as slow and work.
-    is_error = found.severity is FindingSeverity.PROBLEM and found.why != NOT_EXAMINED
+    is_error = finding.severity is FindingSeverity.PROBLEM and finding.why != NOT_EXAMINED
     severity = Severity.ERROR if is_error else Severity.NOTE
-    message = found.what if is_error or not found.why else f"{found.what}: {found.why}"
-    return Problem("", UNSET, message, found.remedy, rule=check.name, severity=severity)
+    message = finding.what if is_error or not finding.why else f"{finding.what}: {finding.why}"
+    return Problem("", UNSET, message, finding.remedy, rule=check.name, severity=severity)

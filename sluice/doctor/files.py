@@ -13,7 +13,7 @@ from sluice.config.derived import adapts, adapts_experts, checkpoint_folder, use
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import GIB, DoctorContext, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import DataError, MissingPackageError
 
 _POINTER = b"version https://git-lfs"
@@ -29,7 +29,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def check_model(examined: Examined) -> Iterator[Finding]:
+def check_model(examined: DoctorContext) -> Iterator[Finding]:
     """Check the policy's folder, and the critic's where it starts from another model."""
     config = examined.config
     yield from model_findings(MODEL_KEY, config.actor_rollout_ref.model.path)
@@ -55,27 +55,29 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
         )
         return
     named: set[str] = set()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         if (folder / _INDEX_FILE).is_file():
             index = msgspec.json.decode((folder / _INDEX_FILE).read_bytes(), type=_Index)
             named = set(index.weight_map.values())
     except (OSError, msgspec.DecodeError) as error:
-        found.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
+        findings.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
     if missing := sorted(named - {file.name for file in files}):
         names = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
         what = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
-        found.append(problem(what, _NOT_LOADED, "download the missing files"))
+        findings.append(problem(what, _NOT_LOADED, "download the missing files"))
     for file in files:
         try:
             check_whole(key, file)
         except DataError as error:
-            found.append(of_text(str(error), _NOT_LOADED))
+            findings.append(of_text(str(error), _NOT_LOADED))
         except MissingPackageError as error:  # where services run, the check of packages reports it
-            found.append(warning(f"{key}: not read ({error})", "", "pip install 'sluice[torch]'"))
+            findings.append(
+                warning(f"{key}: not read ({error})", "", "pip install 'sluice[torch]'")
+            )
             break
-    yield from found
-    if not found:
+    yield from findings
+    if not findings:
         size = sum(file.stat().st_size for file in files)
         yield fine(f"{path}: {len(files)} file(s) of weights, {gib(size)}")
 
@@ -102,7 +104,7 @@ def check_whole(key: str, file: Path) -> None:
         raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
 
 
-def check_disk(examined: Examined) -> Iterator[Finding]:
+def check_disk(examined: DoctorContext) -> Iterator[Finding]:
     """Check the run's folder and the checkpoints' folder."""
     config = examined.config
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"

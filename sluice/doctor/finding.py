@@ -1,4 +1,4 @@
-"""What a check examines (`Examined`), and what it reports (`Finding`)."""
+"""What a check examines (`DoctorContext`), and what it reports (`Finding`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.sources import prompt_files
-from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, PromptFiles, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.launch.device_plan import DevicePlan, local_devices
 
@@ -81,7 +81,7 @@ def of_text(sentence: str, why: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class DoctorContext:
     """A machine and a run.
 
     Attributes:
@@ -112,7 +112,7 @@ class Examined:
 
 def examined_run(
     file: Path | None, overrides: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> Examined:
+) -> DoctorContext:
     """Return this machine with the run of a file and overrides; without either, with no run.
 
     Raises:
@@ -128,7 +128,7 @@ def examined_of(
     *,
     has_run: bool = True,
     is_local: bool = True,
-) -> Examined:
+) -> DoctorContext:
     """Return this machine with a run whose configuration was read.
 
     Args:
@@ -143,7 +143,7 @@ def examined_of(
     plan = DevicePlan(run.config)
     if is_local:
         plan = local_devices(run.config, run.keys, environment)
-    return Examined(
+    return DoctorContext(
         plan.config,
         KeySettings(plan.config, run.settings.by_key()),
         has_run=has_run,
@@ -167,10 +167,12 @@ def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRo
         data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
     )
     files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
-    reader, rows, seen = SlabReader(), list[PromptRow](), set[str]()
+    reader, rows, seen = ChunkReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
         wanted = max(ROWS_LOOKED_AT - len(rows), int(block.path not in seen))
         seen.add(block.path)
-        decoded = (slab.decode(n, columns) for slab in reader.read(block) for n in range(len(slab)))
+        decoded = (
+            chunk.decode(n, columns) for chunk in reader.read(block) for n in range(len(chunk))
+        )
         rows += islice(decoded, wanted)
     return files, rows

@@ -22,7 +22,7 @@ from sluice.device.host import (
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import GIB, DoctorContext, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.device_plan import device_share, gpu_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
@@ -37,7 +37,7 @@ COPIES = 2
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
 
 
-def check_memory(examined: Examined) -> Iterator[Finding]:
+def check_memory(examined: DoctorContext) -> Iterator[Finding]:
     """Estimate the host's memory; `sluice config check --device-memory` looks at a device's."""
     if examined.shape is None:
         yield warning(
@@ -66,7 +66,7 @@ def memory_finding(available: int | None, needed: Mapping[str, float]) -> Findin
     )
 
 
-def needed_memory(examined: Examined, shape: ModelShape) -> dict[str, float]:
+def needed_memory(examined: DoctorContext, shape: ModelShape) -> dict[str, float]:
     """Return the most bytes that ranks, replicas and the reward service may take on this host.
 
     A rank may read the whole model before it keeps its shards. What it holds later is what
@@ -113,11 +113,11 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
     return rank_host_bytes(config, shape, ModelBytes(weights, trained, 2 * trained), encoder)
 
 
-def _is_on_device(name: str | None, examined: Examined) -> bool:
+def _is_on_device(name: str | None, examined: DoctorContext) -> bool:
     return wants_gpu(name, examined.environment) or wants_npu(name, examined.environment)
 
 
-def check_npus(examined: Examined) -> Iterator[Finding]:
+def check_npus(examined: DoctorContext) -> Iterator[Finding]:
     """Check what a process on an NPU checks when it starts, before anything starts."""
     config = examined.config
     share = device_share(config, examined.environment)
@@ -136,19 +136,19 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
     if not (is_wanted or has_package or host.num_devices):
         yield fine("there is no NPU, and the run needs none")
         return
-    found = ascend_findings(host, demand)
-    for one in found:
+    findings = ascend_findings(host, demand)
+    for one in findings:
         if one.severity is Severity.ERROR and is_wanted:
             yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
         else:
             yield warning(
                 one.statement, "a process on an NPU is slower, or fails later", one.remedy
             )
-    if not found:
+    if not findings:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
 
-def check_gpus(examined: Examined) -> Iterator[Finding]:
+def check_gpus(examined: DoctorContext) -> Iterator[Finding]:
     """Say how the launch divides this host's devices, or that they do not suffice."""
     plan, replicas = examined.devices, examined.config.sluice.rollout.replicas
     if plan.lack:
@@ -158,20 +158,20 @@ def check_gpus(examined: Examined) -> Iterator[Finding]:
         yield fine(plan.line)
         return
     share = gpu_share(examined.config, examined.environment)
-    wanted, found = share.wanted(replicas), len(share.numbers)
-    if wanted <= found:
-        yield fine(f"the run takes {wanted} GPU(s) of this host, {found} are visible")
+    wanted, visible = share.wanted(replicas), len(share.numbers)
+    if wanted <= visible:
+        yield fine(f"the run takes {wanted} GPU(s) of this host, {visible} are visible")
         return
     yield problem(
         f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas of "
-        f"{share.devices_per_replica}), and {found} are visible",
+        f"{share.devices_per_replica}), and {visible} are visible",
         "processes would share GPUs",
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
         f"({CUDA_VISIBLE_VARIABLE})",
     )
 
 
-def check_cores(examined: Examined) -> Iterator[Finding]:
+def check_cores(examined: DoctorContext) -> Iterator[Finding]:
     """Compare trainer ranks on the CPU with its cores."""
     ranks = examined.config.trainer.n_gpus_per_node
     if _is_on_device(examined.config.trainer.device, examined):
@@ -192,7 +192,7 @@ def cores_finding(ranks: int, cores: int) -> Finding:
     )
 
 
-def check_ports(examined: Examined) -> Iterator[Finding]:
+def check_ports(examined: DoctorContext) -> Iterator[Finding]:
     """Bind each fixed port for a moment; nothing listens."""
     ports = list(configured_ports(examined.config.sluice))
     free = []
@@ -211,7 +211,7 @@ def check_ports(examined: Examined) -> Iterator[Finding]:
         yield fine(f"free: {', '.join(free)}" if ports else "the run chooses all ports")
 
 
-def check_sandbox(examined: Examined) -> Iterator[Finding]:
+def check_sandbox(examined: DoctorContext) -> Iterator[Finding]:
     """Run a program of one line in the configured sandbox; without a run, in bubblewrap."""
     sandbox, fusion = examined.config.sluice.sandbox, examined.config.reward.sandbox_fusion
     backend = backend_of(sandbox, fusion)

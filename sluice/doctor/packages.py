@@ -21,7 +21,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
+from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -73,9 +73,9 @@ def requirements(extra: str) -> Iterator[Requirement]:
         return
     for line in lines:
         package, _, marker = line.partition(";")
-        found, of_extra = _OLDEST.match(package), _EXTRA.search(marker)
-        if found is not None and of_extra is not None and of_extra[1] == extra:
-            name, oldest = found.groups()
+        match, of_extra = _OLDEST.match(package), _EXTRA.search(marker)
+        if match is not None and of_extra is not None and of_extra[1] == extra:
+            name, oldest = match.groups()
             # vLLM's build for CPUs is a package of its own.
             installed = installed_version(name) or installed_version(f"{name}-cpu")
             yield Requirement(name, oldest, installed)
@@ -88,12 +88,12 @@ def is_older(version: str, than: str) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return ``2.13.0rc1+cpu`` as (2, 13), without the zeros at the end."""
-    found = re.match(r"[\d.]+", version)
-    texts = re.sub(r"(\.0*)*$", "", found[0] if found else "").split(".")
+    match = re.match(r"[\d.]+", version)
+    texts = re.sub(r"(\.0*)*$", "", match[0] if match else "").split(".")
     return tuple(map(int, filter(None, texts)))
 
 
-def check_extras(examined: Examined) -> Iterator[Finding]:
+def check_extras(examined: DoctorContext) -> Iterator[Finding]:
     """Check the optional packages that the configuration needs, its engine among them."""
     for one in unknown_engine(examined.config):
         yield of_text(one.text, "replicas refuse to start")
@@ -119,11 +119,11 @@ def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
     # Debian's own scheme names a folder without the headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    found = (("C compiler", compiler is not None), (str(header), header.is_file()))
-    return tuple(name for name, is_there in found if not is_there)
+    needed = (("C compiler", compiler is not None), (str(header), header.is_file()))
+    return tuple(name for name, is_there in needed if not is_there)
 
 
-def _compiling_keys(examined: Examined) -> Iterator[str]:
+def _compiling_keys(examined: DoctorContext) -> Iterator[str]:
     """Yield what the configuration sets that compiles kernels on NVIDIA GPUs."""
     config, given = examined.config, examined.environment
     engine = config.actor_rollout_ref.rollout.name
@@ -198,7 +198,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def check_torch(examined: Examined) -> Iterator[Finding]:
+def check_torch(examined: DoctorContext) -> Iterator[Finding]:
     """Import torch in a separate process, since that may take long or crash."""
     of_any_age = Requirement("torch", "", installed_version("torch"))
     torch = next((one for one in requirements("torch") if one.name == "torch"), of_any_age)

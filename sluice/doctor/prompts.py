@@ -15,7 +15,7 @@ from sluice.config.sources import VAL_KEY, prompt_files, source_groups
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX, backend_of
@@ -25,7 +25,7 @@ _MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300
 
 
-def check_data(examined: Examined) -> Iterator[Finding]:
+def check_data(examined: DoctorContext) -> Iterator[Finding]:
     """Check columns of every file, and the first rows with the model's chat template."""
     config = examined.config
     rows: dict[str, list[PromptRow]] = {}
@@ -103,7 +103,7 @@ def _length_findings(
     config: RunConfig, rows: Mapping[str, Sequence[PromptRow]]
 ) -> Iterator[Finding]:
     """Measure text rows; how many tokens an image takes is left to the replicas."""
-    measured = [(key, row) for key, found in rows.items() for row in found if not row.images]
+    measured = [(key, row) for key, of_file in rows.items() for row in of_file if not row.images]
     if not measured or any(model_problems(config.actor_rollout_ref.model.path)):
         return  # the check of the model reports its folder
     if importlib.util.find_spec("transformers") is None:

@@ -13,7 +13,7 @@ from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, ScorerInput, scorer_name
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DataError, SluiceError
@@ -33,7 +33,7 @@ _ALWAYS_A_NUMBER = "let it return a number for every response"
 _OVERLONG_METRICS = ("overlong", "overlong_reward")  # the reward manager adds them
 
 
-def check_reward(examined: Examined) -> Iterator[Finding]:
+def check_reward(examined: DoctorContext) -> Iterator[Finding]:
     """Grade a made-up response to each of the first rows, and a wrong one to the first, in scorer
     processes with their limits."""
     reward = examined.config.reward
@@ -153,7 +153,7 @@ def try_responses(
     )
 
 
-def check_environment(examined: Examined) -> Iterator[Finding]:
+def check_environment(examined: DoctorContext) -> Iterator[Finding]:
     """Load the environment's file, or verl's tools, in a process of its own."""
     config = examined.config
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
@@ -188,7 +188,7 @@ def made_up_response(row: PromptRow) -> str:
     return f"Let me think.\n#### {truth}\nAnswer: {truth}\n\\boxed{{{truth}}}"
 
 
-def _rows(examined: Examined) -> list[PromptRow]:
+def _rows(examined: DoctorContext) -> list[PromptRow]:
     """Return some rows of each data source that has a scorer; the check of data reports the others,
     and files that cannot be read."""
     config, counts = examined.config, Counter[str]()

@@ -74,17 +74,17 @@ def class_environment(kind: type, file: str) -> Environment:
 def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
     """Return the public methods, those of base classes first, and whether each takes the
     instance."""
-    found: dict[str, tuple[Callable[..., object], bool]] = {}
+    methods: dict[str, tuple[Callable[..., object], bool]] = {}
     for base in reversed(kind.__mro__[:-1]):
         for name, member in vars(base).items():
             if name.startswith("_") or name in _OWN:
                 continue
             if isinstance(member, staticmethod):
-                found[name] = member.__func__, False
+                methods[name] = member.__func__, False
             elif isinstance(member, classmethod) or inspect.isfunction(member):
                 function = member.__func__ if isinstance(member, classmethod) else member
-                found[name] = function, True
-    return found
+                methods[name] = function, True
+    return methods
 
 
 def _columns(kind: type, where: str) -> tuple[str, ...]:
@@ -175,8 +175,8 @@ class ClassEpisode:
         return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
 
     def _method(self, name: str) -> Callable[..., object] | None:
-        found = getattr(self._instance, name, None)
-        return found if callable(found) else None
+        method = getattr(self._instance, name, None)
+        return method if callable(method) else None
 
     @property
     def _is_done(self) -> bool:

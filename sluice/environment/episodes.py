@@ -62,8 +62,8 @@ class PlayedRow:
     @property
     def extra_info(self) -> Mapping[str, object]:
         """The row's `extra_info`; empty without one."""
-        found = self.row.get("extra_info")
-        return found if isinstance(found, Mapping) else {}
+        extra_info = self.row.get("extra_info")
+        return extra_info if isinstance(extra_info, Mapping) else {}
 
 
 class PlayedEpisode(Protocol):
@@ -239,8 +239,8 @@ def raised(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(__file__).parent
-    found = [frame for frame in frames if own not in Path(frame.filename).parents]
-    return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""
+    of_author = [frame for frame in frames if own not in Path(frame.filename).parents]
+    return f" ({Path(of_author[-1].filename).name}:{of_author[-1].lineno})" if of_author else ""
 
 
 def text_of(what: str, value: object) -> str:
@@ -317,8 +317,8 @@ def grade_of(what: str, returned: object) -> Scored | None:
     if returned is None:
         return None
     values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
-    found = {str(key): number_of(one) for key, one in values.items()}
-    numbers = {key: one for key, one in found.items() if one is not None}
+    by_name = {str(key): number_of(one) for key, one in values.items()}
+    numbers = {key: one for key, one in by_name.items() if one is not None}
     if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
         raise EnvironmentDefectError(
             f"{what} returned {str(returned)[:200]}; return a finite number, or a dict with 'score'"

@@ -39,10 +39,12 @@ def file_environment(path: str, name: str | None = None) -> Environment:
             method and remedy.
     """
     module = file_module(path, PATH_KEY)
-    found = _named(module, path, name) if name else _only(module, path)
+    member = _named(module, path, name) if name else _only(module, path)
     file = Path(path).name
     return (
-        class_environment(found, file) if isinstance(found, type) else loop_environment(found, file)
+        class_environment(member, file)
+        if isinstance(member, type)
+        else loop_environment(member, file)
     )
 
 
@@ -83,9 +85,9 @@ def import_error(key: str, path: str, error: Exception) -> ConfigError:
 
 
 def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
-    found = getattr(module, name, None)
-    if isinstance(found, type) or inspect.isfunction(found):
-        return found
+    member = getattr(module, name, None)
+    if isinstance(member, type) or inspect.isfunction(member):
+        return member
     raise ConfigError(
         f"{NAME_KEY}: {path} defines no class or function {name!r}; it has: "
         f"{', '.join(one.__name__ for one in _candidates(module)) or 'none'}"
@@ -93,11 +95,11 @@ def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., obj
 
 
 def _only(module: ModuleType, path: str) -> type | Callable[..., object]:
-    found = _candidates(module)
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(one.__name__ for one in found)
-    if found:
+    candidates = _candidates(module)
+    if len(candidates) == 1:
+        return candidates[0]
+    names = ", ".join(one.__name__ for one in candidates)
+    if candidates:
         raise ConfigError(f"{NAME_KEY}: {path} defines {names}; set it to one of them")
     raise ConfigError(
         f"{PATH_KEY}: {path} defines no environment; write a class with the method {RESET} or "

@@ -123,10 +123,10 @@ def method_tool(
                 f"learns what to pass; write {parameter.name}: str, or another type, or begin the "
                 "method's name with _ if it is no tool"
             )
-        found = _schema(hints[parameter.name], f"{where}: the argument {parameter.name!r}")
+        argument = _schema(hints[parameter.name], f"{where}: the argument {parameter.name!r}")
         if text := described.get(parameter.name):
-            found = {**found, "description": text}
-        properties[parameter.name] = found
+            argument = {**argument, "description": text}
+        properties[parameter.name] = argument
     required = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
     schema = {"type": "object", "properties": properties, "required": list(required)}
     tool = Tool(name, summary, json.dumps(schema, ensure_ascii=False))
@@ -137,13 +137,13 @@ def method_tool(
 def _parameters(
     function: Callable[..., object], where: str, *, is_method: bool
 ) -> list[inspect.Parameter]:
-    found = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
-    for parameter in found:
+    parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+    for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
                 f"{where}: a tool cannot have {parameter}; name every argument and give it a type"
             )
-    return found
+    return parameters
 
 
 def _hints(function: Callable[..., object], where: str) -> dict[str, object]:
@@ -158,14 +158,14 @@ def _hints(function: Callable[..., object], where: str) -> dict[str, object]:
 def _schema(hint: object, where: str) -> dict[str, object]:
     """Return the JSON schema of a type, without references."""
     try:
-        (found,), parts = msgspec.json.schema_components([hint])
+        (component,), parts = msgspec.json.schema_components([hint])
     except (TypeError, RecursionError) as error:
         raise ConfigError(
             f"{where}: {hint} has no JSON schema ({error}); use str, int, float, bool, list, dict, "
             "Literal, Optional, an Enum or a dataclass"
         ) from error
     try:
-        written = _inlined(found, parts)
+        written = _inlined(component, parts)
     except RecursionError as error:
         raise ConfigError(f"{where}: {hint} contains itself; use a flat type") from error
     assert isinstance(written, dict)

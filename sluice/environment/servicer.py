@@ -155,8 +155,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         while running:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             done, running = await asyncio.wait(running, timeout=_TOGETHER_S)
-            found = [_result(calls[one], _found_by(one)) for one in done]
-            for results in bundles(found, environment.PlayResult.ByteSize):
+            ended = [_result(calls[one], _found_by(one)) for one in done]
+            for results in bundles(ended, environment.PlayResult.ByteSize):
                 await context.write(environment.PlayResponse(results=results))
 
     async def Close(
@@ -363,22 +363,22 @@ def _cut_short() -> NotFoundError:
 async def _response(call: asyncio.Task[_Result], kind: type[ResponseT]) -> ResponseT:
     """Wait for a call, which runs on if the waiter is cancelled; raise its error."""
     await asyncio.wait([call])
-    found = _found_by(call)
-    if isinstance(found, Exception):
-        raise found
-    return cast("ResponseT", found)
+    result = _found_by(call)
+    if isinstance(result, Exception):
+        raise result
+    return cast("ResponseT", result)
 
 
 def _found_by(call: asyncio.Task[_Result]) -> _Result:
     return _cut_short() if call.cancelled() else call.result()
 
 
-def _result(episode_id: str, found: _Result) -> environment.PlayResult:
-    if isinstance(found, environment.OpenResponse):
-        return environment.PlayResult(episode_id=episode_id, opened=found)
-    if isinstance(found, environment.StepResponse):
-        return environment.PlayResult(episode_id=episode_id, stepped=found)
-    return environment.PlayResult(episode_id=episode_id, failed=_failure(found))
+def _result(episode_id: str, result: _Result) -> environment.PlayResult:
+    if isinstance(result, environment.OpenResponse):
+        return environment.PlayResult(episode_id=episode_id, opened=result)
+    if isinstance(result, environment.StepResponse):
+        return environment.PlayResult(episode_id=episode_id, stepped=result)
+    return environment.PlayResult(episode_id=episode_id, failed=_failure(result))
 
 
 def _failure(error: Exception) -> environment.CallFailure:
@@ -400,12 +400,12 @@ def _end(scored: Scored | None) -> environment.CloseResponse:
 
 def _row(text: str) -> dict[str, object]:
     try:
-        found = json.loads(text or "{}")
+        row = json.loads(text or "{}")
     except ValueError as error:
         raise InvalidRequestError(f"row_json: {error}; send a JSON object") from error
-    if not isinstance(found, dict):
+    if not isinstance(row, dict):
         raise InvalidRequestError("row_json: no JSON object")
-    return found
+    return row
 
 
 @asynccontextmanager
@@ -426,8 +426,8 @@ async def serving(
         servicer = EnvironmentServicer(world, tasks, calls)
         server = RpcServer(
             [
-                lambda found: environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
-                    servicer, found
+                lambda grpc_server: environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+                    servicer, grpc_server
                 )
             ],
             [SERVICE],

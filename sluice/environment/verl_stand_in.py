@@ -95,12 +95,12 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:  # noqa: ANN4
     """Register a function as a tool; both forms of verl's decorator."""
 
     def register(function: Callable[..., Any], own: str | None) -> Callable[..., Any]:
-        found = own or function.__name__
-        known = FUNCTION_TOOL_REGISTRY.get(found)
+        tool_name = own or function.__name__
+        known = FUNCTION_TOOL_REGISTRY.get(tool_name)
         if known is not None and known.fn is not function:
-            raise ValueError(f"two function tools are named {found}; rename one")
+            raise ValueError(f"two function tools are named {tool_name}; rename one")
         given = ToolSchema.model_validate(schema) if isinstance(schema, dict) else schema
-        FUNCTION_TOOL_REGISTRY[found] = FunctionTool(found, function, given)
+        FUNCTION_TOOL_REGISTRY[tool_name] = FunctionTool(tool_name, function, given)
         return function
 
     if callable(name) and schema is None:

@@ -89,12 +89,12 @@ def verl_environment(function_path: str | None, config_path: str | None) -> Envi
         ConfigError: a file or class cannot be loaded, or two tools have one name.
     """
     verl_stand_in.provide()
-    found = [  # in the order in which verl offers them
+    tools = [  # in the order in which verl offers them
         *(_classes(config_path) if config_path else []),
         *(_functions(function_path) if function_path else []),
     ]
     by_name: dict[str, VerlTool] = {}
-    for one in found:
+    for one in tools:
         if one.tool.name in by_name:
             raise ConfigError(f"{CLASSES_KEY}: two tools are named {one.tool.name}; rename one")
         by_name[one.tool.name] = one
@@ -117,11 +117,11 @@ def _functions(path: str) -> list[VerlTool]:
     return [_function(registry[name], path) for name in sorted(set(registry) - before)]
 
 
-def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
-    if found.tool_schema is not None:  # the author's own, or verl has derived it
-        return VerlTool(_tool(found.tool_schema, path), found.fn)
-    own = method_tool(found.fn, f"{path}: {found.name}", name=found.name, is_method=False)
-    return VerlTool(_shown(own), found.fn)
+def _function(tool: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
+    if tool.tool_schema is not None:  # the author's own, or verl has derived it
+        return VerlTool(_tool(tool.tool_schema, path), tool.fn)
+    own = method_tool(tool.fn, f"{path}: {tool.name}", name=tool.name, is_method=False)
+    return VerlTool(_shown(own), tool.fn)
 
 
 def _shown(own: MethodTool) -> Tool:
@@ -129,10 +129,10 @@ def _shown(own: MethodTool) -> Tool:
     schema: dict[str, Any] = json.loads(own.tool.parameters)
     for name, written in schema["properties"].items():
         text = written.pop(_DESCRIPTION, "")
-        found = _kind(own.hints[name]) or written  # verl refuses what has no type
+        kind = _kind(own.hints[name]) or written  # verl refuses what has no type
         if (choices := _CHOICES.search(text)) and (values := _listed(choices[1])):
-            found, text = found | {_ENUM: values}, text[: choices.start()].strip()
-        schema["properties"][name] = found | ({_DESCRIPTION: text} if text else {})
+            kind, text = kind | {_ENUM: values}, text[: choices.start()].strip()
+        schema["properties"][name] = kind | ({_DESCRIPTION: text} if text else {})
     if not schema["required"]:
         del schema["required"]
     return replace(own.tool, parameters=json.dumps(_parameters(schema), ensure_ascii=False))
@@ -141,10 +141,10 @@ def _shown(own: MethodTool) -> Tool:
 def _listed(text: str) -> list[object]:
     """Return the values of a JSON list; none: it is no list."""
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except ValueError:
         return []
-    return found if isinstance(found, list) else []
+    return values if isinstance(values, list) else []
 
 
 def _kind(hint: object) -> dict[str, Any]:
@@ -188,10 +188,10 @@ def _class(entry: Mapping[str, Any], path: str) -> VerlTool:
     module, _, class_name = name.rpartition(".")
     schemas = importlib.import_module("verl.tools.schemas")
     try:
-        found = getattr(importlib.import_module(module), class_name)
+        tool_class = getattr(importlib.import_module(module), class_name)
         given = entry.get("tool_schema")
         schema = schemas.OpenAIFunctionToolSchema.model_validate(given) if given else None
-        state = found(config=config, tool_schema=schema)
+        state = tool_class(config=config, tool_schema=schema)
     except Exception as error:
         raise ConfigError(
             f"{CLASSES_KEY}: {path}: {name} cannot be loaded: {raised(error)}; name a class as "
@@ -249,8 +249,8 @@ class VerlEpisode:
                 created = await self._calls.required(
                     f"{name}.create", one.state.create, create_kwargs=given
                 )
-                found = created[0] if isinstance(created, tuple) else created
-                self._ids[name] = str(found)
+                instance_id = created[0] if isinstance(created, tuple) else created
+                self._ids[name] = str(instance_id)
         return Observation(tools=tuple(one.tool for one in self._tools.values()))
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
@@ -308,8 +308,8 @@ class VerlEpisode:
         return await self._calls.run(one.state.execute, self._ids[name], arguments, **given)
 
     def _given(self, name: str, kind: str) -> dict[str, Any]:
-        found = self._kwargs.get(name)
-        return dict(found.get(kind) or {}) if isinstance(found, Mapping) else {}
+        kwargs = self._kwargs.get(name)
+        return dict(kwargs.get(kind) or {}) if isinstance(kwargs, Mapping) else {}
 
 
 def _failed(call: ToolCall, text: str) -> CallResult:

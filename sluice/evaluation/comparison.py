@@ -57,8 +57,8 @@ class Evaluation:
         """As asked for, or as found."""
         if self.results is not None:
             return self.results.samples_per_prompt
-        found = (one for prompts in self.prompts.values() for one in prompts.values())
-        return max((one.num_samples for one in found), default=0)
+        scores = (one for prompts in self.prompts.values() for one in prompts.values())
+        return max((one.num_samples for one in scores), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +153,24 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 
 def _keyed(prompts: Sequence[PromptScores]) -> dict[PromptKey, PromptScores]:
     seen: Counter[bytes] = Counter()
-    found = {}
+    keyed = {}
     for one in prompts:
-        found[one.key, seen[one.key]] = one
+        keyed[one.key, seen[one.key]] = one
         seen[one.key] += 1
-    return found
+    return keyed
 
 
 def _compared(name: str, evaluations: Sequence[Evaluation]) -> ComparedBenchmark:
     prompts = [one.prompts.get(name, {}) for one in evaluations]
-    is_accuracy = all(mean_variable(list(found.values())) == ACCURACY for found in prompts)
+    is_accuracy = all(mean_variable(list(by_key.values())) == ACCURACY for by_key in prompts)
     variable = ACCURACY if is_accuracy else REWARD
     results = tuple(
-        benchmark_results(list(found.values()), one.samples_per_prompt, variable) if found else None
-        for one, found in zip(evaluations, prompts, strict=True)
+        benchmark_results(list(by_key.values()), one.samples_per_prompt, variable)
+        if by_key
+        else None
+        for one, by_key in zip(evaluations, prompts, strict=True)
     )
-    means = [_means(found, variable) for found in prompts]
+    means = [_means(by_key, variable) for by_key in prompts]
     return ComparedBenchmark(
         name,
         variable,
@@ -179,8 +181,8 @@ def _compared(name: str, evaluations: Sequence[Evaluation]) -> ComparedBenchmark
 
 
 def _means(prompts: Mapping[PromptKey, PromptScores], variable: str) -> dict[PromptKey, float]:
-    found = {key: prompt_mean(one, variable) for key, one in prompts.items()}
-    return {key: mean for key, mean in found.items() if mean is not None}
+    means = {key: prompt_mean(one, variable) for key, one in prompts.items()}
+    return {key: mean for key, mean in means.items() if mean is not None}
 
 
 def _compared_prompts(
@@ -188,11 +190,11 @@ def _compared_prompts(
     means: Sequence[Mapping[PromptKey, float]],
 ) -> tuple[ComparedPrompt, ...]:
     positions: dict[PromptKey, int] = {}
-    for found in prompts:
-        for key, one in found.items():
+    for by_key in prompts:
+        for key, one in by_key.items():
             positions.setdefault(key, one.position)
     compared = [
-        ComparedPrompt(key, position, tuple(found.get(key) for found in means))
+        ComparedPrompt(key, position, tuple(by_key.get(key) for by_key in means))
         for key, position in positions.items()
     ]
     return tuple(sorted(compared, key=lambda one: (-one.spread, one.position)))

@@ -39,7 +39,7 @@ USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
 _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right": "always right"}
 _TITLE = "Evaluation"
 _EMPTY_ELEMENTS = frozenset({"input", "meta"})
-_MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
+_MAX_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
 
 
 def write_report(folder: Path) -> None:
@@ -51,23 +51,23 @@ def write_page(
     evaluations: Sequence[Evaluation],
     file: Path,
     *,
-    most_prompts: int = USUAL_PROMPTS,
-    most_responses: int = USUAL_RESPONSES,
+    max_prompts: int = USUAL_PROMPTS,
+    max_responses: int = USUAL_RESPONSES,
 ) -> None:
     """Write the page of some evaluations. The same evaluations give the same bytes.
 
     Args:
         evaluations: read before; differences are from the first one.
         file: the file to write; others see the former one or the new one.
-        most_prompts: prompts of each benchmark with responses, those that differ most first.
-        most_responses: of each prompt and evaluation.
+        max_prompts: prompts of each benchmark with responses, those that differ most first.
+        max_responses: of each prompt and evaluation.
 
     Raises:
         DataError: a file of responses was written again since.
         OSError: a file cannot be read or written.
     """
     benchmarks = compared_benchmarks(evaluations)
-    content = page_of(evaluations, benchmarks, most_prompts, max(1, most_responses))
+    content = page_of(evaluations, benchmarks, max_prompts, max(1, max_responses))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content.encode())
 
@@ -75,8 +75,8 @@ def write_page(
 def page_of(
     evaluations: Sequence[Evaluation],
     benchmarks: Sequence[ComparedBenchmark],
-    most_prompts: int,
-    most_responses: int,
+    max_prompts: int,
+    max_responses: int,
 ) -> str:
     """Return the page; see `write_page`."""
     sheets = (
@@ -97,7 +97,7 @@ def page_of(
     main = element(
         "main",
         _evaluations_table(evaluations),
-        *(_benchmark(evaluations, each, most_prompts, most_responses) for each in benchmarks),
+        *(_benchmark(evaluations, each, max_prompts, max_responses) for each in benchmarks),
     )
     top = element(
         "header",
@@ -155,13 +155,13 @@ def _evaluations_table(evaluations: Sequence[Evaluation]) -> Markup:
 def _benchmark(
     evaluations: Sequence[Evaluation],
     benchmark: ComparedBenchmark,
-    most_prompts: int,
-    most_responses: int,
+    max_prompts: int,
+    max_responses: int,
 ) -> Markup:
-    shown = benchmark.prompts[:most_prompts]
-    texts = [_texts(one, benchmark.name, shown, most_responses) for one in evaluations]
+    shown = benchmark.prompts[:max_prompts]
+    texts = [_texts(one, benchmark.name, shown, max_responses) for one in evaluations]
     labels = [one.label for one in evaluations]
-    preamble = _common_preamble([one.question for found in texts for one in found.values()])
+    preamble = _common_preamble([one.question for by_key in texts for one in by_key.values()])
     left_out = len(benchmark.prompts) - len(shown)
     order = "those that differ most first" if len(evaluations) > 1 else "in their order"
     note = f"{len(shown)} prompts, {order}; each with its position and its correct responses."
@@ -176,7 +176,7 @@ def _benchmark(
         element("p", note, class_="hint"),
         _filter(benchmark.name, several=len(evaluations) > 1),
         *(
-            _prompt_view(one, labels, [found.get(one.key) for found in texts], preamble)
+            _prompt_view(one, labels, [by_key.get(one.key) for by_key in texts], preamble)
             for one in shown
         ),
         id=_anchor(benchmark.name),
@@ -191,21 +191,21 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
     columns += [f"pass@{k}" for k in sizes]
     columns += ["prompts", "without a grade", "tokens", "cut off"]
     rows = []
-    for number, (one, found) in enumerate(zip(evaluations, benchmark.results, strict=True)):
-        if found is None:
+    for number, (one, results) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+        if results is None:
             continue
         difference = estimate_text(benchmark.differences[number], signed=True)
         rows.append(
             [
                 str(number + 1),
                 one.label,
-                estimate_text(found.mean),
+                estimate_text(results.mean),
                 *([difference] if several else []),
-                *(estimate_text(found.pass_at_k.get(k)) for k in sizes),
-                f"{found.prompts:,}",
-                f"{found.failed_samples:,}",
-                f"{found.response_tokens:,.0f}",
-                f"{100 * found.cut_off:.1f} %",
+                *(estimate_text(results.pass_at_k.get(k)) for k in sizes),
+                f"{results.prompts:,}",
+                f"{results.failed_samples:,}",
+                f"{results.response_tokens:,.0f}",
+                f"{100 * results.cut_off:.1f} %",
             ]
         )
     caption = "Means over prompts ± their standard errors; differences are within each prompt"
@@ -213,11 +213,11 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
 
 
 def _metrics_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
-    found = [one.metrics if one else {} for one in benchmark.results]
-    names = sorted({name for metrics in found for name in metrics})
+    tables = [one.metrics if one else {} for one in benchmark.results]
+    names = sorted({name for metrics in tables for name in metrics})
     names.sort(key=lambda name: not name.startswith("val-core/"))
     rows = [
-        (name, *(f"{metrics[name]:.4f}" if name in metrics else "-" for metrics in found))
+        (name, *(f"{metrics[name]:.4f}" if name in metrics else "-" for metrics in tables))
         for name in names
     ]
     columns = ("metric", *(one.label for one in evaluations))
@@ -246,7 +246,7 @@ def _filter(name: str, *, several: bool) -> Markup:
 
 
 def _texts(
-    evaluation: Evaluation, name: str, shown: Sequence[ComparedPrompt], most_responses: int
+    evaluation: Evaluation, name: str, shown: Sequence[ComparedPrompt], max_responses: int
 ) -> dict[PromptKey, _ShownPrompt]:
     """Return the prompts with some responses; those that the evaluation lacks are left out."""
     have = evaluation.prompts.get(name, {})
@@ -254,8 +254,8 @@ def _texts(
     if not keys:
         return {}
     places = [(have[key].offset, have[key].key) for key in keys]
-    found = read_at(evaluation.files[name], places)
-    prompts = (_shown_prompt(prompt, most_responses) for prompt in found)
+    stored = read_at(evaluation.files[name], places)
+    prompts = (_shown_prompt(prompt, max_responses) for prompt in stored)
     return dict(zip(keys, prompts, strict=True))
 
 
@@ -275,16 +275,16 @@ class _ShownPrompt:
     samples: tuple[tuple[int, StoredSample], ...]
 
 
-def _shown_prompt(prompt: StoredPrompt, most_responses: int) -> _ShownPrompt:
+def _shown_prompt(prompt: StoredPrompt, max_responses: int) -> _ShownPrompt:
     """Return what the page shows of a prompt: right and wrong responses, where there are both."""
     verdicts = [_is_right(one) for one in prompt.samples]
     right = [index for index, verdict in enumerate(verdicts) if verdict]
     wrong = [index for index, verdict in enumerate(verdicts) if not verdict]
-    num_wrong = min(len(wrong), max(most_responses // 2, most_responses - len(right)))
-    chosen = sorted([*wrong[:num_wrong], *right[: most_responses - num_wrong]])
+    num_wrong = min(len(wrong), max(max_responses // 2, max_responses - len(right)))
+    chosen = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return _ShownPrompt(
-        shortened_middle(prompt.question, _MOST_CHARS),
+        shortened_middle(prompt.question, _MAX_CHARS),
         shortened_middle(truth, _TRUTH_CHARS),
         prompt.data_source,
         len(prompt.samples),
@@ -305,20 +305,20 @@ def _common_preamble(questions: Sequence[str]) -> int:
 def _prompt_view(
     compared: ComparedPrompt,
     labels: Sequence[str],
-    found: Sequence[_ShownPrompt | None],
+    texts: Sequence[_ShownPrompt | None],
     preamble: int,
 ) -> Markup:
     """Return a prompt that opens to its responses.
 
     Args:
-        found: its responses in each of them; ``None``: the evaluation lacks it.
+        texts: its responses in each of them; ``None``: the evaluation lacks it.
         preamble: characters that all prompts begin with; the line of the prompt leaves them out.
     """
-    first = next(one for one in found if one is not None)
+    first = next(one for one in texts if one is not None)
     excerpt = " ".join(first.question[preamble:].split())[:_EXCERPT_CHARS]
     counts = [
         element("span", "-" if one is None else f"{one.num_correct}/{one.num_samples}")
-        for one in found
+        for one in texts
     ]
     summary = element(
         "summary",
@@ -327,20 +327,20 @@ def _prompt_view(
         element("span", excerpt or "(empty prompt)", class_="excerpt"),
     )
     facts = [("Ground truth", first.ground_truth or "-"), ("Data source", first.data_source or "-")]
-    columns = [_column(label, one) for label, one in zip(labels, found, strict=True)]
+    columns = [_column(label, one) for label, one in zip(labels, texts, strict=True)]
     return element(
         "details",
         summary,
         element("dl", *(_fact(name, value) for name, value in facts)),
         element("pre", first.question),
         element("div", *columns, class_="answers"),
-        class_=" ".join(["prompt", "group", *_marks(compared, found)]),
+        class_=" ".join(["prompt", "group", *_marks(compared, texts)]),
     )
 
 
-def _marks(compared: ComparedPrompt, found: Sequence[_ShownPrompt | None]) -> list[str]:
+def _marks(compared: ComparedPrompt, texts: Sequence[_ShownPrompt | None]) -> list[str]:
     """Return the classes by which the page's filter chooses."""
-    known = [one for one in found if one is not None]
+    known = [one for one in texts if one is not None]
     marks = ["changed"] if compared.spread > 0 else []
     if all(one.num_correct == 0 for one in known):
         marks.append("wrong")
@@ -404,7 +404,7 @@ def _is_right(sample: StoredSample) -> bool:
 
 
 def _shortened(sample: StoredSample) -> StoredSample:
-    return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MOST_CHARS))
+    return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MAX_CHARS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,11 +109,11 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
     Args:
         stored: as `read_responses` yields them; their texts are not kept.
     """
-    found = []
+    prompts = []
     for offset, prompt in stored:
         scores = tuple(one.scored for one in prompt.samples)
         graded = tuple(score for score in scores if score is not None)
-        found.append(
+        prompts.append(
             PromptScores(
                 position=prompt.position,
                 key=prompt.key,
@@ -125,7 +125,7 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
                 offset=offset,
             )
         )
-    return sorted(found, key=lambda one: one.position)
+    return sorted(prompts, key=lambda one: one.position)
 
 
 def benchmark_results(

@@ -113,13 +113,13 @@ def pass_estimates(prompts: Sequence[PromptScores], num_samples: int) -> dict[in
 
     A prompt with fewer than k graded samples has no pass@k and is left out of that one.
     """
-    found: dict[int, Estimate] = {}
+    estimates: dict[int, Estimate] = {}
     counts = [(len(one.scores), sum(map(is_correct, one.scores))) for one in prompts]
     for k in pass_sizes(num_samples):
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         if (at_k := estimate(values)) is not None:
-            found[k] = at_k
-    return found
+            estimates[k] = at_k
+    return estimates
 
 
 def is_correct(score: Scored) -> bool:

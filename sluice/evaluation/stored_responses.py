@@ -129,13 +129,13 @@ def response_files(folder: Path) -> dict[str, Path]:
     Raises:
         DataError: the folder holds none.
     """
-    found = sorted((folder / FOLDER_NAME).glob(f"*{_SUFFIX}"))
-    if not found:
+    files = sorted((folder / FOLDER_NAME).glob(f"*{_SUFFIX}"))
+    if not files:
         raise DataError(
             f"{folder}: holds no {FOLDER_NAME}/*{_SUFFIX}; give the --output folder of an "
             "evaluation (`sluice eval --model`)"
         )
-    return {file.name.removesuffix(_SUFFIX): file for file in found}
+    return {file.name.removesuffix(_SUFFIX): file for file in files}
 
 
 def read_responses(file: Path) -> Iterator[tuple[int, StoredPrompt]]:
@@ -175,12 +175,12 @@ def read_at(file: Path, places: Sequence[tuple[int, bytes]]) -> Iterator[StoredP
     with file.open("rb") as lines:
         for offset, key in places:
             lines.seek(offset)
-            found = None
+            prompt = None
             with suppress(*DECODE_ERRORS):
-                found = decoder.decode(lines.readline())
-            if found is None or found.key != key:
+                prompt = decoder.decode(lines.readline())
+            if prompt is None or prompt.key != key:
                 raise DataError(f"{file}: an evaluation has written it again; repeat the command")
-            yield found
+            yield prompt
 
 
 def _decoded(

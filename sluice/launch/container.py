@@ -42,7 +42,7 @@ from sluice.launch.service_spec import (
     reward_service,
     trainer_services,
 )
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -151,24 +151,25 @@ def _replica_devices(
     if shared is None:
         return all_that_it_sees
     share = device_share if (service.device or "").startswith("npu") else gpu_share
-    found = share(config, shared)
-    most = found.beside_trainer()
-    is_by_hand = config.sluice.weights.backend == "gloo" and not most
+    visible = share(config, shared)
+    max_replicas = visible.beside_trainer()
+    is_by_hand = config.sluice.weights.backend == "gloo" and not max_replicas
     if is_by_hand:  # one replica shares devices with the trainer
-        if not (found.numbers and found.devices_per_replica):
+        if not (visible.numbers and visible.devices_per_replica):
             return all_that_it_sees
-        most = 1
-    number = run.claim_replica(most)
+        max_replicas = 1
+    number = run.claim_replica(max_replicas)
     if number is None:
         remedy = (
-            f", which have claimed them; start fewer (docker compose up --scale rollout={most})"
-            if most
+            ", which have claimed them; start fewer "
+            f"(docker compose up --scale rollout={max_replicas})"
+            if max_replicas
             else "; give the containers more devices, or lower trainer.n_gpus_per_node"
         )
         raise ConfigError(
             f"{SHARED_DEVICES_VARIABLE}={shared[SHARED_DEVICES_VARIABLE]}: beside "
-            f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
-            f"{most} replica(s) of {found.devices_per_replica}{remedy}"
+            f"{visible.trainer_ranks} trainer rank(s) {len(visible.numbers)} device(s) have place "
+            f"for {max_replicas} replica(s) of {visible.devices_per_replica}{remedy}"
         )
     if is_by_hand:
         return all_that_it_sees | dict(shared.items() - os.environ.items())
@@ -205,19 +206,19 @@ def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedR
         return EXIT_FAILED if end.failures else _after(over, kind)
     if end.failures:
         if any(spec.is_needed for spec in specs):
-            run.end(Ending(kind, end.failures))
+            run.end(RunEnding(kind, end.failures))
         return EXIT_FAILED
     if end.exit_code == EXIT_INTERRUPTED:
         return EXIT_INTERRUPTED if kind == TRAINER else 0
     if kind != TRAINER and any(spec.is_needed for spec in specs):
-        run.end(Ending(kind, (f"{kind} ended with code 0 in the middle of the run",)))
+        run.end(RunEnding(kind, (f"{kind} ended with code 0 in the middle of the run",)))
         return EXIT_FAILED
     if kind == TRAINER:
-        run.end(Ending(kind, ()))
+        run.end(RunEnding(kind, ()))
     return 0
 
 
-def _after(over: Ending, kind: Kind) -> int:
+def _after(over: RunEnding, kind: Kind) -> int:
     """Return the exit code of a service whose run is over; the service that failed exits with 1."""
     if over.is_complete:
         logger.info("the run has reached its end")

@@ -32,7 +32,7 @@ _BACKEND_KEY = "sluice.weights.backend"
 _UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARED_UTILIZATION = 0.5
 """Largest share of a shared GPU's memory for the engine, if the trainer's need is unknown."""
-_LEAST_UTILIZATION = 0.1
+_MIN_UTILIZATION = 0.1
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device if no driver reports it."""
 _SEVERAL_HOSTS = (
@@ -43,7 +43,7 @@ _VISIBLE = {"GPU": host.CUDA_VISIBLE_VARIABLE, "NPU": VISIBLE_VARIABLE}
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDevices:
+class LaunchDevices:
     """The devices on which a launch trains and generates.
 
     Args:
@@ -79,7 +79,7 @@ class FoundDevices:
         )
 
 
-_ONE_GPU = FoundDevices("GPU", 1)
+_ONE_GPU = LaunchDevices("GPU", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class DevicePlan:
     is_shared: bool = False
 
 
-def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices | None:
+def launch_devices(config: RunConfig, given: Mapping[str, str]) -> LaunchDevices | None:
     """Return this host's devices; ``None`` unless both trainer and replicas compute on them."""
     for kind, share in (
         ("NPU", device_share(config, given)),
@@ -111,13 +111,13 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
         if kind == "GPU" and host.is_cpu_torch():
             continue  # processes fall back to the CPU
         if share.trainer_ranks and share.devices_per_replica:
-            return FoundDevices(kind, len(share.numbers))
+            return LaunchDevices(kind, len(share.numbers))
     return None
 
 
 def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, str]) -> DevicePlan:
     """Plan a launch on this host."""
-    devices = found_devices(config, given)
+    devices = launch_devices(config, given)
     if devices is None:
         return DevicePlan(config)
     if config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
@@ -129,7 +129,7 @@ def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, 
     return replace(plan, lack=f"{plan.lack}, or make more visible ({_VISIBLE[devices.kind]})")
 
 
-def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan:
+def device_plan(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan:
     """Plan a launch on devices."""
     shape = _shape(config)
     if is_colocated(config, settings):
@@ -160,7 +160,7 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
-def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
+def _beside(config: RunConfig, devices: LaunchDevices, error: str) -> DevicePlan:
     """Return a launch that cannot be divided, with replicas beside its pool if they fit."""
     replicas = (devices.count - world_size(config)) // replica_devices(config)
     if replicas < 1:
@@ -170,7 +170,7 @@ def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
     return DevicePlan(config, lack=lack, remedy=(remedy,))
 
 
-def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan | None:
+def _shared(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """
@@ -212,11 +212,11 @@ def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
         return _SHARED_UTILIZATION
     guess = guessed_memory(shape, training_layout(config))
     held = guess.state if sleeps_while_training(config) else guess.peak
-    return max(_LEAST_UTILIZATION, (device.usable_bytes - held) / device.size)
+    return max(_MIN_UTILIZATION, (device.usable_bytes - held) / device.size)
 
 
 def _remedy(
-    config: RunConfig, shape: ModelShape | None, devices: FoundDevices
+    config: RunConfig, shape: ModelShape | None, devices: LaunchDevices
 ) -> tuple[tuple[str, ...], str]:
     """Return overrides for the devices that are there, and advice that names them."""
     try:
@@ -229,9 +229,9 @@ def _remedy(
         may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
         sharding = config.actor_rollout_ref.actor.fsdp_config
         ranks = sharding.tensor_parallel_size * sharding.pipeline_parallel_size
-        least = 1 if may_share and ranks == 1 else ranks + each
+        min_devices = 1 if may_share and ranks == 1 else ranks + each
         trainer = "a trainer" if ranks == 1 else f"a trainer of {ranks}"
-        return (), f"{trainer} and a replica of {each} take at least {least}"
+        return (), f"{trainer} and a replica of {each} take at least {min_devices}"
     enough = split.trainer + split.rollout
     return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 
@@ -245,10 +245,10 @@ def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
 def _shape(config: RunConfig) -> ModelShape | None:
     """Return the model's shape, from its folder or as a published model."""
     path = config.actor_rollout_ref.model.path
-    found = find_shape(path)
-    if found is None and published_name(path) is not None:
+    shape = find_shape(path)
+    if shape is None and published_name(path) is not None:
         return published_shape(path)
-    return found
+    return shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _named(files: FileList | None) -> FileList | None:
-    found = file_list(files)
-    return files if found == ([files] if isinstance(files, str) else files or []) else found
+    listed = file_list(files)
+    return files if listed == ([files] if isinstance(files, str) else files or []) else listed
 
 
 def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:

@@ -37,7 +37,7 @@ _CONFIG_OPTIONS = {
     **dict.fromkeys(("--config-name", "-cn"), "name"),
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
-_MOST_SHOWN = 100
+_MAX_SHOWN_CHARS = 100
 _SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)  # of a variable
 _SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
@@ -66,7 +66,7 @@ _OF_BASH = re.compile("_|PATH|PWD|OLDPWD|SHLVL|BASH_.*|__SLUICE_.*")
 _HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
 _BACKGROUND_S = 2.0
-_MOST_ERROR_CHARS = 600
+_MAX_ERROR_CHARS = 600
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[^\]]*\])?\}|([A-Za-z_]\w*))")
 _UNBOUND = re.compile(r"([A-Za-z_]\w*): unbound variable")
 _HIDDEN = re.compile(
@@ -314,7 +314,7 @@ class Recording:
             if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
                 call = [word.replace(value, f"${name}") for word in call]
         line = shlex.join(call).replace("\n", " ")
-        return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
+        return line if len(line) <= _MAX_SHOWN_CHARS else f"{line[:_MAX_SHOWN_CHARS]} ..."
 
 
 def printers_in(script: str) -> list[str]:
@@ -380,7 +380,7 @@ def record(
             tuple(call for call in made if call[:1] not in (_UNSET, _EXPORT)),
             tuple(dict.fromkeys([*_unset_at_launch(made), *_UNBOUND.findall(errors)])),
             _exported_at_launch(made),
-            errors[-_MOST_ERROR_CHARS:],
+            errors[-_MAX_ERROR_CHARS:],
             exit_code,
         )
 
@@ -412,16 +412,16 @@ def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
 
 def _set_by_env(words: Sequence[str]) -> list[str]:
     """Return the assignments of each ``env`` among the words, which end at its program."""
-    found, is_after_env, before = [], False, ""
+    names, is_after_env, before = [], False, ""
     for word in words:
         if PurePath(word).name == "env":
             is_after_env = True
         elif is_after_env and _VARIABLE.match(word):
-            found.append(word)
+            names.append(word)
         elif not word.startswith("-") and before not in _ENV_OPTIONS:
             is_after_env = False
         before = word
-    return found
+    return names
 
 
 def _isolation(folder: Path, bash: str) -> list[str]:
@@ -464,23 +464,23 @@ def referenced_names(script: str) -> list[str]:
     """Return the variables that a script uses without a default, without names local to it, names
     that it tests (``${A:+-$A}``) and those of its loops."""
     code = _code(script)
-    known = {word.partition("=")[0] for found in _LOCAL.findall(code) for word in found.split()}
+    known = {word.partition("=")[0] for matches in _LOCAL.findall(code) for word in matches.split()}
     known.update(tested or looped for tested, looped in _MAY_BE_UNSET.findall(code))
-    found = (braced or plain for braced, plain in _REFERENCE.findall(code))
-    return [name for name in dict.fromkeys(found) if name not in known]
+    matches = (braced or plain for braced, plain in _REFERENCE.findall(code))
+    return [name for name in dict.fromkeys(matches) if name not in known]
 
 
 def _code(script: str) -> str:
     """Return a script's text without comments and texts in single quotes."""
-    return _HIDDEN.sub(lambda found: re.sub(r"\\.", " ", found["text"] or " "), script)
+    return _HIDDEN.sub(lambda match: re.sub(r"\\.", " ", match["text"] or " "), script)
 
 
 def _programs(folder: Path) -> Path:
     """Fill a folder with the programs that a script finds."""
     folder.mkdir()
     for name in (*PRINTERS, *_RUN_WITH_CARE):
-        if (found := shutil.which(name)) is not None:
-            (folder / name).symlink_to(found)
+        if (program := shutil.which(name)) is not None:
+            (folder / name).symlink_to(program)
     recorder = folder / "recorder"
     recorder.write_text(_RECORDER, encoding="utf-8")
     recorder.chmod(0o700)

@@ -93,8 +93,8 @@ def own_address(peer_host: str, patience_s: float = 0.0) -> str:
     until_s = time.monotonic() + patience_s
     while True:
         try:
-            found = socket.getaddrinfo(peer_host, _ANY_PORT, type=socket.SOCK_DGRAM)
-            family, kind, protocol, _, address = found[0]
+            infos = socket.getaddrinfo(peer_host, _ANY_PORT, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, address = infos[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])

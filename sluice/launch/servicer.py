@@ -27,7 +27,7 @@ from sluice.rpc.server import RpcServer
 from sluice.sandbox.contained import descendants
 from sluice.security.token_file import GivenToken, write_private
 
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 LAUNCHER_NAME = "launcher.json"
 _SECRET_BYTES = 32
 _SERVICE = "sluice.api.launch.v1.LaunchService"
@@ -65,7 +65,7 @@ def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -
     """
     if wanted >= len(serving):
         taken = {*serving, *draining}
-        free = (number for number in range(MOST_REPLICAS + len(taken)) if number not in taken)
+        free = (number for number in range(MAX_REPLICAS + len(taken)) if number not in taken)
         return ScaleChange(tuple(next(free) for _ in range(wanted - len(serving))), ())
     return ScaleChange((), tuple(sorted(serving, reverse=True)[: len(serving) - wanted]))
 
@@ -82,8 +82,8 @@ def check_number(wanted: int) -> None:
             "(sluice.trainer.batch_timeout_s); end it with Ctrl-C and start it again later, "
             "it resumes from its last checkpoint"
         )
-    if wanted > MOST_REPLICAS:
-        raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
+    if wanted > MAX_REPLICAS:
+        raise InvalidRequestError(f"replicas: {wanted} is above {MAX_REPLICAS}")
 
 
 def check_memory(added: int, pids: Sequence[int]) -> None:
@@ -108,12 +108,12 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
 
 def _memory_of(pid: int) -> int:
     """Return the memory of a process and its descendants, bytes, without the files that it maps."""
-    found = 0
+    num_bytes = 0
     for one in descendants(pid):
         with suppress(OSError):  # it has ended, or the system has no such files
             text = (_PROC / str(one) / "smaps_rollup").read_text(encoding="ascii")
-            found += int(match[1]) * 1024 if (match := _OWN_MEMORY.search(text)) else 0
-    return found
+            num_bytes += int(match[1]) * 1024 if (match := _OWN_MEMORY.search(text)) else 0
+    return num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,9 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     """
     file = run_dir / LAUNCHER_NAME
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         return LauncherAddress(
-            str(found["address"]), str(found["secret"]), int(found.get("pid", 0))
+            str(content["address"]), str(content["secret"]), int(content.get("pid", 0))
         )
     except PermissionError as error:
         raise NotReadyError(
@@ -220,8 +220,8 @@ async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | Non
     None if no launcher answers; nothing if it is too busy to answer.
     """
     try:
-        found = launcher_of(run_dir)
-        async with Launcher(found.address, found.credentials) as launcher:
+        launcher_address = launcher_of(run_dir)
+        async with Launcher(launcher_address.address, launcher_address.credentials) as launcher:
             return await launcher.services()
     except DeadlineError:
         return ()

@@ -21,7 +21,7 @@ _FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnding:
     """How a run ended: `failures` holds the diagnosis of the service that failed."""
 
     service: str
@@ -61,8 +61,8 @@ class SharedRun:
             OSError: the file system fails, perhaps for a moment; the configuration may be right.
         """
         try:
-            found = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
-            return str(found["checkpoints_before"])
+            content = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
+            return str(content["checkpoints_before"])
         except (FileNotFoundError, PermissionError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._folder / _BEGINNING}: {error}; begin the run with `sluice prepare`"
@@ -76,12 +76,12 @@ class SharedRun:
             starts.write(b".")
         return before
 
-    def claim_replica(self, most: int) -> int | None:
-        """Claim a number below `most` while this process lives; ``None``: others have all.
+    def claim_replica(self, max_replicas: int) -> int | None:
+        """Claim a number below `max_replicas` while this process lives; ``None``: others have all.
 
         For launchers on one machine, whose kernel releases the claim of one that dies.
         """
-        for number in range(most):
+        for number in range(max_replicas):
             file = self._folder / f"replica-{number}.claim"
             claim = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -98,12 +98,12 @@ class SharedRun:
         while self._claims:
             os.close(self._claims.pop())
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnding) -> None:
         """Record for all launchers that the run is over; the first end counts."""
         if self.ending() is None:
             self._write(_ENDING, asdict(ending))
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> RunEnding | None:
         """Return how the run ended; None while it runs.
 
         Raises:
@@ -113,8 +113,8 @@ class SharedRun:
             text = (self._folder / _ENDING).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        found = json.loads(text)
-        return Ending(str(found["service"]), tuple(map(str, found["failures"])))
+        content = json.loads(text)
+        return RunEnding(str(content["service"]), tuple(map(str, content["failures"])))
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

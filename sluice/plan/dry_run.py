@@ -9,7 +9,7 @@ import msgspec
 COMMAND = "services.trainer.dry_run"
 
 
-class DryRunAsked(msgspec.Struct, frozen=True):
+class DryRunRequest(msgspec.Struct, frozen=True):
     """One trainer layout to run with a model of a few layers.
 
     Attributes:

@@ -37,7 +37,7 @@ from sluice.config.parallel_layout import (
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
-from sluice.plan.dry_run import COMMAND, DryRunAsked, PassBytes
+from sluice.plan.dry_run import COMMAND, DryRunRequest, PassBytes
 from sluice.plan.pools import (
     EnginePool,
     TrainerPool,
@@ -53,7 +53,7 @@ SMALL_BYTES = GIB / 10
 """On a trainer's device."""
 _ANY_DEVICE = device_kind("80GB")
 """Its memory and speed are not asked about."""
-_MOST_TRIES = 4
+_MAX_TRIES = 4
 _OPTIMISM = 0.9
 """Bytes counted over bytes guessed, before anything was counted with this change."""
 
@@ -115,9 +115,9 @@ def planned_model(name: str) -> PlannedModel:
     Raises:
         ConfigError: it is neither.
     """
-    found = local_model(name)
-    if found is not None:
-        return found
+    local = local_model(name)
+    if local is not None:
+        return local
     content = published_model(name)
     return _planned(name, content, shape_of(content), published_encoder(name))
 
@@ -168,8 +168,8 @@ def written_change(
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
-    found = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
-    return found.fits_with
+    planned = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
+    return planned.fits_with
 
 
 def launch_plan(
@@ -239,16 +239,16 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
         check_image_layers(stages, model.encoder.mergers - 1)
     layers = {stage: len(stages[stage]) for stage in different_stages(len(stages))}
     runs = [(stage, few) for stage, own in layers.items() for few in layer_counts(config, own)]
-    found, _ = answer_of(
+    passes, _ = answer_of(
         COMMAND,
-        DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
+        DryRunRequest(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
         what="the dry run of the trainer",
         timeout_s=DEADLINE_S,
         remedy="run it while the machine is idle",
     )
     counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}
-    for (stage, few), one in zip(runs, found, strict=True):
+    for (stage, few), one in zip(runs, passes, strict=True):
         counted[stage][few] = one
     whole = {stage: of_all_layers(counted[stage], own) for stage, own in layers.items()}
     return largest_pool(config, shape, device, whole, model.encoder)
@@ -300,7 +300,7 @@ def _searched(
         for one in trainer_changes(start, model.shape, own, possible)
         if one.overrides or engine.overrides
     ]
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         change = next(promising(changes, model.shape, device, base, correction), None)
         if change is None:
             break
@@ -329,9 +329,9 @@ def _searched(
 
 
 def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> float:
-    found = guess(config, shape)
-    assert found is not None
-    return found.correction(trainer.peak)
+    guessed = guess(config, shape)
+    assert guessed is not None
+    return guessed.correction(trainer.peak)
 
 
 def _as_written(overrides: Sequence[str], written: ReadRun) -> tuple[str, ...]:

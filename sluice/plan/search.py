@@ -13,7 +13,7 @@ from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import Guess, guessed_memory, training_layout
+from sluice.config.memory.training import MemoryEstimate, guessed_memory, training_layout
 from sluice.config.parallel_layout import (
     EXPERT_KEY,
     SEQUENCE_KEY,
@@ -35,7 +35,7 @@ _LARGEST_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """Overrides, and what they cost: 1 is a change that few would mind, 8 one that may harm."""
 
     overrides: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def engine_change(
     holds: Callable[[RunConfig], bool],
     *,
     is_split: bool,
-) -> Change | None:
+) -> PlanChange | None:
     """Return the smallest tensor parallel size at which an engine fits; `None`: none does.
 
     Args:
@@ -58,7 +58,7 @@ def engine_change(
     rollout, replicas = config.actor_rollout_ref.rollout, config.sluice.rollout.replicas
     own = rollout.tensor_model_parallel_size
     if holds(config):
-        return Change()
+        return PlanChange()
     if rollout.name == "torch":  # on one device
         return None
     for times in _doubles(2):
@@ -74,7 +74,7 @@ def engine_change(
         if not is_split:
             overrides.append(f"{_REPLICAS}={replicas // times}")
         if holds(changed(config, overrides)):
-            return Change(tuple(overrides), 1.0)
+            return PlanChange(tuple(overrides), 1.0)
     return None
 
 
@@ -83,13 +83,13 @@ def trainer_changes(
     shape: ModelShape,
     split: DeviceSplit,
     splits: Sequence[DeviceSplit],
-) -> list[Change]:
+) -> list[PlanChange]:
     """Return all combinations of changes to a trainer, the cheapest first.
 
     Args:
         split: the trainer's, from which another costs as much as it makes a pool smaller.
     """
-    none = Change()
+    none = PlanChange()
     every = product(
         _splits(split, splits),
         (none, *_recompute(config, shape)),
@@ -99,14 +99,14 @@ def trainer_changes(
         (none, *_offload(config)),
         (none, *_dtypes(config)),
     )
-    found = [
-        Change(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
+    changes = [
+        PlanChange(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
         for parts in every
     ]
-    return sorted(found, key=lambda change: change.price)
+    return sorted(changes, key=lambda change: change.price)
 
 
-def guess(config: RunConfig, shape: ModelShape) -> Guess | None:
+def guess(config: RunConfig, shape: ModelShape) -> MemoryEstimate | None:
     """Return a guess of the update; `None`: the sizes do not divide."""
     try:
         trainer_layout(config, world_size(config))
@@ -116,45 +116,45 @@ def guess(config: RunConfig, shape: ModelShape) -> Guess | None:
 
 
 def promising(
-    changes: Sequence[Change],
+    changes: Sequence[PlanChange],
     shape: ModelShape,
     device: DeviceKind,
     config: RunConfig,
     correction: float,
-) -> Iterator[Change]:
+) -> Iterator[PlanChange]:
     """Yield the changes that should fit."""
     for change in changes:
         other = changed(config, change.overrides)
-        found = guess(other, shape)
-        if found is not None and found.corrected(correction) <= device.usable_bytes:
+        guessed = guess(other, shape)
+        if guessed is not None and guessed.corrected(correction) <= device.usable_bytes:
             yield change
 
 
-def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]:
+def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[PlanChange]:
     for split in splits:
         if split == own:
-            yield Change()
+            yield PlanChange()
         else:
             slower = max(own.rollout / split.rollout, own.trainer / split.trainer)
-            yield Change(split.overrides, slower)
+            yield PlanChange(split.overrides, slower)
 
 
-def _recompute(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+def _recompute(config: RunConfig, shape: ModelShape) -> Iterator[PlanChange]:
     if training_layout(config).recomputed_of(shape.layers) == shape.layers:
         return
     megatron = config.actor_rollout_ref.actor.megatron.override_transformer_config
     if megatron.recompute_granularity is None:
-        yield Change((f"{_RECOMPUTE}=true",), 1.0)
+        yield PlanChange((f"{_RECOMPUTE}=true",), 1.0)
         return
     overrides = []
     if megatron.recompute_granularity != "full":
         overrides.append(f"{_MEGATRON}.recompute_granularity=full")
     if megatron.recompute_method == "block":
         overrides.append(f"{_MEGATRON}.recompute_method=uniform")
-    yield Change(tuple(overrides), 1.0)
+    yield PlanChange(tuple(overrides), 1.0)
 
 
-def _shards(config: RunConfig) -> Iterator[Change]:
+def _shards(config: RunConfig) -> Iterator[PlanChange]:
     sharding = config.actor_rollout_ref.actor.fsdp_config
     overrides = []
     if sharding.fsdp_size > 0:
@@ -165,33 +165,33 @@ def _shards(config: RunConfig) -> Iterator[Change]:
         overrides.append(f"{_RESHARD}=true")
     for number in range(len(overrides) + 1):
         for some in combinations(overrides, number):
-            yield Change(some, float(number))
+            yield PlanChange(some, float(number))
 
 
-def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+def _experts(config: RunConfig, shape: ModelShape) -> Iterator[PlanChange]:
     own = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
     if not (shape.experts and shape.adaptable_experts):  # the trainer divides only its own
         return
     for size in _doubles(max(own, 1) * 2):
         if shape.experts % size == 0:
-            yield Change((f"{EXPERT_KEY}={size}",), 1.0 + size / 1000)
+            yield PlanChange((f"{EXPERT_KEY}={size}",), 1.0 + size / 1000)
 
 
-def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[PlanChange]:
     own = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     for doublings, size in enumerate(_doubles(own * 2), 1):
         if shares_heads(size, shape.heads, shape.kv_heads):
-            yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
+            yield PlanChange((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
 
 
-def _offload(config: RunConfig) -> Iterator[Change]:
+def _offload(config: RunConfig) -> Iterator[PlanChange]:
     if not config.actor_rollout_ref.actor.fsdp_config.optimizer_offload:
-        yield Change((f"{_OFFLOAD}=true",), 4.0)
+        yield PlanChange((f"{_OFFLOAD}=true",), 4.0)
 
 
-def _dtypes(config: RunConfig) -> Iterator[Change]:
+def _dtypes(config: RunConfig) -> Iterator[PlanChange]:
     if config.actor_rollout_ref.actor.fsdp_config.model_dtype == "float32":
-        yield Change((f"{_DTYPE}=bfloat16",), 8.0)
+        yield PlanChange((f"{_DTYPE}=bfloat16",), 8.0)
 
 
 def _doubles(first: int) -> Iterator[int]:

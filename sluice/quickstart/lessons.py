@@ -126,7 +126,7 @@ def warm_start_row(tokenizer: Tokenizer, lesson: Lesson) -> WarmStartRow:
     ids: list[int] = []
     is_answer: list[bool] = []
     for segment in lesson.segments:
-        found = tokenizer.encode(segment.text).ids
-        ids += found
-        is_answer += [segment.is_answer] * len(found)
+        token_ids = tokenizer.encode(segment.text).ids
+        ids += token_ids
+        is_answer += [segment.is_answer] * len(token_ids)
     return WarmStartRow(ids, is_answer, lesson.entropy)

@@ -67,12 +67,13 @@ def recipes_folder() -> Path:
     package = Path(sluice.__file__).parent.parent
     # `pip install --target` puts the second one beside the package.
     installed = (package, Path(sysconfig.get_path("data")))
-    found = [package / "recipes", *(folder / "share/sluice/recipes" for folder in installed)]
-    for folder in found:
+    folders = [package / "recipes", *(folder / "share/sluice/recipes" for folder in installed)]
+    for folder in folders:
         if any(folder.glob(f"*/{RUN}")):
             return folder
     raise ConfigError(
-        f"recipes: none in {', '.join(map(str, found))}; install sluice from its wheel or checkout"
+        f"recipes: none in {', '.join(map(str, folders))}; install sluice from its wheel "
+        "or checkout"
     )
 
 
@@ -97,7 +98,7 @@ def recipe_named(name: str) -> Recipe:
     return recipes[name]
 
 
-class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RecipeAssets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The made model and data.
 
     Attributes:
@@ -112,7 +113,7 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contest_copies: int = 0
 
 
-def small_run(recipe: Recipe) -> tuple[Made, list[str]]:
+def small_run(recipe: Recipe) -> tuple[RecipeAssets, list[str]]:
     """Return what is made, and the overrides that make the run of `run.yaml` small.
 
     Raises:
@@ -124,7 +125,7 @@ def small_run(recipe: Recipe) -> tuple[Made, list[str]]:
         )
     document = dict(read_document(recipe.tiny))
     try:
-        made = msgspec.convert(document.pop(MADE, None), Made)
+        made = msgspec.convert(document.pop(MADE, None), RecipeAssets)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{recipe.tiny}: section {MADE}: {error}; give a task, such as {MADE}: "

@@ -15,7 +15,7 @@ from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
 from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
 from sluice.quickstart.settings import PrepareProgress
-from sluice.recipes.folders import Made, Recipe
+from sluice.recipes.folders import Recipe, RecipeAssets
 
 CONTEST_PROBLEMS = 30
 CONTEST_SOURCE = "aime_2024_like"
@@ -24,7 +24,7 @@ Progress = Callable[[PrepareProgress], None]
 
 
 def make_files(
-    recipe: Recipe, made: Made, folder: Path, seed: int, progress: Progress
+    recipe: Recipe, made: RecipeAssets, folder: Path, seed: int, progress: Progress
 ) -> list[str]:
     """Make model and data in a folder, or use those that are there; return overrides for them.
 

@@ -15,7 +15,7 @@ LINE_WIDTH = 120
 _STEPS_FOR_ETA = 20
 _MESSAGE_WIDTH = 60
 # Cells that a long line loses first.
-_LEAST_NEEDED = ("entropy", "staleness", "length")
+_OPTIONAL_CELLS = ("entropy", "staleness", "length")
 _SECONDS_PER_MINUTE, _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 60, 3600, 86400
 _LOW_YIELD, _MIN_GROUPS = 0.05, 64
 _ONE_SIDED = 0.8
@@ -61,7 +61,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], time_left: st
     cells = {"step": f"step {step:>{len(str(total))}}/{total}", **_step_cells(metrics)}
     if time_left:
         cells["eta"] = time_left
-    for name in _LEAST_NEEDED:
+    for name in _OPTIONAL_CELLS:
         if len("  ".join(cells.values())) <= LINE_WIDTH:
             break
         cells.pop(name, None)

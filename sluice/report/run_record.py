@@ -58,8 +58,10 @@ class RunRecord:
 
     def accuracies(self) -> tuple[AccuracyPoint, ...]:
         """Return held-out accuracy by step, in order."""
-        found = ((row, accuracy_of(row)) for row in self.validations)
-        return tuple(AccuracyPoint(_step(row), value) for row, value in found if value is not None)
+        accuracies = ((row, accuracy_of(row)) for row in self.validations)
+        return tuple(
+            AccuracyPoint(_step(row), value) for row, value in accuracies if value is not None
+        )
 
 
 def accuracy_of(row: Row) -> float | None:

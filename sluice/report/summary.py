@@ -333,21 +333,21 @@ def ended_summary(run_dir: Path) -> dict[str, Any]:
     A start removes the one of the run before it.
     """
     try:
-        found = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
+        summary = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and _OF_AN_END in found else {}
+    return summary if isinstance(summary, dict) and _OF_AN_END in summary else {}
 
 
 def software_versions() -> dict[str, str]:
     """Return versions by name; an absent package is left out, and so is an unknown commit."""
-    found = {"sluice": own_version()}
+    software = {"sluice": own_version()}
     commit = _commit()
     if commit:
-        found["commit"] = commit
-    found["python"] = f"{platform.python_version()} ({platform.platform()})"
+        software["commit"] = commit
+    software["python"] = f"{platform.python_version()} ({platform.platform()})"
     versions = {name: installed_version(name) for name in _PACKAGES}
-    return found | {name: one for name, one in versions.items() if one is not None}
+    return software | {name: one for name, one in versions.items() if one is not None}
 
 
 def versions_of_run(run_dir: Path) -> Mapping[str, str]:

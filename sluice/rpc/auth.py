@@ -40,7 +40,7 @@ _REFLECTION_PREFIX = "/grpc.reflection."
 
 _REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
 LONGEST_CHECK_BYTES = 1024
-MOST_OPEN_CHECKS = 64
+MAX_OPEN_CHECKS = 64
 _READ_WITHIN_S = 5.0
 
 
@@ -153,7 +153,7 @@ class BoundedChecks:
         )
 
     async def _read(self, requests: Any, context: Any) -> bytes:
-        if len(self._open) >= MOST_OPEN_CHECKS:
+        if len(self._open) >= MAX_OPEN_CHECKS:
             oldest = self._open.popleft()
             if not oldest.expired():  # otherwise it ends as soon as its task runs
                 oldest.reschedule(asyncio.get_running_loop().time())
@@ -178,13 +178,13 @@ class ClientQuota:
     """Counts the units in use by each client, up to a limit. Used from one event loop.
 
     Args:
-        most: units that one client may have at once.
+        limit: units that one client may have at once.
         unit: the plural name of a unit, for errors.
-        key: the setting that defines `most`, for errors.
+        key: the setting that defines `limit`, for errors.
     """
 
-    def __init__(self, most: int, unit: str, key: str) -> None:
-        self._most = most
+    def __init__(self, limit: int, unit: str, key: str) -> None:
+        self._limit = limit
         self._unit = unit
         self._key = key
         self._held: dict[str, int] = {}
@@ -206,17 +206,17 @@ class ClientQuota:
             return
         before = self.in_use(client)
         # Waiting never frees so many, so a retry cannot help.
-        if amount > self._most:
+        if amount > self._limit:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
                 f"client {client!r}: {amount} {self._unit} were requested at once; {self._key} "
-                f"allows {self._most}: request fewer, or raise it"
+                f"allows {self._limit}: request fewer, or raise it"
             )
-        if before + amount > self._most:
+        if before + amount > self._limit:
             QUOTA_REFUSALS.add(self._key)
             raise ExhaustedError(
                 f"client {client!r}: {before} {self._unit} are under way and {amount} more were "
-                f"requested; {self._key} allows {self._most}: wait for some to end"
+                f"requested; {self._key} allows {self._limit}: wait for some to end"
             )
         self._held[client] = before + amount
         try:

@@ -47,12 +47,12 @@ def _note_ends(credentials: Credentials) -> None:
     """Fill `CERTIFICATE_ENDS`, and warn of certificates that end soon."""
     # `cert_file` is a chain, so its first end counts. `ca_file` may hold several authorities, and
     # any may be the one in use, so its last end counts.
-    found = (
+    ends = (
         ("cert_file", _end_of_validity(credentials.certificate, min)),
         ("ca_file", _end_of_validity(credentials.authority, max)),
     )
     CERTIFICATE_ENDS.clear()
-    CERTIFICATE_ENDS.update((name, end) for name, end in found if end is not None)
+    CERTIFICATE_ENDS.update((name, end) for name, end in ends if end is not None)
     now = datetime.now(UTC)
     for name, end in CERTIFICATE_ENDS.items():
         if end - now < SOON:

@@ -93,8 +93,8 @@ def host_of(peer: str) -> str:
 
     ``ipv4:10.0.0.7:4711`` gives ``10.0.0.7``; ``ipv6:%5B::1%5D:4711`` gives ``::1``.
     """
-    found = re.fullmatch(r"ipv[46]:(?:\[(.+)\]|(.+)):\d+", unquote(peer))
-    return (found[1] or found[2]) if found else peer
+    match = re.fullmatch(r"ipv[46]:(?:\[(.+)\]|(.+)):\d+", unquote(peer))
+    return (match[1] or match[2]) if match else peer
 
 
 def _header(metadata: Any, key: str) -> str:

@@ -185,5 +185,5 @@ def disk_capacity(folder: Path) -> DiskCapacity:
     Raises:
         OSError: there is no such folder; a replica may run on a machine without the run's.
     """
-    found = os.statvfs(folder)
-    return DiskCapacity(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    stats = os.statvfs(folder)
+    return DiskCapacity(stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize)

@@ -55,7 +55,7 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # The callers end it when progress stops; this is only an upper bound.
     "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/LeaseSamples": CallPolicy(deadline_s=90.0),
-    # A repeated request is answered with the turn that was sampled for it. The front's caller ends
+    # A repeated request is answered with the turn that was sampled for it. The HTTP caller ends
     # it; this is only an upper bound.
     "RewardService/Chat": CallPolicy(deadline_s=86_400.0, attempts=3),
     "RewardService/EndEpisode": _QUICK,

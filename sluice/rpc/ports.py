@@ -20,12 +20,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
         ConfigError: the port is taken or the interface does not exist.
     """
     try:
-        found = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise _refused(host, port, error) from error
     # A name may stand for addresses of both families, and the machine may lack one family.
     failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in infos:
         try:
             return _bound(socket.socket(family, kind, protocol), address)
         except OSError as error:

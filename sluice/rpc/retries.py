@@ -28,8 +28,8 @@ AnswerT = TypeVar("AnswerT")
 Progress = Callable[[], Awaitable[object]]
 """Returns a value that changes with the peer's progress; None if the peer does not answer."""
 
-_LEAST_SHARE = 0.5
-_MOST_DOUBLINGS = 32
+_MIN_JITTER = 0.5
+_MAX_DOUBLINGS = 32
 
 
 @contextmanager
@@ -54,7 +54,7 @@ class RetryPolicy:
 
     Args:
         first_s: pause before the second try, seconds. It doubles before each further try.
-        most_s: longest such pause.
+        max_s: longest such pause.
         patience_s: how long failures in a row may last. Any progress starts the count again. A call
             with a deadline is sent to a full service until the deadline, for any patience. 0:
             nothing is retried.
@@ -63,15 +63,15 @@ class RetryPolicy:
     """
 
     first_s: float = 0.1
-    most_s: float = 5.0
+    max_s: float = 5.0
     patience_s: float = 60.0
     stall_s: float = 60.0
 
     def pause_s(self, num_pauses: int) -> float:
         """Return the pause after `num_pauses` earlier ones in a row, seconds, with jitter."""
-        longest_s = min(self.first_s * 2.0 ** min(num_pauses, _MOST_DOUBLINGS), self.most_s)
+        longest_s = min(self.first_s * 2.0 ** min(num_pauses, _MAX_DOUBLINGS), self.max_s)
         # Jitter: clients that lost a service together, or found it full, must not return together.
-        return longest_s * random.uniform(_LEAST_SHARE, 1.0)
+        return longest_s * random.uniform(_MIN_JITTER, 1.0)
 
 
 def is_transient(error: SluiceError) -> bool:
@@ -106,8 +106,8 @@ class Retries:
         phase: the purpose of the call, for errors.
         deadline_s: seconds from now for all tries together; None: no deadline.
         retries_on: returns whether to retry after an error.
-        most_failures: tries that may fail in all; None: any number.
-        most_defects: answers in a row that the peer is broken, after which the call fails, since
+        max_failures: tries that may fail in all; None: any number.
+        max_defects: answers in a row that the peer is broken, after which the call fails, since
             the peer does not recover without help; None: any number.
         warns_after_s: length of an absence after which it is logged, once, and so is its end;
             None: nothing is logged.
@@ -119,8 +119,8 @@ class Retries:
     phase: str = ""
     deadline_s: float | None = None
     retries_on: Callable[[SluiceError], bool] = is_transient
-    most_failures: int | None = None
-    most_defects: int | None = None
+    max_failures: int | None = None
+    max_defects: int | None = None
     warns_after_s: float | None = None
     clock: Callable[[], float] = _now_s
     _ends_s: float | None = field(default=None, init=False)
@@ -234,8 +234,8 @@ class Retries:
     def _is_worth_another_try(self, error: SluiceError) -> bool:
         self._num_failures += 1
         self._num_defects = self._num_defects + 1 if isinstance(error, PeerDefectError) else 0
-        has_failed_too_often = self._num_failures == self.most_failures
-        is_broken = self._num_defects == self.most_defects
+        has_failed_too_often = self._num_failures == self.max_failures
+        is_broken = self._num_defects == self.max_defects
         return self.retries_on(error) and not has_failed_too_often and not is_broken
 
     def _take_progress(self, seen: object) -> None:

@@ -198,14 +198,14 @@ class BubblewrapSandbox(ProcessSandbox):
     def _interpreter(self, chosen: str | None) -> tuple[str, tuple[str, ...]]:
         """Return the interpreter, and folders outside /usr that it needs."""
         if chosen is not None:
-            found = shutil.which(chosen)
-            if found is None or not self._reaches(found):
+            program = shutil.which(chosen)
+            if program is None or not self._reaches(program):
                 raise SandboxUnavailableError(
                     f"sluice.sandbox.python = {chosen!r}: the sandbox's user cannot run it; give "
                     "the path of an interpreter that all users can read"
                 )
-            folder = Path(found).resolve().parent.parent
-            return found, _outside_usr(str(Path(found).parent.parent), str(folder))
+            folder = Path(program).resolve().parent.parent
+            return program, _outside_usr(str(Path(program).parent.parent), str(folder))
         if self._reaches(sys.executable):
             return sys.executable, _outside_usr(sys.prefix, sys.base_prefix)
         return PYTHON, ()  # by PATH, inside
@@ -232,10 +232,10 @@ def bubblewrap_program() -> str:
         bundled = Path(package.origin).parent / "_bin" / "bwrap"
         if os.access(bundled, os.X_OK):
             return str(bundled)
-    found = shutil.which("bwrap")
-    if found is None:
+    program = shutil.which("bwrap")
+    if program is None:
         raise SandboxUnavailableError(_NOT_INSTALLED)
-    return found
+    return program
 
 
 def with_remedy(error: SandboxUnavailableError) -> SandboxUnavailableError:

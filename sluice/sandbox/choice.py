@@ -190,5 +190,5 @@ def inherited_config() -> SandboxConfig:
     text = os.environ.get(VARIABLE)
     if text is None:
         return SandboxConfig(backend="bubblewrap")
-    found = msgspec.json.decode(text, type=SandboxConfig)
-    return found if found.backend else msgspec.structs.replace(found, backend="bubblewrap")
+    config = msgspec.json.decode(text, type=SandboxConfig)
+    return config if config.backend else msgspec.structs.replace(config, backend="bubblewrap")

@@ -351,8 +351,8 @@ def descendants(pid: int) -> Iterator[int]:
 
 def memory_of(pid: int) -> int:
     """Return the bytes that a process and its descendants hold; shared pages count once."""
-    found = list(descendants(pid))
-    return sum(map(_proportional, found))
+    pids = list(descendants(pid))
+    return sum(map(_proportional, pids))
 
 
 def resident_of(pid: int) -> int:

@@ -78,8 +78,8 @@ class Interpreter:
         output, end = self._exchange(self._running, request, mark.encode())
         if not self._has_started:
             # What comes before is the wrapper's.
-            said, found, output = output.partition(_STARTED)
-            if not found:
+            said, started, output = output.partition(_STARTED)
+            if not started:
                 self.close()
                 shown = said[-500:].decode(errors="replace").strip() or f"no message, {end}"
                 raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {shown}"))
@@ -116,7 +116,7 @@ class Interpreter:
         process, output, left = running.process, bytearray(), memoryview(request)
         assert process.stdin is not None
         assert process.stdout is not None
-        most_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
+        max_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
         ends_s = time.monotonic() + self._limits.wall_s
         with selectors.DefaultSelector() as watched:
             for stream, events in (
@@ -137,10 +137,10 @@ class Interpreter:
                         return bytes(output), SandboxEnd.FINISHED
                     searched = max(0, len(output) - len(mark))
                     output += chunk
-                    if (found := output.find(mark, searched)) >= 0:
-                        return bytes(output[:found]), None
-                    if len(output) > most_bytes:
-                        return bytes(output[:most_bytes]), SandboxEnd.OUTPUT_TOO_LARGE
+                    if (end := output.find(mark, searched)) >= 0:
+                        return bytes(output[:end]), None
+                    if len(output) > max_bytes:
+                        return bytes(output[:max_bytes]), SandboxEnd.OUTPUT_TOO_LARGE
                 if holds_too_much(process.pid, self._limits.memory_bytes):
                     return bytes(output), SandboxEnd.OUT_OF_MEMORY
         return bytes(output), SandboxEnd.TIMED_OUT

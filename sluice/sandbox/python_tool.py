@@ -50,9 +50,9 @@ class Python:
         self._interpreter.close()
 
 
-def shortened(text: str, most_chars: int) -> str:
-    """Return a text without its middle if it is longer than `most_chars`."""
-    if len(text) <= most_chars:
+def shortened(text: str, max_chars: int) -> str:
+    """Return a text without its middle if it is longer than `max_chars`."""
+    if len(text) <= max_chars:
         return text
-    half = most_chars // 2
+    half = max_chars // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"

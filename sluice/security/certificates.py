@@ -25,7 +25,7 @@ DATES_REMEDY = "pip install 'sluice[certs]'"
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _WRONG_NAMES = (62, 64)
 _UNKNOWN_ISSUERS = (2, 18, 19, 20, 21)
-_MOST_FLIGHTS = 10
+_MAX_FLIGHTS = 10
 
 
 def can_read_dates() -> bool:
@@ -92,7 +92,7 @@ def check_served_name(files: TlsFiles, name: str, *, mutual: bool) -> None:
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     try:
-        for _ in range(_MOST_FLIGHTS):
+        for _ in range(_MAX_FLIGHTS):
             # The server learns of a refusal only from what it reads after its own handshake, so
             # both ends must finish in the same round.
             if not [end for end in ends if not _advance(end)]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.groups.filter import LEAST_SAMPLES, filter_values
+from sluice.algorithm.groups.filter import MIN_SAMPLES, filter_values
 from sluice.algorithm.routing import Reservation
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
@@ -102,12 +102,12 @@ class SimulatedGroup:
     @property
     def is_sure(self) -> bool:
         """Whether it will be kept whatever its other samples are: the requested ones differ."""
-        return self.num_asked >= LEAST_SAMPLES and self.end is None
+        return self.num_asked >= MIN_SAMPLES and self.end is None
 
     @property
     def differs(self) -> bool:
         """Whether the grades of the samples that are graded one by one differ."""
-        if len(self.grades) < LEAST_SAMPLES:
+        if len(self.grades) < MIN_SAMPLES:
             return False
         return filter_values(self.grades, self.grades) is None
 

@@ -199,7 +199,7 @@ def simulate_fill_times(
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedStrategy:
     """One strategy.
 
     Args:
@@ -223,7 +223,7 @@ def compare(
     settings: SimulationSettings,
     open_workload: OpenWorkload,
     on_step: Callable[[int], None] | None = None,
-) -> tuple[Compared, ...]:
+) -> tuple[ComparedStrategy, ...]:
     """Simulate each strategy twice: with the trainer, and with one that takes no time.
 
     Args:
@@ -242,7 +242,7 @@ def compare(
     base, base_fill = pairs[StrategyName.ROUNDS]
     plain, _ = pairs[StrategyName.STREAM]
     return tuple(
-        Compared(
+        ComparedStrategy(
             result,
             fill,
             fill_speedup=base_fill.step_s / fill.step_s,

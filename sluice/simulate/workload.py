@@ -26,7 +26,7 @@ NUM_PROMPTS = 8192
 LONG_SHARE = 0.1
 """Prompts with the longest answers, which count as long."""
 
-_LEAST_RATE = 1e-6
+_MIN_RATE = 1e-6
 """Log odds are finite."""
 
 _Tokens = Annotated[float, Meta(ge=1, le=1e7)]
@@ -210,7 +210,7 @@ def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) ->
     chosen = draws.choice(len(kinds), size=num_prompts, p=weights / weights.sum())
     by_kind = np.stack([draws.beta(kind.alpha, kind.beta, num_prompts) for kind in kinds])
     rates = by_kind[chosen, np.arange(num_prompts)]
-    return np.clip(rates, _LEAST_RATE, 1.0 - _LEAST_RATE)
+    return np.clip(rates, _MIN_RATE, 1.0 - _MIN_RATE)
 
 
 def mixture_workload(
@@ -253,14 +253,14 @@ def _problems(kind: type[msgspec.Struct], value: object, at: str) -> Iterator[Pr
     for name in value.keys() - fields.keys():
         yield Problem(f"{prefix}{name}", value[name], "is no field", f"the fields are {names}")
     for name, field in fields.items():
-        found = value.get(name, UNSET)
-        if name == "lengths" and found is not UNSET:
-            yield from _problems(ResponseLengths, found, name)
-        elif name == "pass_rates" and isinstance(found, list) and found:
-            for number, component in enumerate(found):
+        field_value = value.get(name, UNSET)
+        if name == "lengths" and field_value is not UNSET:
+            yield from _problems(ResponseLengths, field_value, name)
+        elif name == "pass_rates" and isinstance(field_value, list) and field_value:
+            for number, component in enumerate(field_value):
                 yield from _problems(BetaComponent, component, f"{name}[{number}]")
-        elif found is not UNSET:
-            yield from _wrong(f"{prefix}{name}", found, field.type)
+        elif field_value is not UNSET:
+            yield from _wrong(f"{prefix}{name}", field_value, field.type)
         elif field.required:
             yield Problem(f"{prefix}{name}", UNSET, f"is missing: {expectation(field.type)}")
 

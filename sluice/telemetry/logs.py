@@ -34,5 +34,5 @@ class LogLine:
 
 def parse_line(line: str) -> LogLine | None:
     """Return the parts of a service's log line; ``None``: another program wrote it."""
-    found = _LINE.fullmatch(line)
-    return LogLine(**found.groupdict()) if found else None
+    match = _LINE.fullmatch(line)
+    return LogLine(**match.groupdict()) if match else None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PATH = "/metrics"
 AnswerT = TypeVar("AnswerT")
-_MOST_REQUESTS = 8
+_MAX_REQUESTS = 8
 _REQUEST_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 
@@ -186,7 +186,7 @@ class MetricsPage:
 
         class PageServer(ThreadingWSGIServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            _free = threading.BoundedSemaphore(_MOST_REQUESTS)
+            _free = threading.BoundedSemaphore(_MAX_REQUESTS)
 
             def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
                 """Serve in a thread; close the connection if too many are open."""

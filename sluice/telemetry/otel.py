@@ -23,10 +23,10 @@ from sluice.telemetry.metrics import SPANS, SpanOutcome, TelemetryPart, charged_
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,
-    Moment,
     RecordedSpan,
     SpanKind,
     SpanName,
+    Timestamp,
     TraceContext,
     new_id,
 )
@@ -48,7 +48,7 @@ except ImportError as missing:
 
 EXPORT_TIMEOUT_S = 20
 """Seconds that a batch to a collector may take, retries included: a busy one may stand still."""
-MOST_QUEUED = 16_384
+MAX_QUEUED_SPANS = 16_384
 """Spans that wait at most for each destination, about 1 kB each."""
 BATCH = 512
 INTERVAL_S = 1.0
@@ -76,7 +76,7 @@ class OtelSpan(RecordedSpan):
     __slots__ = ("_began", "_ended_ns", "_kind", "_name", "_recorder", "_span")
 
     def __init__(
-        self, recorder: OtelRecorder, span: trace.Span, name: str, kind: SpanKind, began: Moment
+        self, recorder: OtelRecorder, span: trace.Span, name: str, kind: SpanKind, began: Timestamp
     ) -> None:
         own = span.get_span_context()
         super().__init__(TraceContext(own.trace_id, own.span_id, is_sampled=True))
@@ -144,7 +144,7 @@ class OtelRecorder:
         attributes: Attributes,
         *,
         trace_id: int = 0,
-        began: Moment | None = None,
+        began: Timestamp | None = None,
     ) -> OtelSpan:
         """Begin a span.
 
@@ -153,7 +153,7 @@ class OtelRecorder:
             trace_id: of the trace that it is the first of.
             began: its beginning; ``None``: now.
         """
-        began = began or Moment.now()
+        began = began or Timestamp.now()
         if parent is None:
             _first_of_trace.set(trace_id)
         span = self._tracer.start_span(
@@ -210,7 +210,7 @@ class SpanQueue(SpanProcessor):
             "spans",
             destination,
             write,
-            most=MOST_QUEUED,
+            max_waiting=MAX_QUEUED_SPANS,
             batch=BATCH,
             interval_s=interval_s,
             break_off=break_off,
@@ -246,15 +246,15 @@ def collector_queue(endpoint: str, timeout_s: int = EXPORT_TIMEOUT_S) -> SpanQue
     return SpanQueue(endpoint, export, exporter.shutdown)
 
 
-def file_queue(path: Path, most_bytes: float) -> SpanQueue:
+def file_queue(path: Path, max_bytes: float) -> SpanQueue:
     """Return a queue of spans to a file.
 
     Args:
         path: the file; its folder is made with the first span.
-        most_bytes: nothing is appended to a file of this size; each process may exceed it by a
+        max_bytes: nothing is appended to a file of this size; each process may exceed it by a
             batch.
     """
-    return SpanQueue(str(path), SpanFile(path, most_bytes).append)
+    return SpanQueue(str(path), SpanFile(path, max_bytes).append)
 
 
 class SpanFile:
@@ -265,9 +265,9 @@ class SpanFile:
     write at the file's end, which local file systems keep whole.
     """
 
-    def __init__(self, path: Path, most_bytes: float) -> None:
+    def __init__(self, path: Path, max_bytes: float) -> None:
         self._path = path
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._is_torn = False
 
     def append(self, spans: Sequence[ReadableSpan]) -> None:
@@ -279,9 +279,9 @@ class SpanFile:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
-                if file.tell() >= self._most_bytes:
+                if file.tell() >= self._max_bytes:
                     raise WriteError(
-                        f"the file holds {self._most_bytes / 2**20:g} MiB, which is all that "
+                        f"the file holds {self._max_bytes / 2**20:g} MiB, which is all that "
                         "sluice.telemetry.traces.file_mb allows; move it away, or raise the key"
                     )
                 self._write(file, _line(spans))

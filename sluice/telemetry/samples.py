@@ -21,7 +21,7 @@ _FLUSH_BYTES = 1 << 20
 
 _CUT = "\n[… {} characters left out …]\n"
 
-_LEAST_CHARS = 200  # of each of many turns
+_MIN_CHARS = 200  # of each of many turns
 
 _OWN_COLUMNS = ("input", "output", "gts", "score", "step")
 
@@ -31,12 +31,12 @@ class SampleArchive:
 
     Args:
         folder: made with the first line.
-        most_bytes: of all files together; a line longer than an eighth of it may exceed it.
+        max_bytes: of all files together; a line longer than an eighth of it may exceed it.
     """
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
-        self._file_bytes = max(most_bytes // _NUM_FILES, 1)
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._file_bytes = max(max_bytes // _NUM_FILES, 1)
         self._number: int | None = None
         self._size = 0
 
@@ -69,7 +69,7 @@ class SampleArchive:
         self._number, self._size = max(newest, self._number or 0) + 1, 0
         held = sum(path.stat().st_size for path in present)
         for path in present:
-            if held + self._file_bytes <= self._most_bytes:
+            if held + self._file_bytes <= self._max_bytes:
                 break
             held -= path.stat().st_size
             path.unlink(missing_ok=True)
@@ -80,8 +80,8 @@ class SampleArchive:
 
 def archive_files(folder: Path) -> list[Path]:
     """Return the files of an archive, oldest first; none if there is no such folder."""
-    found = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
-    return sorted(found, key=lambda path: int(path.stem))
+    files = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
+    return sorted(files, key=lambda path: int(path.stem))
 
 
 class SampledTurn(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -178,12 +178,12 @@ def sampled_group(
     step: int | None,
     ended_at: float,
     replicas: list[str],
-    most_chars: int,
+    max_chars: int,
 ) -> SampledGroup:
     """Return the archive's record of a group.
 
     Args:
-        most_chars: of the prompt and of each response.
+        max_chars: of the prompt and of each response.
     """
     pairs = zip(graded.group.rollouts, graded.outcomes, strict=True) if graded else ()
     return SampledGroup(
@@ -191,56 +191,56 @@ def sampled_group(
         end=end.value,
         version=version,
         ended_at=ended_at,
-        prompt=shortened_middle("\n".join(turn.content for turn in prompt.messages), most_chars),
+        prompt=shortened_middle("\n".join(turn.content for turn in prompt.messages), max_chars),
         step=step,
-        ground_truth=shortened_middle(prompt.ground_truth, most_chars),
+        ground_truth=shortened_middle(prompt.ground_truth, max_chars),
         data_source=prompt.data_source,
         replicas=replicas,
-        responses=[_response(rollout, outcome, most_chars) for rollout, outcome in pairs],
+        responses=[_response(rollout, outcome, max_chars) for rollout, outcome in pairs],
     )
 
 
-def shortened_middle(text: str, most_chars: int) -> str:
+def shortened_middle(text: str, max_chars: int) -> str:
     """Return `text`; of a longer one the beginning and the end, with a mark that counts the rest.
 
     The end gets a quarter: a response's answer is usually there.
     """
-    left_out = len(text) - most_chars
+    left_out = len(text) - max_chars
     if left_out <= 0:
         return text
-    tail = most_chars // 4
-    return text[: most_chars - tail] + _CUT.format(left_out) + text[len(text) - tail :]
+    tail = max_chars // 4
+    return text[: max_chars - tail] + _CUT.format(left_out) + text[len(text) - tail :]
 
 
-def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledResponse:
+def _response(rollout: Rollout, outcome: Outcome, max_chars: int) -> SampledResponse:
     versions = [span.version for span in rollout.version_spans]
-    text = shortened_middle(rollout.text, most_chars)
+    text = shortened_middle(rollout.text, max_chars)
     sampled_by = (min(versions), max(versions)) if versions else None
     response = SampledResponse(
         text,
         rollout.num_tokens,
         rollout.finish_reason.value,
         versions=sampled_by,
-        turns=_sampled_turns(rollout, most_chars),
+        turns=_sampled_turns(rollout, max_chars),
         episode_end=rollout.end.value if rollout.end else "",
     )
     if isinstance(outcome, Failed):
-        failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", most_chars)
+        failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", max_chars)
         return msgspec.structs.replace(response, failure=failure)
     return msgspec.structs.replace(
         response, score=outcome.score, reward=outcome.reward, metrics=dict(outcome.metrics)
     )
 
 
-def _sampled_turns(rollout: Rollout, most_chars: int) -> list[SampledTurn]:
+def _sampled_turns(rollout: Rollout, max_chars: int) -> list[SampledTurn]:
     if rollout.end is None and len(rollout.turns) == 1 and not rollout.turns[0].observed:
         return []
-    most = max(most_chars // (2 * len(rollout.turns)), min(most_chars, _LEAST_CHARS))
+    max_turn_chars = max(max_chars // (2 * len(rollout.turns)), min(max_chars, _MIN_CHARS))
     return [
         SampledTurn(
-            shortened_middle(turn.text, most),
+            shortened_middle(turn.text, max_turn_chars),
             int(turn.token_ids.size),
-            shortened_middle(_read(turn), most),
+            shortened_middle(_read(turn), max_turn_chars),
             int(turn.context.size),
             turn.parent,
             turn.is_new_root,

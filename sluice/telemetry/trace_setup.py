@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _OTLP_PORT = 4317
 _ENDPOINT = "sluice.telemetry.traces.endpoint"
-_SHARE_OF_GRACE, _MOST_CLOSING_S = 0.2, 3.0
+_SHARE_OF_GRACE, _MAX_CLOSING_S = 0.2, 3.0
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[N
         yield
     finally:
         TRACER.stop()
-        seconds = min(_SHARE_OF_GRACE * config.sluice.shutdown_grace_s, _MOST_CLOSING_S)
+        seconds = min(_SHARE_OF_GRACE * config.sluice.shutdown_grace_s, _MAX_CLOSING_S)
         for queue in queues:
             queue.writer.close(seconds / len(queues))
 

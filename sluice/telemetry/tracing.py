@@ -60,7 +60,7 @@ class SpanName(StrEnum):
     SAVE = "save"
 
 
-class Key(StrEnum):
+class SpanAttribute(StrEnum):
     """Attributes."""
 
     PROMPT_ID = "sluice.prompt.id"
@@ -114,10 +114,10 @@ def parse_traceparent(value: object) -> TraceContext | None:
     """
     if not isinstance(value, str) or len(value) > _LONGEST_HEADER:
         return None
-    found = _TRACEPARENT.fullmatch(value)
-    if found is None:
+    match = _TRACEPARENT.fullmatch(value)
+    if match is None:
         return None
-    version, trace, span, flags, more = found.groups()
+    version, trace, span, flags, more = match.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
     if version == "ff" or (version == "00" and more) or not trace_id or not span_id:
         return None
@@ -138,7 +138,7 @@ def is_chosen(trace_id: int, ratio: float) -> bool:
     return (trace_id & (1 << SPAN_BITS) - 1) < round(ratio * (1 << SPAN_BITS))
 
 
-class Moment(NamedTuple):
+class Timestamp(NamedTuple):
     """A time by both clocks: nanoseconds since the epoch, and of the monotonic clock."""
 
     wall_ns: int
@@ -304,7 +304,7 @@ class Tracer:
         name: SpanName,
         attributes: Attributes = _NO_ATTRIBUTES,
         kind: SpanKind = SpanKind.INTERNAL,
-        began: Moment | None = None,
+        began: Timestamp | None = None,
     ) -> Span:
         """Begin a span below `parent`, now or at `began`; `NOTHING` where that is not recorded."""
         recorder = self._recorder
@@ -316,7 +316,7 @@ class Tracer:
         self,
         parent: TraceContext,
         name: SpanName,
-        began: Moment,
+        began: Timestamp,
         attributes: Attributes,
         error: str | None = None,
     ) -> None:

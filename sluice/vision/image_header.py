@@ -218,14 +218,14 @@ def read_image_header(field: str, data: bytes) -> ImageHeader:
             size.
     """
     try:
-        found = _header(data)
+        header = _header(data)
     except (BadImageError, IndexError) as error:
         raise InvalidRequestError(f"{field}: {error}; send a whole file, {FORMATS}") from error
-    if not found.width or not found.height:
+    if not header.width or not header.height:
         raise InvalidRequestError(
-            f"{field}: {found.width} x {found.height} pixels; send an image that has some"
+            f"{field}: {header.width} x {header.height} pixels; send an image that has some"
         )
-    return found
+    return header
 
 
 def _header(data: bytes) -> ImageHeader:

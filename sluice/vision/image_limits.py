@@ -13,7 +13,7 @@ from sluice.types import IMAGE_MARK
 from sluice.vision.image_header import read_image_header
 
 _KEYS = "sluice.limits"
-MOST_PIXELS = 1 << 25
+MAX_PIXELS = 1 << 25
 """Upper bound of the setting: 33 million pixels take 100 MB decoded."""
 
 

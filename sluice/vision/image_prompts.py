@@ -41,7 +41,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePlace:
+class ImageSpan:
     """The place of an image: tokens ``[start, start + grid.num_tokens)`` of the prompt."""
 
     start: int
@@ -71,32 +71,32 @@ class RopePositions:
 
 def find_images(
     token_ids: npt.NDArray[np.integer], image_token_id: int, grids: Sequence[Grid]
-) -> tuple[ImagePlace, ...]:
+) -> tuple[ImageSpan, ...]:
     """Return where each image's tokens are in a prompt.
 
     Raises:
         InvalidRequestError: the prompt holds more or fewer of them than `grids` need, or other
             tokens interrupt an image's.
     """
-    found = np.flatnonzero(token_ids == image_token_id)
+    positions = np.flatnonzero(token_ids == image_token_id)
     wanted = sum(grid.num_tokens for grid in grids)
-    if found.size != wanted:
+    if positions.size != wanted:
         raise InvalidRequestError(
-            f"prompt: {found.size} image tokens, but its {len(grids)} images take {wanted}; send "
-            "the tokens that the prompt was accepted with, and its images"
+            f"prompt: {positions.size} image tokens, but its {len(grids)} images take {wanted}; "
+            "send the tokens that the prompt was accepted with, and its images"
         )
     places = []
     cursor = 0
     for number, grid in enumerate(grids):
-        own = found[cursor : cursor + grid.num_tokens]
+        own = positions[cursor : cursor + grid.num_tokens]
         if own[-1] - own[0] != grid.num_tokens - 1:
             raise InvalidRequestError(f"prompt: the tokens of image {number} do not lie together")
-        places.append(ImagePlace(int(own[0]), grid))
+        places.append(ImageSpan(int(own[0]), grid))
         cursor += grid.num_tokens
     return tuple(places)
 
 
-def rope_positions(num_tokens: int, images: Sequence[ImagePlace]) -> RopePositions:
+def rope_positions(num_tokens: int, images: Sequence[ImageSpan]) -> RopePositions:
     """Return the positions of a prompt of `num_tokens` with `images` in their order."""
     parts: list[npt.NDArray[np.int64]] = []
     place = position = 0
@@ -126,10 +126,10 @@ def expand_placeholders(
         InvalidRequestError: `token_ids` holds more or fewer placeholders than there are images.
     """
     is_image = token_ids == image_token_id
-    found = int(is_image.sum())
-    if found != len(num_tokens):
+    num_places = int(is_image.sum())
+    if num_places != len(num_tokens):
         raise InvalidRequestError(
-            f"prompt: {len(num_tokens)} images, but {found} places for them after the chat "
+            f"prompt: {len(num_tokens)} images, but {num_places} places for them after the chat "
             "template; use a template that shows images, and leave the model's own image tokens "
             "out of the text"
         )
@@ -189,11 +189,11 @@ class ImagePromptReader:
 
     def read(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
         """Return `lay_out`'s prompt with its images decoded."""
-        found = self.lay_out(token_ids, images)
+        prompt = self.lay_out(token_ids, images)
         # One after the other: decoded, an image takes far more memory than its patches.
-        for one in found.patches:
+        for one in prompt.patches:
             one()
-        return found
+        return prompt
 
     def lay_out(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
         """Return positions of a prompt that `expand` made; read of its images only the headers.
@@ -208,8 +208,10 @@ class ImagePromptReader:
         """
         grids = self._grids(images)
         size = self.shape.merge_size
-        found = find_images(token_ids, self.shape.image_token_id, grids)
-        places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in found])
+        placed = find_images(token_ids, self.shape.image_token_id, grids)
+        places = np.concatenate(
+            [image.start + np.arange(image.grid.num_tokens) for image in placed]
+        )
         if places[-1] == token_ids.size - 1:
             raise InvalidRequestError("prompt: it ends with an image; put text behind it")
         return ImagePrompt(
@@ -217,7 +219,7 @@ class ImagePromptReader:
             np.array([[1, grid.rows * size, grid.columns * size] for grid in grids]),
             np.array([grid.num_tokens for grid in grids]),
             places,
-            rope_positions(token_ids.size, found),
+            rope_positions(token_ids.size, placed),
         )
 
     def fitted(self, encoded: bytes, number: int) -> Image:

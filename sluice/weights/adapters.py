@@ -139,15 +139,15 @@ def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     An adapter's rank is limited to the larger side of its weight, so that a sender cannot demand
     unlimited memory.
     """
-    found = dict(shapes)
+    remaining = dict(shapes)
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:
         layer = name.removesuffix(A_SUFFIX)
         part, dimensions = adapted_part(layer), 3 if is_of_experts(layer) else 2
         offered = [shapes.get(one) for one in (part.weight, name, layer + B_SUFFIX)]
         given = [one for one in offered if one is not None and len(one) == dimensions]
         if len(given) == len(offered) and _fit(part.count, *given):
-            del found[name], found[layer + B_SUFFIX]
-    return found
+            del remaining[name], remaining[layer + B_SUFFIX]
+    return remaining
 
 
 def _fit(parts: int, weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:

@@ -40,7 +40,7 @@ from sluice.weights.plan import (
     stream_of,
     torch_dtype,
 )
-from sluice.weights.transfer import IN_FLIGHT, Base
+from sluice.weights.transfer import IN_FLIGHT, BaseVersion
 
 WORTHWHILE_SHARE = 0.25
 """Largest share of all bytes. Above it, coding takes longer than a fast network needs for the
@@ -236,7 +236,7 @@ def _bytes(array: NDArray[np.unsignedinteger[Any]]) -> ByteArray:
 class SparseUpdate:
     """The changes of each bucket since `base`: uint8 on the CPU, in the order of the plan."""
 
-    base: Base
+    base: BaseVersion
     codes: tuple[torch.Tensor, ...]
 
     @property
@@ -247,7 +247,7 @@ class SparseUpdate:
 
 def encode_update(
     plan: TransferPlan,
-    base: Base,
+    base: BaseVersion,
     old: WeightBuffer,
     new: WeightBuffer,
     should_stop: threading.Event,

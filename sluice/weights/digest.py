@@ -73,10 +73,10 @@ def part_names(plan: TransferPlan) -> tuple[str, ...]:
     )
 
 
-def joined(found: Sequence[WeightDigests]) -> WeightDigests:
+def joined(digests: Sequence[WeightDigests]) -> WeightDigests:
     """Return the digests of the parts of several streams."""
-    names = tuple(name for one in found for name in one.names)
-    return WeightDigests(names, tuple(part for one in found for part in one.parts))
+    names = tuple(name for one in digests for name in one.names)
+    return WeightDigests(names, tuple(part for one in digests for part in one.parts))
 
 
 class StreamDigest:

@@ -228,6 +228,6 @@ def _summary(error: RuntimeError) -> str:
     """
     line, _, more = str(error).strip().partition("\n")
     location, bracket, text = line.partition("] ")
-    found = text if bracket and location.startswith("[/") else line
+    place = text if bracket and location.startswith("[/") else line
     reason = more.partition("Last error:\n")[2].strip().partition("\n")[0]
-    return f"{found}: {reason}" if reason else found
+    return f"{place}: {reason}" if reason else place

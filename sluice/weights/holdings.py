@@ -79,7 +79,7 @@ def stream_plans(
 
 
 def stream_bucket_bytes(
-    tensors: Sequence[TensorSpec], most: int, share: WeightShare, holdings: Sequence[Holding]
+    tensors: Sequence[TensorSpec], max_bytes: int, share: WeightShare, holdings: Sequence[Holding]
 ) -> int:
     """Return the bucket size of the streams to the workers with a share.
 
@@ -87,14 +87,18 @@ def stream_bucket_bytes(
     single stream.
 
     Args:
-        most: largest allowed collective.
+        max_bytes: largest allowed collective.
         holdings: the holdings of the sending ranks; empty if one rank holds all weights.
     """
     if not holdings:
-        return hiding_bucket_bytes(tensors, most, share)
-    most = max(most // len(holdings) // ALIGNMENT_BYTES * ALIGNMENT_BYTES, MIN_BUCKET_BYTES)
+        return hiding_bucket_bytes(tensors, max_bytes, share)
+    max_bytes = max(
+        max_bytes // len(holdings) // ALIGNMENT_BYTES * ALIGNMENT_BYTES, MIN_BUCKET_BYTES
+    )
     parts = [held_part(tensors, share, holding) for holding in holdings]
-    return max(hiding_bucket_bytes(part[0], most, part[1]) for part in parts if part is not None)
+    return max(
+        hiding_bucket_bytes(part[0], max_bytes, part[1]) for part in parts if part is not None
+    )
 
 
 def joint_digest(plans: Sequence[TransferPlan | None]) -> str:

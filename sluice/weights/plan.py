@@ -55,7 +55,7 @@ last bits of a matrix product may depend on where its operands lie in a cache li
 MIN_BUCKET_BYTES = 4096
 
 _WANTED_BUCKETS = 4
-MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
+MAX_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
 """Buckets of `hiding_bucket_bytes`, below the largest allowed, that a share takes at most: two
 neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
@@ -94,7 +94,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketSlice:
     """Bytes ``[tensor_start, tensor_start + num_bytes)`` of one tensor inside one bucket.
 
     `tensor` indexes the plan's tensors; `bucket_start` is the offset in the bucket.
@@ -113,7 +113,7 @@ class Bucket:
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketSlice, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -185,7 +185,7 @@ def tensor_specs(
 
 
 def hiding_bucket_bytes(
-    tensors: Sequence[TensorSpec], most: int, share: WeightShare = WHOLE
+    tensors: Sequence[TensorSpec], max_bytes: int, share: WeightShare = WHOLE
 ) -> int:
     """Return the bucket size that lets work on one bucket overlap the transfer of the next.
 
@@ -193,13 +193,13 @@ def hiding_bucket_bytes(
     bucket, but not so small that the start of collectives costs the saved time.
 
     Args:
-        most: largest allowed collective; returned for large weights.
+        max_bytes: largest allowed collective; returned for large weights.
     """
     cuts = cuts_by_name(share)
     total = sum(
         _num_bytes(spec, part_shape(spec.shape, cuts.get(spec.name, ()))) for spec in tensors
     )
-    return min(most, max(_align(total // _WANTED_BUCKETS), _WORTHWHILE_BUCKET_BYTES))
+    return min(max_bytes, max(_align(total // _WANTED_BUCKETS), _WORTHWHILE_BUCKET_BYTES))
 
 
 def plan_transfer(
@@ -268,7 +268,7 @@ def _align(offset: int) -> int:
 def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
     """Cut the stream; cut before a tensor that no longer fits, to keep that tensor whole."""
     index, start = 0, 0
-    pieces: list[Piece] = []
+    pieces: list[BucketSlice] = []
     stop = 0
     for tensor, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size == 0:  # an empty tensor has a place in the plan but no bytes
@@ -279,7 +279,7 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
             index, start, pieces = index + 1, offset, []
         while done < size:  # more than once only for a tensor larger than a bucket
             length = min(size - done, start + bucket_bytes - offset - done)
-            pieces.append(Piece(tensor, done, offset + done - start, length))
+            pieces.append(BucketSlice(tensor, done, offset + done - start, length))
             done += length
             stop = offset + done
             if done < size:

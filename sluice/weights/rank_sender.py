@@ -17,12 +17,12 @@ from sluice.weights.group import TransferGroup, run_together
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
 from sluice.weights.transfer import (
     IN_FLIGHT,
-    Base,
+    BaseVersion,
     BucketPort,
     DeviceSendingPort,
     DirectPort,
-    Trailer,
     UpdateHeader,
+    UpdateTrailer,
     broadcast_buckets,
     send,
     version_deadline_s,
@@ -53,7 +53,7 @@ class JoinOrder:
     workers: tuple[Mapping[int, str], ...]
 
 
-class OtherRank(Protocol):
+class RemoteRank(Protocol):
     """Rank 0's calls to another sending rank. They block, except `leave`, which ends the others.
 
     Raises (all methods but `leave`):
@@ -68,7 +68,7 @@ class OtherRank(Protocol):
     def encode(
         self,
         epoch: int,
-        bases: Sequence[Base],
+        bases: Sequence[BaseVersion],
         version: int,
         timeout_s: float,
         should_stop: threading.Event,
@@ -149,7 +149,7 @@ class RankSender:
 
     def encode(
         self,
-        bases: Sequence[Base],
+        bases: Sequence[BaseVersion],
         old: WeightBuffer,
         new: WeightBuffer,
         should_stop: threading.Event,
@@ -181,8 +181,8 @@ class RankSender:
             for stream, change in zip(self._streams, changes, strict=True)
             if stream is not None
         ]
-        found = iter(run_together(calls, self._give_up))
-        return [NOTHING if stream is None else next(found) for stream in self._streams]
+        sent = iter(run_together(calls, self._give_up))
+        return [NOTHING if stream is None else next(sent) for stream in self._streams]
 
     def abandon(self, reason: str) -> None:
         """Leave all groups and return at once; a call in progress fails soon."""
@@ -211,7 +211,7 @@ class RankSender:
             send(group, header.encode(), phase, "the header", should_stop)
             bucket_port = self._port(plan, weights, change)  # on the stream of this thread
             digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
-            trailer = Trailer(version, plan.total_bytes, digests.parts)
+            trailer = UpdateTrailer(version, plan.total_bytes, digests.parts)
             send(group, trailer.encode(), phase, "the trailer", should_stop)
             return digests
 

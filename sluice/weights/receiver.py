@@ -28,12 +28,12 @@ from sluice.weights.holdings import check_holdings, joint_digest, stream_plans
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, stream_of
 from sluice.weights.transfer import (
     IN_FLIGHT,
-    Base,
+    BaseVersion,
     BucketPort,
     CopyingPort,
     DirectPort,
-    Trailer,
     UpdateHeader,
+    UpdateTrailer,
     broadcast_buckets,
     header_bytes,
     receive,
@@ -296,11 +296,12 @@ class WeightReceiver:
             raise WeightSyncError(stream.sender, phase, str(error)) from error
 
 
-def _base(held: StagedWeights | None, wanted: Base) -> WeightBuffer:
-    if held is None or not held.is_base or Base(held.version, held.digest) != wanted:
-        found = "none" if held is None else f"version {held.version} ({held.digest})"
+def _base(held: StagedWeights | None, wanted: BaseVersion) -> WeightBuffer:
+    if held is None or not held.is_base or BaseVersion(held.version, held.digest) != wanted:
+        held_text = "none" if held is None else f"version {held.version} ({held.digest})"
         raise ValueError(
-            f"the update builds on version {wanted.version} ({wanted.digest}); held here is {found}"
+            f"the update builds on version {wanted.version} ({wanted.digest}); "
+            f"held here is {held_text}"
         )
     return held.buffer
 
@@ -329,7 +330,7 @@ def _check_trailer(
     phase: str,
 ) -> None:
     try:
-        trailer = Trailer.decode(content)
+        trailer = UpdateTrailer.decode(content)
     except ValueError as error:
         raise WeightSyncError(sender, phase, str(error)) from error
     if trailer.version != version:

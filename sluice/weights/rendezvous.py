@@ -230,12 +230,14 @@ class _Keys(services.RendezvousServiceServicer):
             self._admit(request, context)
             if len(request.keys) > MAX_KEYS_ASKED:
                 _refuse(context, f"{len(request.keys)} keys; at most {MAX_KEYS_ASKED}")
-            found = {key: self._values[key] for key in request.keys if key in self._values}
-        if (size := sum(len(key) + len(value) for key, value in found.items())) > MAX_MESSAGE_BYTES:
+            values = {key: self._values[key] for key in request.keys if key in self._values}
+        if (
+            size := sum(len(key) + len(value) for key, value in values.items())
+        ) > MAX_MESSAGE_BYTES:
             _refuse(
                 context, f"the values have {size} bytes; at most {MAX_MESSAGE_BYTES} may travel"
             )
-        return messages.GetKeysResponse(values=found)
+        return messages.GetKeysResponse(values=values)
 
     def AddToKey(
         self, request: messages.AddToKeyRequest, context: grpc.ServicerContext
@@ -388,10 +390,10 @@ class EpochStore(Store):
     def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return the values of those keys that are there."""
         asked = [self._prefix + key for key in keys]
-        found = self._call(
+        values = self._call(
             self._calls.GetKeys, messages.GetKeysRequest(**self._member, keys=asked)
         ).values
-        return {key: found[own] for key, own in zip(keys, asked, strict=True) if own in found}
+        return {key: values[own] for key, own in zip(keys, asked, strict=True) if own in values}
 
     def await_keys(
         self,
@@ -409,10 +411,10 @@ class EpochStore(Store):
         deadline = time.monotonic() + timeout_s
         pause = _POLL_MIN_S
         while True:
-            found = self.present(keys)
-            missing = [index for index, key in enumerate(keys) if key not in found]
+            values = self.present(keys)
+            missing = [index for index, key in enumerate(keys) if key not in values]
             if not missing:
-                return [found[key] for key in keys]
+                return [values[key] for key in keys]
             absent = owners(missing) if owners else self._peers
             if reason := self._stop_reason():
                 raise WeightSyncError(absent, self._phase, f"{reason}, before joining")

@@ -4,7 +4,7 @@ Input: weights and their version, or the changes since an earlier one. Output: o
 version to all members of the current epoch: a header, the buckets, a trailer with the digest of
 each part. Workers that take the same share of the weights are in one group with a broadcast of its
 own; those of an epoch run at the same time. If several trainer ranks hold the weights, each sends
-its part to groups of its own, and rank 0 steers the others (`OtherRank`). `join`
+its part to groups of its own, and rank 0 steers the others (`RemoteRank`). `join`
 waits for members, `broadcast` for each collective, up to the timeout or the stop event. That every
 byte was *sent* proves nothing about a receiver (sockets buffer megabytes); only its answer with the
 same digest does. After a failure the epoch is over: `form_group` starts the next one, and
@@ -32,10 +32,10 @@ from sluice.weights.holdings import (
     stream_bucket_bytes,
     stream_plans,
 )
-from sluice.weights.plan import MOST_HIDING_BUCKETS, TransferPlan, WeightBuffer
-from sluice.weights.rank_sender import Changes, JoinOrder, OtherRank, RankSender
+from sluice.weights.plan import MAX_HIDING_BUCKETS, TransferPlan, WeightBuffer
+from sluice.weights.rank_sender import Changes, JoinOrder, RankSender, RemoteRank
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
-from sluice.weights.transfer import Base, version_deadline_s
+from sluice.weights.transfer import BaseVersion, version_deadline_s
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ class BroadcastReport:
 
     version: int
     digests: Mapping[str, str]
-    bases: tuple[Base, ...]
+    bases: tuple[BaseVersion, ...]
     sent_bytes: int
     dense_bytes: int
     rank_bytes: tuple[int, ...]
@@ -75,7 +75,7 @@ def broadcast_deadline_s(
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
     longest = max(plans, key=lambda plan: len(plan.buckets))
     # A share has smaller buckets than the whole if it is small, and may then have a few more.
-    more = max(0, MOST_HIDING_BUCKETS - len(longest.buckets))
+    more = max(0, MAX_HIDING_BUCKETS - len(longest.buckets))
     return version_deadline_s(longest, timeout_s) + more * timeout_s
 
 
@@ -104,7 +104,7 @@ def share_classes(
     members: Sequence[str],
     tensors: Sequence[TensorSpec],
     shares: Mapping[str, Sequence[WeightShare]],
-    most_bucket_bytes: int,
+    max_bucket_bytes: int,
     holdings: Sequence[Holding] = (),
 ) -> tuple[ShareClass, ...]:
     """Return the classes, in the order of their first workers.
@@ -120,11 +120,13 @@ def share_classes(
             workers.setdefault(share, []).append((name, number))
     # One size for all, since a member has one spec.
     bucket_bytes = max(
-        stream_bucket_bytes(tensors, most_bucket_bytes, share, holdings) for share in workers
+        stream_bucket_bytes(tensors, max_bucket_bytes, share, holdings) for share in workers
     )
     return tuple(
-        ShareClass(stream_plans(tensors, bucket_bytes, share, holdings), tuple(found), share)
-        for share, found in workers.items()
+        ShareClass(
+            stream_plans(tensors, bucket_bytes, share, holdings), tuple(workers_of_share), share
+        )
+        for share, workers_of_share in workers.items()
     )
 
 
@@ -139,8 +141,8 @@ def specs_of(
             place = WorkerPlace(group, rank, 1 + len(one.workers), digest)
             places.setdefault(name, {})[number] = place
     return {
-        name: _placed(spec, [found[number] for number in sorted(found)])
-        for name, found in places.items()
+        name: _placed(spec, [of_group[number] for number in sorted(of_group)])
+        for name, of_group in places.items()
     }
 
 
@@ -191,7 +193,7 @@ class WeightSender:
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
         holdings: Sequence[Holding] = (),
-        others: Sequence[OtherRank] = (),
+        others: Sequence[RemoteRank] = (),
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
@@ -285,7 +287,7 @@ class WeightSender:
 
     def encode_update(
         self,
-        bases: Sequence[Base],
+        bases: Sequence[BaseVersion],
         old: WeightBuffer,
         new: WeightBuffer,
         should_stop: threading.Event,
@@ -308,18 +310,18 @@ class WeightSender:
             WeightSyncError: another rank failed.
         """
         own, order = self._current()
-        found: list[Changes] = []
+        changes: list[Changes] = []
 
         def encode() -> bool:
-            found.append(own.encode(bases, old, new, should_stop))
-            return any(found[0])
+            changes.append(own.encode(bases, old, new, should_stop))
+            return any(changes[0])
 
         others: list[Callable[[], bool]] = [
             partial(one.encode, order.spec.epoch, bases, version, self._limit_s(n), should_stop)
             for n, one in enumerate(self._others, 1)
         ]
         is_worthwhile = run_together([encode, *others], should_stop.set)
-        return found[0] if any(is_worthwhile) else None
+        return changes[0] if any(is_worthwhile) else None
 
     def broadcast(
         self,
@@ -367,7 +369,7 @@ class WeightSender:
         return BroadcastReport(
             version,
             _member_digests(self._classes, parts),
-            tuple(Base(version, digests.combined) for digests in of_class),
+            tuple(BaseVersion(version, digests.combined) for digests in of_class),
             sum(rank_bytes),
             sum(one.total_bytes for one in self._classes),
             rank_bytes,
@@ -436,7 +438,7 @@ class WeightSender:
 
 
 def _member_digests(
-    classes: Sequence[ShareClass], found: Sequence[Mapping[str, bytes]]
+    classes: Sequence[ShareClass], by_class: Sequence[Mapping[str, bytes]]
 ) -> dict[str, str]:
     """Return the digest of each member; a part that several of its workers have counts once."""
     classes_of: dict[str, dict[int, None]] = {}
@@ -448,7 +450,7 @@ def _member_digests(
     def digest_of(numbers: tuple[int, ...]) -> str:  # many members, few ways to divide
         parts: dict[str, bytes] = {}
         for number in numbers:
-            parts |= found[number]
+            parts |= by_class[number]
         return combined_digest(parts)
 
     return {name: digest_of(tuple(numbers)) for name, numbers in classes_of.items()}

@@ -85,10 +85,10 @@ def num_blocks(cuts: Cuts) -> int:
 
 def part_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
     """Return the shape of the packed part."""
-    found = list(shape)
+    shape_of_part = list(shape)
     for cut in cuts:
-        found[cut.dimension] = sum(length for _, length in cut.ranges)
-    return tuple(found)
+        shape_of_part[cut.dimension] = sum(length for _, length in cut.ranges)
+    return tuple(shape_of_part)
 
 
 def part_name(name: str, cuts: Cuts) -> str:
@@ -115,9 +115,9 @@ def common_cuts(shape: Sequence[int], one: Cuts, other: Cuts) -> Cuts | None:
         return None
     # A dimension that is taken whole has no cut, so that a part has one name.
     return tuple(
-        Cut(dimension, found)
-        for dimension, found in sorted(ranges.items())
-        if found != ((0, shape[dimension]),)
+        Cut(dimension, shared)
+        for dimension, shared in sorted(ranges.items())
+        if shared != ((0, shape[dimension]),)
     )
 
 
@@ -140,13 +140,13 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
         key=lambda one: len({ranges.get(one) for ranges in ranges_of}),
         default=0,
     )
-    found = [
+    intervals = [
         (start, start + length, number)
         for number, ranges in enumerate(ranges_of)
         for start, length in ranges.get(dimension, ((0, shape[dimension] if shape else 1),))
     ]
     near: list[tuple[int, int]] = []
-    for start, stop, number in sorted(found):
+    for start, stop, number in sorted(intervals):
         near = [one for one in near if one[0] > start]
         rank, cuts = parts[number]
         for _, earlier in near:
@@ -165,29 +165,29 @@ def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
         outer: the cuts of the part that contains it.
     """
     inner, around = ({c.dimension: c.ranges for c in given} for given in (cuts, outer))
-    found = []
+    selected = []
     for dimension in sorted({*inner, *around}):
         whole: Ranges = ((0, shape[dimension]),)
         held = around.get(dimension, whole)
         ranges = _packed_ranges(inner.get(dimension, whole), held)
         if ranges != ((0, sum(length for _, length in held)),):
-            found.append(Cut(dimension, ranges))
-    return tuple(found)
+            selected.append(Cut(dimension, ranges))
+    return tuple(selected)
 
 
 def _packed_ranges(ranges: Ranges, held: Ranges) -> Ranges:
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     packed = 0
     for first, size in held:
         for start, length in ranges:
             if first <= start < first + size:
                 place = packed + start - first
-                if found and sum(found[-1]) == place:  # neighbors only in the packed form
-                    start_before, length_before = found.pop()
+                if joined and sum(joined[-1]) == place:  # neighbors only in the packed form
+                    start_before, length_before = joined.pop()
                     place, length = start_before, length_before + length
-                found.append((place, length))
+                joined.append((place, length))
         packed += size
-    return tuple(found)
+    return tuple(joined)
 
 
 def pack(tensor: Tensor, cuts: Cuts) -> Tensor:

@@ -131,8 +131,8 @@ class SnapshotBuffers:
         """Read the newest snapshot that is wanted; ``None`` if there is none."""
         with self._released:
             newest_first = sorted(self._slots, key=lambda slot: slot is not self._newest)
-            found = (s for s in newest_first if s.held is not None and is_wanted(s.held))
-            slot = next(found, None)
+            free = (s for s in newest_first if s.held is not None and is_wanted(s.held))
+            slot = next(free, None)
             held = None if slot is None else slot.held
             if slot is not None:
                 slot.readers += 1

@@ -38,7 +38,7 @@ IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseVersion:
     """A version that both ends hold already; `digest` is hex."""
 
     version: int
@@ -56,13 +56,13 @@ class UpdateHeader:
 
     version: int
     sizes: tuple[int, ...]
-    base: Base | None = None
+    base: BaseVersion | None = None
     keep: bool = False
 
     def encode(self) -> torch.Tensor:
         """Return uint8 ``[header_bytes(plan)]`` on the CPU."""
         # The header has one length with and without a base, so that receivers can allocate it.
-        base = self.base or Base(0, "00" * DIGEST_BYTES)
+        base = self.base or BaseVersion(0, "00" * DIGEST_BYTES)
         flags = (_KEEP if self.keep else 0) | (_SPARSE if self.base else 0)
         fixed = _HEADER_FORMAT.pack(
             _HEADER_MAGIC, flags, self.version, base.version, bytes.fromhex(base.digest)
@@ -82,7 +82,7 @@ class UpdateHeader:
         return cls(
             version=version,
             sizes=tuple(np.frombuffer(body, dtype="<u8", offset=_HEADER_FORMAT.size).tolist()),
-            base=Base(base_version, digest.hex()) if flags & _SPARSE else None,
+            base=BaseVersion(base_version, digest.hex()) if flags & _SPARSE else None,
             keep=bool(flags & _KEEP),
         )
 
@@ -93,7 +93,7 @@ def header_bytes(plan: TransferPlan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Trailer:
+class UpdateTrailer:
     """The last collective of a version: it describes what was sent.
 
     `total_bytes` counts the stream; `digests` holds the digests of the parts, in the order of the
@@ -111,7 +111,7 @@ class Trailer:
         return _sealed(body)
 
     @classmethod
-    def decode(cls, content: torch.Tensor) -> Trailer:
+    def decode(cls, content: torch.Tensor) -> UpdateTrailer:
         """Read the bytes of `encode`.
 
         Raises:

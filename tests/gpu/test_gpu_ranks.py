@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.support.accelerator import accelerator
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, on_device, save_model
@@ -68,7 +68,9 @@ def test_they_train_like_one(
     names = ["actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl"]
     names += ["actor/kl_loss"] if exact else []
     alone = make_config(folder, NUM_GROUPS, fsdp_config=precision, **settings)
-    single = Learner(on_device(alone, accelerator()), DataParallel(accelerator()), total_steps=10)
+    single = Learner(
+        on_device(alone, accelerator()), ParallelContext(accelerator()), total_steps=10
+    )
     settings["fsdp_config"] = precision | layout
     with trainer(folder, world_size, START_S, device=accelerator(), **settings) as ranks:
         for number in (1, 2, 3):

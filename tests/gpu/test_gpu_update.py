@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import attention, experts, optimizer
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.token_statistics import LinearHead, token_statistics
 from sluice.config.run import RunConfig
 from tests.support.accelerator import accelerator, is_rehearsal
@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
 
 def updated(config: RunConfig, device: str) -> tuple[Weights, dict[str, float]]:
     """The change of each weight in one update, on the CPU, and the update's metrics."""
-    learner = Learner(on_device(config, device), DataParallel(device), total_steps=10)
+    learner = Learner(on_device(config, device), ParallelContext(device), total_steps=10)
     before = whole(learner)
     metrics = learner.train_step(make_batch(), 1)
     return {name: weight - before[name] for name, weight in whole(learner).items()}, metrics
@@ -94,10 +94,12 @@ def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_as_on_the_gpu(
     saved: SaveModel, tmp_path: Path
 ) -> None:
     config = make_config(saved("qwen3"))
-    first = Learner(on_device(config, accelerator()), DataParallel(accelerator()), total_steps=10)
+    first = Learner(
+        on_device(config, accelerator()), ParallelContext(accelerator()), total_steps=10
+    )
     first.train_step(make_batch(), 1)
     first.save(tmp_path / "actor")
-    again = Learner(config, DataParallel(), total_steps=10)
+    again = Learner(config, ParallelContext(), total_steps=10)
     again.load(tmp_path / "actor")
     first.train_step(make_batch(seed=1), 2)
     again.train_step(make_batch(seed=1), 2)
@@ -112,7 +114,7 @@ def test_moments_that_move_beside_the_step_change_no_bit(
     for is_offloaded in (False, True):
         config = make_config(saved("qwen3"), fsdp_config={"optimizer_offload": is_offloaded})
         config = on_device(config, accelerator())
-        learner = Learner(config, DataParallel(accelerator()), total_steps=10)
+        learner = Learner(config, ParallelContext(accelerator()), total_steps=10)
         for step in (1, 2, 3):
             learner.train_step(make_batch(seed=step), step)
         learner.save(tmp_path / str(is_offloaded))

@@ -27,7 +27,7 @@ from sluice.concurrency import watchdog
 
 # A busy machine may keep a thread from running: before the call that is no stall, and after it the
 # reports are waited for.
-watchdog._MOST_BETWEEN_LOOKS_S, watchdog.REPORT_TIMEOUT_S = 0.1, 600.0
+watchdog._MAX_INTERVAL_S, watchdog.REPORT_TIMEOUT_S = 0.1, 600.0
 
 async def block_the_loop(self, request, context):
     (judge,) = watchdog._watching

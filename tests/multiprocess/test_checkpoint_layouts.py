@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.support.rank_peer import BUCKET_BYTES, NUM_GROUPS
 from tests.support.saved_states import are_equal, model_tensors
 from tests.support.steered_process import ANSWER_S
@@ -81,7 +81,9 @@ def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
             ranks[0].command(f"save {again}")
         assert are_equal(saved, again)
         assert_shared_evenly(again)
-    alone = Learner(make_config(model, NUM_GROUPS, **settings({})), DataParallel(), total_steps=10)
+    alone = Learner(
+        make_config(model, NUM_GROUPS, **settings({})), ParallelContext(), total_steps=10
+    )
     alone.load(saved)
     alone.save(tmp_path / "alone" / "actor")
     assert are_equal(saved, tmp_path / "alone" / "actor")
@@ -93,7 +95,7 @@ def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
 def test_a_whole_optimizer_file_of_an_earlier_version_resumes_in_shards(tmp_path: Path) -> None:
     model, actor = save_model(tmp_path / "model"), tmp_path / "old" / "actor"
     learner = Learner(
-        make_config(model, NUM_GROUPS, **settings({})), DataParallel(), total_steps=10
+        make_config(model, NUM_GROUPS, **settings({})), ParallelContext(), total_steps=10
     )
     learner.train_step(make_batch(NUM_GROUPS), 1)
     learner.save(actor)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies
 from tests.support.rank_peer import NUM_EXPERTS, NUM_GROUPS, saved_weights
 from tests.support.steered_process import ANSWER_S
@@ -37,7 +37,7 @@ def test_they_train_save_and_resume_like_one(
 ) -> None:
     folder = save_model(tmp_path / "model", "qwen3_moe")
     settings = ACTOR | changes | {"fsdp_config": {"dtype": "float32"}}
-    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    single = Learner(make_config(folder, NUM_GROUPS, **settings), ParallelContext(), total_steps=10)
     train = "routed" if changes is R3 else "train"
 
     def alone(number: int) -> dict[str, float]:

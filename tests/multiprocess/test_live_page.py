@@ -21,7 +21,7 @@ from tests.support.dashboard_run import fill_run, make_run
 from tests.support.small_run import is_running, processes_naming
 
 WAIT_S = 240.0
-LEAST_PRIORITY = 19
+MIN_PRIORITY = 19
 
 
 def configured(run_dir: Path, *overrides: str) -> RunConfig:
@@ -75,7 +75,7 @@ async def test_the_page_is_served_without_a_launcher_too_until_the_block_ends(
         url = await address(tmp_path)
         pid = page_process(tmp_path)
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 10, LEAST_PRIORITY)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 10, MIN_PRIORITY)
         body = await asyncio.to_thread(fetched, f"{url}api/overview")
         assert json.loads(body)["name"] == tmp_path.name
     assert not is_running(pid)

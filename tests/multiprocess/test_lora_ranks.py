@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.multiprocess.test_sharded_trainer import assert_like, step
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import optimizer_tensors
@@ -34,7 +34,7 @@ def adapters(actor: Path) -> dict[str, torch.Tensor]:
 
 def make_learner(folder: Path, **actor: Any) -> Learner:
     config = adapting(make_config(folder, NUM_GROUPS, **actor), **ADAPTERS)
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 @pytest.mark.parametrize(

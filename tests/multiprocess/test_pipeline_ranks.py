@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import Stage, load_critic
 from services.trainer.learner.model.stages import check_stages_train, keep_stage
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
-from tests.support.layer_parity import MOST_ERROR
+from tests.support.layer_parity import MAX_ERROR
 from tests.support.rank_parity import Compared, Subject, compare, made_subject
 from tests.support.rank_peer import NUM_GROUPS, made_batch
 from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
 
 
 def assert_gradients(found: Compared, subject: Subject) -> None:
-    assert found.error <= MOST_ERROR
+    assert found.error <= MAX_ERROR
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in subject.expected.values()))
     for rank in found.ranks:
         assert rank.norm == pytest.approx(norm, rel=1e-5)
@@ -112,7 +112,7 @@ def test_they_train_skip_save_and_publish_like_one(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3", **FOUR)
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
     config = with_sources(make_config(folder, NUM_GROUPS, **settings), SOURCES)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
 
     def alone(number: int) -> dict[str, float]:
         return single.train_step(made_batch(folder, f"sources-{number}"), number)
@@ -176,7 +176,7 @@ def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
     # No reference, whose passes are those of a policy.
     settings = {**ACTOR, "use_kl_loss": False, "fsdp_config": {"dtype": "float32"}}
     config = with_critic(make_config(folder, NUM_GROUPS, **settings), **keys)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
     cut = settings | {"fsdp_config": {"dtype": "float32", **layout}}
     staged, one, whole, later = (
         tmp_path / name / "actor" for name in ("staged", "one", "whole", "later")
@@ -210,7 +210,7 @@ def test_adapters_of_stages_continue_in_one_rank(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
     layout = {"fsdp_config": {"dtype": "float32", **stages(2)}}
     config = adapting(make_config(folder, NUM_GROUPS, **ACTOR), **keys)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
     saved = tmp_path / "saved" / "actor"
     with trainer(folder, 2, adapters=keys, **ACTOR | layout) as ranks:
         assert_like(ranks[0].command("train 1"), step(single, 1))

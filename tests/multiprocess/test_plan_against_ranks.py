@@ -15,7 +15,7 @@ from services.trainer.dry_run.__main__ import with_adapters
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.shape import shape_of
 from sluice.plan import launch_plan
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import DryRunRequest, PassBytes
 from tests.support.layer_parity import random_adapter
 from tests.support.plan_parity import (
     DENSE,
@@ -117,7 +117,7 @@ def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -
 
 
 def preloaded_dry_run(
-    _command: str, asked: DryRunAsked, kind: type[list[PassBytes]], **_: object
+    _command: str, asked: DryRunRequest, kind: type[list[PassBytes]], **_: object
 ) -> tuple[list[PassBytes], str]:
     """As `answer_of`, in a fork of a process that has the imports."""
     text = msgspec.json.encode(asked).decode()

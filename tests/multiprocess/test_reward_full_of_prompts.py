@@ -61,7 +61,7 @@ async def test_prompts_beyond_a_limit_are_all_trained_or_filtered(
     replica = ScriptedReplica()
     async with scripted_replicas(replica), reward_process(config) as service:
         address = RunAddress(reward=address_of(service))
-        policy = RetryPolicy(first_s=0.1, most_s=0.5, patience_s=WAIT_S)
+        policy = RetryPolicy(first_s=0.1, max_s=0.5, patience_s=WAIT_S)
         async with (
             AsyncClient(address, name=named, policy=policy) as client,
             asyncio.timeout(2 * WAIT_S),

@@ -189,5 +189,5 @@ def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_accounts(
     shares = residual_shares(accounts)
     assert max(shares["trainer_s/"], shares["rollout_s/"]) < MOST
     generated = [step["accounts/generated_tokens"] for step in record.steps]
-    most_in_a_step = max(later - earlier for earlier, later in pairwise([0.0, *generated]))
-    assert abs(accounts["tokens_residual"]) <= most_in_a_step
+    max_per_step = max(later - earlier for earlier, later in pairwise([0.0, *generated]))
+    assert abs(accounts["tokens_residual"]) <= max_per_step

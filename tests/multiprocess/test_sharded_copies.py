@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.multiprocess.test_sharded_trainer import FROZEN, assert_like, copies, step, wire_digest
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import freezing, make_config, save_model, with_critic
@@ -34,7 +34,7 @@ def whole_learner(model: Path) -> Learner:
     config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner_module, "load_policy", freezing(FROZEN))
-        return Learner(config, DataParallel(), total_steps=10)
+        return Learner(config, ParallelContext(), total_steps=10)
 
 
 def test_two_copies_in_two_shards_train_and_publish_like_one_whole_model(tmp_path: Path) -> None:

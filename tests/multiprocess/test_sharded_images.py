@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.stages import own_stage
-from services.trainer.learner.ranks import DataParallel, StageRanks
+from services.trainer.learner.ranks import ParallelContext, StageRanks
 from sluice.config.schema.actor import ActorFsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_lora_ranks import ADAPTERS, adapters
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, wire_digest
-from tests.support.layer_parity import MOST_ERROR
+from tests.support.layer_parity import MAX_ERROR
 from tests.support.rank_parity import compare, made_image_subject
 from tests.support.rank_peer import NUM_GROUPS, batch_of, made_batch
 from tests.support.saved_states import optimizer_tensors
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
     ]
     found = compare(world_size, layout, subjects, tmp_path)
     for one, (subject, _), (family, _, _) in zip(found, subjects, passes, strict=True):
-        assert one.error <= MOST_ERROR, family
+        assert one.error <= MAX_ERROR, family
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in subject.expected.values()))
         for rank in one.ranks:
             assert rank.norm == pytest.approx(norm, rel=1e-5)
@@ -113,7 +113,7 @@ def test_they_train_and_publish_like_one_whatever_images_a_ranks_rows_have(
     # Without the engine's experts, passes of one step follow the first; then they follow those.
     actor = ACTOR | ({"router_replay": {"mode": "R3"}} if family == EXPERTS else {})
     commands = ("train", "routed") if family == EXPERTS else ("train",)
-    single = Learner(make_config(model, NUM_GROUPS, **actor), DataParallel(), total_steps=10)
+    single = Learner(make_config(model, NUM_GROUPS, **actor), ParallelContext(), total_steps=10)
     before = copies(single)
     divided = ACTOR["fsdp_config"] | layout
     with trainer(model, world_size, **(actor | {"fsdp_config": divided})) as ranks:
@@ -140,7 +140,7 @@ def test_adapters_of_a_model_with_images_train_in_stages_as_on_one_rank(tmp_path
     model = tmp_path / "model"
     save_model(EXPERTS, model, **FORM)
     config = adapting(make_config(model, NUM_GROUPS, **ACTOR), **ADAPTERS)
-    single = Learner(config, DataParallel(), total_steps=10)
+    single = Learner(config, ParallelContext(), total_steps=10)
     stages = {"fsdp_config": {"dtype": "float32", "pipeline_parallel_size": 2}}
     with trainer(model, 2, adapters=ADAPTERS, recomputes=True, **(ACTOR | stages)) as ranks:
         assert_like(ranks[0].command("train 1"), single.train_step(batch_of(model, 1), 1))
@@ -158,7 +158,7 @@ def test_adapters_of_a_model_with_images_train_in_stages_as_on_one_rank(tmp_path
 def test_a_first_stage_without_the_layers_that_images_add_to_is_refused(tmp_path: Path) -> None:
     save_model(EXPERTS, tmp_path, **FORM)
     loaded = load_policy(ModelConfig(path=str(tmp_path)), ActorFsdpConfig(), 64)
-    ranks = DataParallel()
+    ranks = ParallelContext()
     ranks.stages = StageRanks((0, 1), 0)
     cut = TransformerOverrides(num_layers_in_first_pipeline_stage=1)
     with pytest.raises(ConfigError, match=r"the first stage has 1 of .* 4 layers.* the first 2;"):

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_shares import check_shareable
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import ConfigError
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import model_tensors, optimizer_tensors
@@ -61,7 +61,7 @@ def single(model: Path) -> Learner:
     config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner_module, "load_policy", freezing(FROZEN))
-        return Learner(config, DataParallel(), total_steps=10)
+        return Learner(config, ParallelContext(), total_steps=10)
 
 
 def assert_like(found: dict[str, float], expected: dict[str, float]) -> None:
@@ -189,7 +189,7 @@ def test_two_ranks_in_bfloat16_train_like_one(
     folder = save_model(tmp_path / "model", family)
     mixed: dict[str, Any] = {"fsdp_config": {"dtype": "bfloat16"}, "ppo_mini_batch_size": 2}
     divided = mixed | {"fsdp_config": {"dtype": "bfloat16", **layout}}
-    single = Learner(make_config(folder, NUM_GROUPS, **mixed), DataParallel(), total_steps=10)
+    single = Learner(make_config(folder, NUM_GROUPS, **mixed), ParallelContext(), total_steps=10)
     before = copies(single)
     expected = step(single, 1)
     with trainer(folder, 2, **divided) as ranks:
@@ -217,7 +217,7 @@ def test_ranks_that_share_sequences_train_like_one(
     folder = save_model(tmp_path / "model", family)
     # A reference is a second model that passes run through.
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
-    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    single = Learner(make_config(folder, NUM_GROUPS, **settings), ParallelContext(), total_steps=10)
     layout = {"ulysses_sequence_parallel_size": sharing, "fsdp_size": fsdp_size}
     shared = settings | {"fsdp_config": {"dtype": "float32", **layout}}
     with trainer(folder, world_size, recomputes=recomputes, **shared) as ranks:
@@ -236,7 +236,7 @@ def test_a_critics_gradients_are_one_ranks_where_ranks_share_sequences(
     config = with_critic(make_config(model, NUM_GROUPS, **settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner_module, "load_policy", freezing(frozen))
-        single = Learner(config, DataParallel(), total_steps=10)
+        single = Learner(config, ParallelContext(), total_steps=10)
     layout = {"dtype": "float32", "ulysses_sequence_parallel_size": 2}
     shared = settings | {"fsdp_config": layout}
     with trainer(model, 2, frozen=frozen, **shared) as ranks:
@@ -254,7 +254,7 @@ def test_a_critics_gradients_are_one_ranks_where_ranks_share_sequences(
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(model: Path) -> None:
     three = {"fsdp_config": {"dtype": "float32", "ulysses_sequence_parallel_size": 3}}
     with pytest.raises(ConfigError, match=r"size=3 does not divide the 1 trainer ranks.*give 1"):
-        Learner(make_config(model, NUM_GROUPS, **three), DataParallel(), total_steps=10)
+        Learner(make_config(model, NUM_GROUPS, **three), ParallelContext(), total_steps=10)
 
 
 @pytest.mark.parametrize(

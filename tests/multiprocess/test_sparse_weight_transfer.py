@@ -19,7 +19,7 @@ from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import Changes, WeightSender
-from sluice.weights.transfer import Base
+from sluice.weights.transfer import BaseVersion
 from tests.support.patience import LONG_S, in_time
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_digest import plain_digest
@@ -54,7 +54,7 @@ class _Trainer:
 
     def __init__(self, sender: WeightSender) -> None:
         self.sender = sender
-        self.held: Base | None = None
+        self.held: BaseVersion | None = None
         self._epoch = 0
 
     def form(self, peers: list[PeerProcess]) -> None:
@@ -77,7 +77,7 @@ class _Trainer:
             answer = peer.answer()
             assert answer["digest"] == answer["recomputed"] == expected
         assert report.bases[0].digest == expected
-        self.held = Base(number, expected)
+        self.held = BaseVersion(number, expected)
         return report.sent_bytes
 
     def changes(self, number: int) -> Changes | None:
@@ -180,9 +180,9 @@ def test_changes_since_a_version_that_is_not_held_are_refused_at_once() -> None:
     with _trainer(LONG_S) as trainer, peer_processes(["r0"]) as peers:
         (peer,) = peers
         for case, believed in {
-            "nothing is held": Base(1, version_1),
-            "another version is": Base(2, version_1),
-            "another digest is": Base(1, "00" * 16),
+            "nothing is held": BaseVersion(1, version_1),
+            "another version is": BaseVersion(2, version_1),
+            "another digest is": BaseVersion(1, "00" * 16),
         }.items():
             trainer.form(peers)
             if case != "nothing is held":

@@ -16,7 +16,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.rank_shares import check_shareable
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.schema.actor import ActorFsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -59,7 +59,7 @@ def test_they_train_publish_save_and_resume_like_one(
     config = with_critic(make_config(folder, NUM_GROUPS, **settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner_module, "load_policy", freezing(FROZEN))
-        single = Learner(config, DataParallel(), total_steps=10)
+        single = Learner(config, ParallelContext(), total_steps=10)
     cut = settings | {"fsdp_config": {**FLOAT32, **layout}}
     with trainer(folder, 4, frozen=FROZEN, recomputes=recomputes, **cut) as ranks:
         assert_like(ranks[0].command("train 1"), step(single, 1))

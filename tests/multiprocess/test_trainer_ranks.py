@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.support.patience import in_time
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.steered_process import ANSWER_S
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_one(model: Path, steps: int, **actor: object) -> tuple[list[Metrics], Weights]:
     """In this process."""
-    learner = Learner(make_config(model, NUM_GROUPS, **actor), DataParallel(), total_steps=10)
+    learner = Learner(make_config(model, NUM_GROUPS, **actor), ParallelContext(), total_steps=10)
     metrics = [learner.train_step(make_batch(NUM_GROUPS, seed=s), s) for s in range(1, steps + 1)]
     return metrics, dict(learner.named_weights())
 

@@ -8,7 +8,7 @@ import torch
 
 from services.reward.records.statistics import batch_content_metrics
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     StepTimes,
@@ -113,7 +113,7 @@ def test_lengths_of_a_whole_step_equal_the_sample_logs() -> None:
     found = batch_metrics(rows, max_prompt_tokens=2048, max_response_tokens=20480)
     assert found["response_length/mean"] == 7385.140625
     assert found["prompt_length/mean"] == 152.890625
-    parallel = DataParallel()
+    parallel = ParallelContext()
     parallel.world_size = RANKS
     (mini_batch,) = split_batch(
         batch.groups,

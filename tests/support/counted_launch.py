@@ -10,7 +10,7 @@ import pytest
 
 from sluice.config.run import RunConfig
 from sluice.plan import launch_plan
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import DryRunRequest, PassBytes
 
 Counting = Callable[[RunConfig, Mapping[str, object]], PassBytes]
 NOTHING = PassBytes(
@@ -34,7 +34,7 @@ def answer_dry_runs(monkeypatch: pytest.MonkeyPatch, counting: Counting) -> list
     """
     seen: list[RunConfig] = []
 
-    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
+    def answer_of(_: str, asked: DryRunRequest, *__: object, **___: object) -> tuple[Any, str]:
         config = msgspec.convert(asked.config, RunConfig)
         seen.append(config)
         models = ({**asked.model, "num_hidden_layers": layers} for _, layers in asked.runs)

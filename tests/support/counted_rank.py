@@ -1,6 +1,6 @@
 """One trainer rank that counts the bytes of its passes: a real one, or one as `sluice plan` has it.
 
-``python -m tests.support.counted_rank`` reads `DryRunAsked` as JSON from its first argument. With
+``python -m tests.support.counted_rank`` reads `DryRunRequest` as JSON from its first argument. With
 ``fake`` as the second it is alone; otherwise it meets the other ranks of its environment, and
 counts the whole model, or its own stage of it.
 """
@@ -18,12 +18,12 @@ from services.trainer.learner.ranks import TorchDistributed
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import DryRunRequest, PassBytes
 
 _MEETING_S = 90.0
 
 
-def count_passes(asked: DryRunAsked, config: RunConfig, parallel: TorchDistributed) -> PassBytes:
+def count_passes(asked: DryRunRequest, config: RunConfig, parallel: TorchDistributed) -> PassBytes:
     """Divide the ranks, and count this one's passes. Collective."""
     layout = trainer_layout(config, parallel.world_size)
     parallel.divide(layout)
@@ -34,7 +34,7 @@ def count_passes(asked: DryRunAsked, config: RunConfig, parallel: TorchDistribut
 
 
 def main() -> int:
-    asked = msgspec.json.decode(sys.argv[1], type=DryRunAsked)
+    asked = msgspec.json.decode(sys.argv[1], type=DryRunRequest)
     torch.set_num_threads(1)
     if sys.argv[2:] == ["fake"]:
         found = msgspec.json.encode(dry_run(asked))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sluice.doctor.finding import Examined, Finding, FindingSeverity, examined_run
+from sluice.doctor.finding import DoctorContext, Finding, FindingSeverity, examined_run
 
 
 def severities(findings: Iterable[Finding]) -> list[str]:
@@ -25,7 +25,7 @@ def only(findings: Iterable[Finding], severity: str) -> Finding:
     return found
 
 
-def run_of(*overrides: str, environment: dict[str, str] | None = None) -> Examined:
+def run_of(*overrides: str, environment: dict[str, str] | None = None) -> DoctorContext:
     """A run with these settings."""
     return examined_run(None, list(overrides), environment or {})
 

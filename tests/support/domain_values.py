@@ -70,10 +70,10 @@ scores = st.builds(
 
 
 @st.composite
-def routed_experts(draw: st.DrawFn, least_tokens: int) -> RoutedExperts:
+def routed_experts(draw: st.DrawFn, min_tokens: int) -> RoutedExperts:
     """Experts of at least so many tokens."""
     layers, chosen = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    shape = (least_tokens + draw(st.integers(0, 2)), layers, chosen)
+    shape = (min_tokens + draw(st.integers(0, 2)), layers, chosen)
     dtype = draw(st.sampled_from((np.uint8, np.uint16)))
     found: RoutedExperts = draw(arrays(dtype, shape))
     return found

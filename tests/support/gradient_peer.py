@@ -28,7 +28,7 @@ from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage, tied_weight
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.derived import adapts
@@ -40,7 +40,7 @@ from sluice.vision.vision_shape import reads_images
 from tests.support.image_parity import image_rows
 from tests.support.layer_parity import TEMPERATURE, parity_rows, weighed
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 ROWS_A_PASS = 5
 """One rank's 24 rows are five micro-batches, which four stages take in turn."""
 IMAGE_ROWS_A_PASS = 3
@@ -80,7 +80,7 @@ class PassFound(msgspec.Struct):
     is_equal: bool
 
 
-def _micro_batches(model: Path, parallel: DataParallel) -> list[MicroBatch]:
+def _micro_batches(model: Path, parallel: ParallelContext) -> list[MicroBatch]:
     takers = max(1, parallel.layout.data_ranks - 1)
     if reads_images(model):
         (every, images), rows_a_pass = image_rows(model), IMAGE_ROWS_A_PASS
@@ -112,7 +112,7 @@ def divided(
     parallel: TorchDistributed,
 ) -> tuple[LoadedModel, Shards]:
     """This rank's part of a model, in float32, its layout's groups formed."""
-    loaded = load_policy(settings, sharding, MOST_TOKENS, is_sharded=True)
+    loaded = load_policy(settings, sharding, MAX_TOKENS, is_sharded=True)
     if adapts(settings):
         add_adapters(loaded.model, settings, torch.float32)
     loaded = keep_stage(loaded, own_stage(loaded.model, sharding, cut, parallel))

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 
 from sluice.client import AsyncClient, RetryPolicy, RunAddress
-from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
+from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=0.2)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02, patience_s=0.2)
 
 
 @dataclass
@@ -45,12 +45,12 @@ class HttpFront:
 
 @asynccontextmanager
 async def http_front(
-    *replicas: str, settings: FrontSettings | None = None
+    *replicas: str, settings: OpenAIServerSettings | None = None
 ) -> AsyncIterator[HttpFront]:
     """A front on replicas at these addresses, for the length of the block."""
     async with (
         AsyncClient(RunAddress(replicas=replicas), policy=QUICK) as client,
-        listening(OpenAIFront(client, settings or FrontSettings()), "127.0.0.1", 0) as port,
+        listening(OpenAIServer(client, settings or OpenAIServerSettings()), "127.0.0.1", 0) as port,
         aiohttp.ClientSession() as session,
     ):
         yield HttpFront(f"http://127.0.0.1:{port}", session)

@@ -18,7 +18,7 @@ from torch import distributed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 for _family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
@@ -30,7 +30,7 @@ for _module in ("grpc._channel", "grpc._interceptor", "grpc._server", "encodings
 get_checkpoint_conversion_mapping("qwen3")
 with TemporaryDirectory() as _folder:
     _config = make_config(save_model(Path(_folder)), fsdp_config={"dtype": "bfloat16"})
-    Learner(_config, DataParallel(), total_steps=1).train_step(make_batch(), 1)
+    Learner(_config, ParallelContext(), total_steps=1).train_step(make_batch(), 1)
 distributed.destroy_process_group()
 gc.collect()
 gc.freeze()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEMPERATURE = 0.7
-MOST_ERROR = 1e-5
+MAX_ERROR = 1e-5
 """Of a gradient, relative to its largest element; 3e-6 are float32's."""
 
 Gradients = dict[str, torch.Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -21,7 +21,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client import AsyncClient, RunAddress
 from sluice.config.schema.actor_rollout_ref import RolloutConfig
-from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
+from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
 from sluice.rpc.server import RpcServer
 from sluice.types import ReplicaInfo
 from tests.support.http_front import QUICK
@@ -34,7 +34,7 @@ class Leased:
     """A generator of leased samples, and what programs reach."""
 
     generator: EpisodeGenerator
-    desk: LeaseDesk
+    desk: LeaseManager
     client: AsyncClient
     engine: ScriptedEngine
     base_url: str
@@ -53,7 +53,7 @@ async def leased(
     rules = EpisodeRules(**({"max_sequence_tokens": 4000} | limits))
     rollouts = RolloutClient(linger_ms=0, timeout_s=30.0, max_message_bytes=LIMIT_BYTES)
     ledger = ledger or PromptLedger()
-    desk = LeaseDesk(ledger.leases)
+    desk = LeaseManager(ledger.leases)
     app = cast("Any", SimpleNamespace(leases=desk, ledger=ledger))
     servicer = RewardServicer(app, RolloutConfig(), 16)
     server = RpcServer(
@@ -76,7 +76,7 @@ async def leased(
         try:
             async with (
                 AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
-                listening(OpenAIFront(client, FrontSettings()), "127.0.0.1", 0) as port,
+                listening(OpenAIServer(client, OpenAIServerSettings()), "127.0.0.1", 0) as port,
             ):
                 yield Leased(generator, desk, client, engine, f"http://127.0.0.1:{port}")
         finally:

@@ -15,7 +15,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weight_share import WHOLE, Holding, WeightShare
 from sluice.weights.plan import tensor_specs
-from sluice.weights.rank_sender import OtherRank
+from sluice.weights.rank_sender import RemoteRank
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
@@ -116,7 +116,7 @@ class Trainer:
         specs: tuple[TensorSpec, ...] | None = None,
         snapshots: SnapshotBuffers | None = None,
         holdings: Sequence[Holding] = (),
-        others: Sequence[OtherRank] = (),
+        others: Sequence[RemoteRank] = (),
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         specs = specs or tensor_specs(weights(0).items())

@@ -48,10 +48,10 @@ from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.model.optimizer import ShardedGradients
-from services.trainer.learner.places import local_part
 from services.trainer.learner.policy_snapshots import PolicySnapshots, connected_ranks
 from services.trainer.learner.rank_command import RankLeader, follow
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
+from services.trainer.learner.tensor_layouts import local_part
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.concurrency.process import hold_errors, leave
 from sluice.concurrency.threads import OwnerThread
@@ -62,7 +62,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights import rank_sender
 from sluice.weights.group import TransferGroup
-from sluice.weights.rank_sender import OtherRank
+from sluice.weights.rank_sender import RemoteRank
 from tests.support.made_bytes import MadeBytes
 from tests.support.publisher_fleet import Trainer
 from tests.support.taken_samples import MadeSamples, outline_of
@@ -101,7 +101,7 @@ class Publishing:
     """A publisher with one replica in this process."""
 
     def __init__(
-        self, snapshots: PolicySnapshots, others: Sequence[OtherRank], timeout_s: float
+        self, snapshots: PolicySnapshots, others: Sequence[RemoteRank], timeout_s: float
     ) -> None:
         self._trainer = Trainer(
             timeout_s,
@@ -162,7 +162,7 @@ def num_layers(model: Path) -> int:
 def obey(
     leader: RankLeader,
     snapshots: PolicySnapshots,
-    others: Sequence[OtherRank],
+    others: Sequence[RemoteRank],
     model: Path,
     sends_within_s: float,
 ) -> None:
@@ -344,7 +344,7 @@ def held_bytes() -> int:
 
 
 def fail_as_asked(
-    parallel: DataParallel,
+    parallel: ParallelContext,
     dies_in_exchange: int,
     fails_between_stages: tuple[int, int, bool] | None,
     fails_to_send: tuple[str, int, int] | None,
@@ -383,7 +383,7 @@ def run(
 ) -> None:
     if holds is not None:
         hold(Path(holds))
-    parallel: DataParallel = DataParallel()
+    parallel: ParallelContext = ParallelContext()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device(device), timeout_s, forming_timeout_s)
     if refuses is not None and parallel.rank == refuses[0]:

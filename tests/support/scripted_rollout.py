@@ -78,7 +78,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
     address: str = ""
     server: Any = None
     num_running: int = 0
-    most_running: int = 0
+    max_running: int = 0
 
     @property
     def info(self) -> ReplicaInfo:
@@ -103,7 +103,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
         call.images = tuple(request.prompt.chat.images)
         self.calls.append(call)
         self.num_running += len(call.sample_indexes)
-        self.most_running = max(self.most_running, self.num_running)
+        self.max_running = max(self.max_running, self.num_running)
         try:
             await self._answer(call, context)
         except SluiceError as error:

@@ -16,9 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from services.trainer.learner.places import Directory, exchange_places, local_part, place, region
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sharded_state import StateFiles, keep_step, write_state
+from services.trainer.learner.tensor_layouts import (
+    TensorLayouts,
+    exchange_layouts,
+    local_part,
+    local_region,
+    region,
+)
 from services.trainer.learner.weight_stream import cut_buckets, exchange_rows
 from sluice.device.select import select_device
 from tests.support.made_bytes import MadeBytes
@@ -49,7 +55,7 @@ def sharded(mesh: DeviceMesh, letters: str, whole: torch.Tensor) -> torch.Tensor
     empty = DTensor.from_local(
         torch.empty(0), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    offset, shape = place(empty)
+    offset, shape = local_region(empty)
     local = whole[region(offset, shape)].clone()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -57,7 +63,7 @@ def sharded(mesh: DeviceMesh, letters: str, whole: torch.Tensor) -> torch.Tensor
 
 
 def streamed(
-    tensors: dict[str, torch.Tensor], places: Directory, parallel: TorchDistributed, bucket: int
+    tensors: dict[str, torch.Tensor], places: TensorLayouts, parallel: TorchDistributed, bucket: int
 ) -> dict[str, object]:
     """Bring them to rank 0 by buckets; say what arrived and what it took."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
@@ -88,7 +94,7 @@ def main() -> int:
     folder = Path(arguments["folder"])
     cuts = arguments["cuts"]
     tensors = {name: sharded(mesh, cut, whole_tensor(name)) for name, cut in cuts.items()}
-    places = exchange_places(tensors, parallel)
+    places = exchange_layouts(tensors, parallel)
     answer: dict[str, object] = {}
     if arguments["reads"]:
         # What other ranks saved, in this layout.
@@ -97,7 +103,7 @@ def main() -> int:
             part = local_part(tensor)
             expected = part.clone()
             part.fill_(torch.nan)
-            files.fill(part, name, place(tensor)[0])
+            files.fill(part, name, local_region(tensor)[0])
             answer[name] = torch.equal(part, expected)
     else:
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 
 PartT = TypeVar("PartT")
 ResultT = TypeVar("ResultT")
 TIMEOUT_S = 60.0
 
 
-class ThreadedRank(DataParallel):
+class ThreadedRank(ParallelContext):
     """One rank; collectives go through a board that all threads share.
 
     Until `is_joined` the others are taken to say the same.
@@ -62,7 +62,7 @@ class ThreadedRank(DataParallel):
 
 
 def on_ranks(
-    world_size: int, build: Callable[[DataParallel], PartT], work: Callable[[PartT], ResultT]
+    world_size: int, build: Callable[[ParallelContext], PartT], work: Callable[[PartT], ResultT]
 ) -> list[ResultT]:
     """Build each rank's part one after the other, then have all `work` at once.
 

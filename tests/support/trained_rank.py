@@ -1,6 +1,6 @@
 """One trainer rank that counts the bytes of its passes, and of real steps with all stages at once.
 
-The only argument is `DryRunAsked` as JSON, with the whole model. The answers are what
+The only argument is `DryRunRequest` as JSON, with the whole model. The answers are what
 `counted_rank` says of real ranks, and the peak of a step's passes in bytes, moments not there.
 """
 
@@ -20,7 +20,7 @@ from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.plan.dry_run import DryRunAsked
+from sluice.plan.dry_run import DryRunRequest
 from tests.support.counted_rank import count_passes
 
 _MEETING_S = 90.0
@@ -30,7 +30,7 @@ def _loss(_number: int, outputs: TokenStatistics) -> Tensor:
     return outputs.logprobs.sum()
 
 
-def _peak(asked: DryRunAsked, config: RunConfig, parallel: TorchDistributed) -> int:
+def _peak(asked: DryRunRequest, config: RunConfig, parallel: TorchDistributed) -> int:
     layout = parallel.layout
     with LiveBytes() as count:
         rank = _Rank(config, asked.model, parallel, count)
@@ -56,7 +56,7 @@ def _peak(asked: DryRunAsked, config: RunConfig, parallel: TorchDistributed) -> 
 
 def main() -> int:
     torch.set_num_threads(1)
-    asked = msgspec.json.decode(sys.argv[1], type=DryRunAsked)
+    asked = msgspec.json.decode(sys.argv[1], type=DryRunRequest)
     parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
     config = msgspec.convert(asked.config, RunConfig)
     alone = count_passes(asked, config, parallel)

@@ -330,7 +330,7 @@ def _report(
     doubled = verdict.doubled_prompts(surviving, ledger)
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
     late = verdict.late_waits(observer.waits, config, injector.stopped)
-    service_lost, accuracy = observer.most_lost, None
+    service_lost, accuracy = observer.max_lost, None
     with suppress(DataError):  # a trainer that was killed may leave half a line
         record = read_progress(run_dir)
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))

@@ -50,7 +50,7 @@ PLAYED_BY = {"workers": "kill_environment", "leases": "kill_front"}
 """How a run may play episodes, and the kind that kills what plays them."""
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
-_MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
+_MAX_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _STATE_FIELD, _PARENT_FIELD = 0, 1
 _ENDED = ("Z", "X")
 _DEATH_S, _DEATH_POLL_S = 30.0, 0.01
@@ -306,7 +306,7 @@ class Injector:
 
 def _is_mortal(process: LaunchedProcess) -> bool:
     """Return whether it restarts when it is killed: not too often, or after a long life."""
-    if process.restarts < _MOST_RESTARTS:
+    if process.restarts < _MAX_RESTARTS:
         return True
     fields = stat_fields(process.pid)
     started_s = int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK") if fields else math.inf

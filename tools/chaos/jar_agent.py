@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-_MOST_TURNS = 8
+_MAX_TURNS = 8
 _TRIES, _PAUSE_S, _ANSWER_S = 20, 0.5, 60.0
 _OVER, _BUSY, _DEFECT = 400, 429, 500
 _TOOL = {
@@ -32,7 +32,7 @@ _TOOL = {
 def _play(row: dict[str, Any]) -> float:
     """Play to the end; return 1.0 for the right answer, 0.0 for others."""
     messages, said = row["messages"], ""
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MAX_TURNS):
         answer = _asked(messages)
         if answer is None:
             break

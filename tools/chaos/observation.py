@@ -31,7 +31,7 @@ from sluice.types import ChatMessage
 from tools.chaos.verdict import ObservedWait, TrainerRestart, Yield
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
-_SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
+_SESSION_S, _PAUSE_S, _MAX_OPEN = 3.0, 0.5, 8
 _LINE_CHARS = 200
 _RESUMED = re.compile(r"the run continues from step (\d+)")
 
@@ -59,7 +59,7 @@ class Observer:
         digests: of serving replicas' weights, by trainer and version.
         waits: as the services reported them.
         starts: processes that were seen, by service.
-        most_lost: the largest number of lost prompts that the reward service counted.
+        max_lost: the largest number of lost prompts that the reward service counted.
         leases: of samples to programs, as it counted them last, and when that was.
         tracebacks: in the logs, by service.
 
@@ -75,7 +75,7 @@ class Observer:
         self.waits: list[ObservedWait] = []
         self.starts: dict[str, set[tuple[int, int]]] = defaultdict(set)
         self.tracebacks: Counter[str] = Counter()
-        self.last_step, self.serving, self.most_lost = 0, 0, 0.0
+        self.last_step, self.serving, self.max_lost = 0, 0, 0.0
         self.leases = (0.0, 0)
         self._run_dir, self._folder = Path(config.sluice.run_dir), folder
         service = config.sluice
@@ -149,7 +149,7 @@ class Observer:
         if status := await _status(self._reward, reward_stub, request):
             self._note_waits("reward", status)
             statistics = dict(status.statistics)  # which has no number for a missing name
-            self.most_lost = max(self.most_lost, abs(statistics["reward/prompts_lost"]))
+            self.max_lost = max(self.max_lost, abs(statistics["reward/prompts_lost"]))
             self.leases = (time.monotonic(), int(statistics["reward/leases"]))
 
     async def _query_trainer_and_fleet(self) -> None:
@@ -222,7 +222,7 @@ class Witness:
     async def run(self) -> None:
         """Submit until cancelled; call a service that is away again."""
         while True:
-            if len(self._open) < _MOST_OPEN:
+            if len(self._open) < _MAX_OPEN:
                 self._add_prompt()
             with suppress(SluiceError, TimeoutError):
                 async with asyncio.timeout(_SESSION_S):

@@ -21,7 +21,7 @@ const definition = protoLoader.loadSync(
 const { rollout, trainer } = grpc.loadPackageDefinition(definition).sluice.api;
 const open = grpc.credentials.createInsecure();
 const FRESH_MS = 2000;
-const [FIRST_WAIT_MS, MOST_WAIT_MS] = [100, 5000];
+const [FIRST_WAIT_MS, MAX_WAIT_MS] = [100, 5000];
 const { RESOURCE_EXHAUSTED, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED } = grpc.status;
 const TRANSIENT = new Set([RESOURCE_EXHAUSTED, UNAVAILABLE, CANCELLED]);
 const tell = (what) => process.stdout.write(`${JSON.stringify(what)}\n`);
@@ -136,7 +136,7 @@ async function answer(fleet, [number, messages], task, metadata) {
         tell({ failed: number, error: `${kind ?? error.code}: ${error.details ?? error.message}` });
         return;
       }
-      const wait = Math.min(FIRST_WAIT_MS * 2 ** Math.min(retries, 16), MOST_WAIT_MS);
+      const wait = Math.min(FIRST_WAIT_MS * 2 ** Math.min(retries, 16), MAX_WAIT_MS);
       await pause(wait * (0.5 + Math.random() / 2));
     }
   }

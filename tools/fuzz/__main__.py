@@ -22,7 +22,7 @@ import aiohttp
 
 from sluice.client import AsyncClient
 from sluice.client.run_address import locate_run
-from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
+from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.front_traffic import FrontTraffic
@@ -135,7 +135,7 @@ async def _attacked(
 @asynccontextmanager
 async def _front(client: AsyncClient, seed: int) -> AsyncIterator[FrontTraffic]:
     """Serve the OpenAI front in this process, and send it requests."""
-    front = OpenAIFront(client, FrontSettings())
+    front = OpenAIServer(client, OpenAIServerSettings())
     async with (
         listening(front, LOOPBACK, 0) as port,
         aiohttp.ClientSession(f"http://{LOOPBACK}:{port}", timeout=_WITHIN) as session,

@@ -44,7 +44,7 @@ _MAX_EXAMPLES = 20
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.06, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
 _FRONT_SHARE = 0.1  # of all requests
 _LEASE_SHARE = 0.8  # of the requests with a lease: one that the attack has taken
-_MOST_LEASES = 64
+_MAX_LEASES = 64
 _WAITING = (
     "LeaseSamples",
     "WatchSteps",
@@ -125,7 +125,7 @@ class Traffic:
     ) -> None:
         self._channels, self._rng, self._methods = channels, rng, all_methods()
         self._front = front
-        self._leases: deque[str] = deque(maxlen=_MOST_LEASES)
+        self._leases: deque[str] = deque(maxlen=_MAX_LEASES)
         self.num_leased = 0
         self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in self._methods]
         self.codes: Counter[str] = Counter()

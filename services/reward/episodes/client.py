@@ -36,7 +36,7 @@ from sluice.rpc.client import (
 )
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.status import RPC_ERRORS, error_of
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
 _TOGETHER_S = 0.005
@@ -56,7 +56,7 @@ _STATUS_BYTES = 1 << 16
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
-class Server(NamedTuple):
+class EnvironmentServer(NamedTuple):
     """A server that runs episodes."""
 
     address: str
@@ -69,7 +69,7 @@ class Server(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Due:
+class _QueuedCall:
     """A waiting call. Its result is ``None`` if the caller has to make the call alone."""
 
     request: Request
@@ -88,13 +88,13 @@ class CallBatches:
 
     def __init__(self, tasks: asyncio.TaskGroup, timeout_s: float) -> None:
         self._tasks, self._timeout_s = tasks, timeout_s
-        self._due: dict[tuple[str, type[Request]], list[_Due]] = {}
+        self._due: dict[tuple[str, type[Request]], list[_QueuedCall]] = {}
         self._without_play: set[str] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._sent_at: dict[tuple[str, type[Request]], float] = {}
 
     async def response(
-        self, server: Server, request: Request | environment.CloseRequest, phase: str
+        self, server: EnvironmentServer, request: Request | environment.CloseRequest, phase: str
     ) -> object:
         """Make a call, if possible in one Play with other calls that are due.
 
@@ -116,13 +116,13 @@ class CallBatches:
         )
 
     async def _result(
-        self, server: Server, request: Request, phase: str
+        self, server: EnvironmentServer, request: Request, phase: str
     ) -> environment.PlayResult | None:
         """Return the result from a Play; ``None`` if the call must be made alone."""
         if server.address in self._without_play:
             return None
         loop, key = asyncio.get_running_loop(), (server.address, type(request))
-        due = _Due(request, loop.create_future())
+        due = _QueuedCall(request, loop.create_future())
         calls = self._due.setdefault(key, [])
         calls.append(due)
         if len(calls) == 1:  # tasks that are ready now add their calls before this runs
@@ -136,7 +136,7 @@ class CallBatches:
         for task in self._running:
             task.cancel()
 
-    def _send(self, server: Server, key: tuple[str, type[Request]], phase: str) -> None:
+    def _send(self, server: EnvironmentServer, key: tuple[str, type[Request]], phase: str) -> None:
         now = asyncio.get_running_loop().time()
         self._sent_at = {one: at for one, at in self._sent_at.items() if now - at < _TOGETHER_S}
         self._sent_at[key] = now
@@ -149,7 +149,9 @@ class CallBatches:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _play(self, server: Server, calls: Sequence[_Due], phase: str) -> None:
+    async def _play(
+        self, server: EnvironmentServer, calls: Sequence[_QueuedCall], phase: str
+    ) -> None:
         left, unwanted = {due.request.episode_id: due for due in calls}, list[str]()
         opens = [due.request for due in calls if isinstance(due.request, environment.OpenRequest)]
         steps = [due.request for due in calls if isinstance(due.request, environment.StepRequest)]
@@ -180,7 +182,9 @@ class CallBatches:
             for episode_id in unwanted:
                 tasks.create_task(give_up(server, episode_id), name="give up")
 
-    def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
+    def _answer_rest(
+        self, server: EnvironmentServer, left: Iterable[_QueuedCall], error: SluiceError
+    ) -> None:
         """Have calls without a result made alone, or fail them."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
         may_pass = code in _SENT_AGAIN or isinstance(error, InvalidRequestError)
@@ -196,7 +200,11 @@ class CallBatches:
                 due.answered.set_exception(error)
 
     def _found(
-        self, result: environment.PlayResult, request: Request, server: Server, phase: str
+        self,
+        result: environment.PlayResult,
+        request: Request,
+        server: EnvironmentServer,
+        phase: str,
     ) -> object:
         kind, wanted = result.WhichOneof("result"), _RESULT_OF[type(request)]
         if kind == wanted:
@@ -205,7 +213,9 @@ class CallBatches:
             raise self._failure(result.failed, server, phase)
         raise PeerError(server.name, phase, f"Play: it answered {kind or 'nothing'}, not {wanted}")
 
-    def _failure(self, failed: environment.CallFailure, server: Server, phase: str) -> SluiceError:
+    def _failure(
+        self, failed: environment.CallFailure, server: EnvironmentServer, phase: str
+    ) -> SluiceError:
         code = grpc.StatusCode.__members__.get(failed.code, grpc.StatusCode.UNKNOWN)
         RPC_ERRORS.add("client", "EnvironmentService/Play", code.name)
         return error_of(
@@ -218,7 +228,7 @@ class CallBatches:
         )
 
 
-def _answer(due: _Due, result: environment.PlayResult) -> bool:
+def _answer(due: _QueuedCall, result: environment.PlayResult) -> bool:
     """Hand a result to its caller; return whether the caller still waits."""
     if due.answered.done():
         return False
@@ -226,7 +236,7 @@ def _answer(due: _Due, result: environment.PlayResult) -> bool:
     return True
 
 
-async def give_up(server: Server, episode_id: str) -> None:
+async def give_up(server: EnvironmentServer, episode_id: str) -> None:
     """Give an episode up; a server that is gone holds nothing of it."""
     channel = server.channels.acquire(server.address)
     try:
@@ -319,11 +329,11 @@ class ServedEnvironments:
         """Return the driver of a new episode."""
         return ServedEpisode(task, self)
 
-    def place(self, episode_id: str) -> Server:
+    def place(self, episode_id: str) -> EnvironmentServer:
         """Return the server of an episode."""
         address = self._address_for(episode_id)
         bare = address.removeprefix(_TLS)
-        return Server(bare, self._plain if bare == address else self._encrypted)
+        return EnvironmentServer(bare, self._plain if bare == address else self._encrypted)
 
 
 class ServedEpisode:
@@ -332,7 +342,7 @@ class ServedEpisode:
     def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
         self._task, self._environments = task, environments
         self._id, self._num_tries = task.episode_id, 1
-        self._server: Server | None = None
+        self._server: EnvironmentServer | None = None
         self._is_held = False  # its gRPC channel
         self._end: environment.CloseResponse | None = None  # how a step ended the episode
 
@@ -432,12 +442,12 @@ class ServedEpisode:
     ) -> ResponseT:
         assert self._server is not None
         try:
-            with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
-                found = await self._environments.batches.response(self._server, request, phase)
+            with TRACER.span(SpanName.ENVIRONMENT, {SpanAttribute.DETAIL: phase}, SpanKind.CLIENT):
+                response = await self._environments.batches.response(self._server, request, phase)
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
-        assert isinstance(found, kind)
-        return found
+        assert isinstance(response, kind)
+        return response
 
     def _observed(self, message: environment.Observation, phase: str) -> Observation:
         try:

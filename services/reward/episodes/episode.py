@@ -33,10 +33,10 @@ from services.reward.generation.request import (
 from services.reward.generation.stream import CollectedSamples
 from services.reward.ledger.leases import CommittedTurn
 from sluice.algorithm.episode_rules import (
-    Continued,
     EpisodeCounts,
     EpisodeRules,
     Observation,
+    TurnStart,
     answer_message,
     continued,
     num_before_new,
@@ -46,7 +46,7 @@ from sluice.algorithm.episode_rules import (
 )
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import HistoryRewrittenError, SequenceTooLongError
-from sluice.telemetry.tracing import TRACER, Key, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName
 from sluice.types import (
     Answer,
     ChatMessage,
@@ -238,9 +238,9 @@ class Episode:
             end = self._counts.end(self._turns[-1].finish_reason, seen)
             if end is None:
                 begun, sampled_since = self._begun(seen), time.monotonic()
-                begun, found = await self._sampled(begun)
-                if found is not None:
-                    self._add(begun, found, time.monotonic() - sampled_since)
+                begun, turn = await self._sampled(begun)
+                if turn is not None:
+                    self._add(begun, turn, time.monotonic() - sampled_since)
                     continue
                 end = EpisodeEnd.MAX_TOKENS
             return await self._ended(end)
@@ -263,7 +263,7 @@ class Episode:
             progress.recalled(turn.token_ids.size, version)
             self._tools = known.tools
             self._notes.offered(known.tools)
-            self._append(turn, Continued(turn.parent, known.messages), known.num_read)
+            self._append(turn, TurnStart(turn.parent, known.messages), known.num_read)
         self._num_recalled = len(self._turns)
         return bool(self._turns)
 
@@ -291,8 +291,8 @@ class Episode:
     def _made(self, turn: Turn) -> Answer:
         """Return a turn's answer with the calls that will be made; an agent makes all of them."""
         answer = _answer_of(turn)
-        most = None if self._leased is not None else self._rules.max_parallel_calls
-        return replace(answer, tool_calls=answer.tool_calls[:most])
+        max_calls = None if self._leased is not None else self._rules.max_parallel_calls
+        return replace(answer, tool_calls=answer.tool_calls[:max_calls])
 
     def _committed(self, turn: Turn) -> CommittedTurn:
         prompt_token_ids = self._request.progress.prompt_token_ids
@@ -301,7 +301,7 @@ class Episode:
         messages, (_, tools) = self._added[-1][:-1], self._offered[-1]
         return CommittedTurn(messages, tools, turn, num_read, prompt_token_ids)
 
-    def _begun(self, seen: Observation) -> Continued:
+    def _begun(self, seen: Observation) -> TurnStart:
         """Return what the next turn reads, and the turn that it continues."""
         # An agent's request holds the whole conversation, and so all its tools.
         if seen.tools or seen.drops_tools or self._leased is not None:
@@ -315,22 +315,22 @@ class Episode:
             # Other tools render as other tokens.
             wanted = num_before_new(messages), self._tools
             same = [number for number, turn in enumerate(self._offered) if turn == wanted]
-            found = continued([self._history(index) for index in same], messages)
-            if found.parent is not None:
-                found = found._replace(parent=same[found.parent])
+            begun = continued([self._history(index) for index in same], messages)
+            if begun.parent is not None:
+                begun = begun._replace(parent=same[begun.parent])
             elif self._turns:
                 self._notes.rewritten(CONTINUES_NONE)
         elif self._turns:
-            found = Continued(len(self._turns) - 1, messages)
+            begun = TurnStart(len(self._turns) - 1, messages)
         else:
-            found = Continued(None, (*self._request.prompt.messages, *messages))
-        if not found.messages:
+            begun = TurnStart(None, (*self._request.prompt.messages, *messages))
+        if not begun.messages:
             raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
-        return found
+        return begun
 
-    async def _sampled(self, begun: Continued) -> tuple[Continued, AnsweredTurn | None]:
+    async def _sampled(self, begun: TurnStart) -> tuple[TurnStart, AnsweredTurn | None]:
         """Sample another turn. Return how it begins, which changes if the template rewrites
         history, and the turn; ``None`` if no token is left."""
         number, parent = len(self._turns), begun.parent
@@ -338,7 +338,7 @@ class Episode:
             return begun, None
         self._phase = f"sampling turn {number}"
         collected = CollectedSamples(self._turn_request(number, begun))
-        with TRACER.span(SpanName.TURN, {Key.SAMPLE_INDEX: self._index}):
+        with TRACER.span(SpanName.TURN, {SpanAttribute.SAMPLE_INDEX: self._index}):
             try:
                 await self._dispatcher.collect(collected)
             except SequenceTooLongError:
@@ -348,14 +348,14 @@ class Episode:
                     raise
                 self._notes.rewritten(TEMPLATE_REWRITES, str(error))
                 whole = (*self._history(parent), *begun.messages)
-                return await self._sampled(Continued(None, whole))
+                return await self._sampled(TurnStart(None, whole))
             except GroupFailedError as error:
                 if error.kind is not None:
                     raise
                 raise unreadable(error) from error
         return begun, AnsweredTurn.of(collected, self._index)
 
-    def _turn_request(self, number: int, begun: Continued) -> GroupRequest:
+    def _turn_request(self, number: int, begun: TurnStart) -> GroupRequest:
         sampling = self._request.sampling
         return replace(
             self._request,
@@ -376,17 +376,17 @@ class Episode:
     def _tokens_left(self, parent: int | None) -> int:
         """Return the token limit of a sequence that continues `parent`, given the other
         sequences."""
-        rules, most = self._rules, self._rules.max_sequence_tokens
+        rules, max_tokens = self._rules, self._rules.max_sequence_tokens
         prompt = self._request.progress.prompt_token_ids
         if rules.max_response_tokens is not None and prompt is not None:
-            most = min(most, prompt.size + rules.max_response_tokens)
+            max_tokens = min(max_tokens, prompt.size + rules.max_response_tokens)
         if rules.max_trained_tokens is None:
-            return most
+            return max_tokens
         inner = {parent, *(turn.parent for turn in self._turns)}
         others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
-        return min(most, rules.max_trained_tokens - others)
+        return min(max_tokens, rules.max_trained_tokens - others)
 
-    def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
+    def _add(self, begun: TurnStart, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn and what it read after the turn that it continues."""
         (turn,), read = answered.rollout.turns, answered.prompt_token_ids
         group_prompt = self._request.progress.prompt_token_ids
@@ -410,7 +410,7 @@ class Episode:
         self._append(turn, begun, 0 if read is None else read.size)
         self._replica = answered.replica
 
-    def _append(self, turn: Turn, begun: Continued, num_read: int) -> None:
+    def _append(self, turn: Turn, begun: TurnStart, num_read: int) -> None:
         observed = begun.messages if turn.context.size else self._beyond_row(begun)
         earlier = () if begun.parent is None else self._history(begun.parent)
         taken = {call.call_id for one in (*earlier, *begun.messages) for call in one.tool_calls}
@@ -423,7 +423,7 @@ class Episode:
         size = 0 if begun.parent is None else self._offered[begun.parent][0]
         self._offered.append((size + len(self._added[-1]), self._tools))
 
-    def _read_text(self, begun: Continued, answered: AnsweredTurn) -> str:
+    def _read_text(self, begun: TurnStart, answered: AnsweredTurn) -> str:
         """Return what a turn read after the answer before it."""
         if begun.parent is not None or not self._turns:
             return answered.continued_text
@@ -431,7 +431,7 @@ class Episode:
         new = begun.messages[num_before_new(begun.messages) :]
         return "".join(f"\n{message.content}\n" for message in new)
 
-    def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
+    def _beyond_row(self, begun: TurnStart) -> tuple[ChatMessage, ...]:
         """Return what a root reads after the row's messages."""
         row = self._request.prompt.messages
         return begun.messages[len(row) :] if begun.messages[: len(row)] == row else begun.messages

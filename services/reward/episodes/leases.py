@@ -30,28 +30,28 @@ from weakref import WeakValueDictionary
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.ledger.leases import (
     CommittedTurn,
-    KeptLeases,
     LeaseRecord,
     PostedEnd,
+    StoredLeases,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import ExhaustedError, LeaseEndedError, NotFoundError, NotReadyError
 from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Scored, Tool
 
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 """Most requests of a lease."""
-MOST_WAITING = 8
+MAX_WAITING = 8
 """Most requests of a lease that wait for their answers, beside the one that is being answered."""
-MOST_WAITING_BYTES = 1 << 24
+MAX_WAITING_BYTES = 1 << 24
 """Most bytes of the waiting requests together; a single request may have more."""
-_MOST_ENDS = 1 << 16
+_MAX_ENDS = 1 << 16
 _SECRET_BYTES = 24
 _AGENT = "agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """An answer of the policy.
 
     Args:
@@ -70,11 +70,11 @@ class Reply:
 _Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
-_Result = asyncio.Future[Reply | _Refusal]
+_Result = asyncio.Future[ChatReply | _Refusal]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _PendingRequest:
     """A request without its answer."""
 
     digest: str
@@ -83,7 +83,7 @@ class _Asked:
     num_bytes: int
     result: _Result
 
-    def answer(self, result: Reply | _Refusal) -> None:
+    def answer(self, result: ChatReply | _Refusal) -> None:
         if not self.result.done():
             self.result.set_result(result)
 
@@ -118,7 +118,7 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseDesk, store: KeptLeases, record: LeaseRecord | None = None
+        self, desk: LeaseManager, store: StoredLeases, record: LeaseRecord | None = None
     ) -> None:
         self._desk, self._store = desk, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
@@ -128,9 +128,9 @@ class LeasedEpisode:
         self._holder: LeaseHolder | None = None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
         self._results: dict[str, _Result] = {}  # by the digests of the requests
-        self._waiting: deque[_Asked] = deque()
-        self._answering: _Asked | None = None
-        self._reply: Reply | None = None
+        self._waiting: deque[_PendingRequest] = deque()
+        self._answering: _PendingRequest | None = None
+        self._reply: ChatReply | None = None
         self.posted_end: PostedEnd | None = None
         self.limit: EpisodeEnd | None = None
         self._recalled: tuple[CommittedTurn, ...] = ()
@@ -224,7 +224,7 @@ class LeasedEpisode:
         return recalled
 
     def commit(self, turn: CommittedTurn) -> None:
-        """Keep the turn that `step` answers with; see `LeaseDesk` for when it is on disk."""
+        """Keep the turn that `step` answers with; see `LeaseManager` for when it is on disk."""
         assert self._answering is not None
         self._reply = _reply(turn, self._num_turns)
         if self._is_kept:
@@ -282,7 +282,7 @@ class LeasedEpisode:
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
         num_bytes: int,
-    ) -> Reply:
+    ) -> ChatReply:
         """Return the policy's answer; a repeated request gets the same answer.
 
         Args:
@@ -301,25 +301,25 @@ class LeasedEpisode:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
                 raise _at_limit()
-            if len(self._results) >= MOST_REQUESTS:
-                raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
+            if len(self._results) >= MAX_REQUESTS:
+                raise LeaseEndedError(f"lease: {MAX_REQUESTS} requests were sent; post its end")
             self._check_waiting(num_bytes)
             answered = self._results[digest] = asyncio.get_running_loop().create_future()
-            self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
+            self._waiting.append(_PendingRequest(digest, messages, tools, num_bytes, answered))
             self._changed.set()
         # The turn is sampled and recorded even if its caller no longer waits.
         result = await asyncio.shield(answered)
-        if isinstance(result, Reply):
+        if isinstance(result, ChatReply):
             return result
         raise result
 
     def _check_waiting(self, num_bytes: int) -> None:
         """Raise `ExhaustedError` if the requests that wait leave no space for one of this size."""
         others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
-        if others and (others >= MOST_WAITING or total > MOST_WAITING_BYTES):
+        if others and (others >= MAX_WAITING or total > MAX_WAITING_BYTES):
             raise ExhaustedError(
                 f"lease: {others} requests wait, with this one {total} bytes; at most "
-                f"{MOST_WAITING} wait, of {MOST_WAITING_BYTES} bytes: await their answers first"
+                f"{MAX_WAITING} wait, of {MAX_WAITING_BYTES} bytes: await their answers first"
             )
 
     def end(self, end: PostedEnd) -> None:
@@ -337,7 +337,7 @@ class LeasedEpisode:
             asked.answer(error)
         self._waiting.clear()
 
-    async def _next(self) -> _Asked | None:
+    async def _next(self) -> _PendingRequest | None:
         """Return the next request; ``None``: the program has ended."""
         with waiting_for(_AGENT, "asking for an answer"):
             while not self._waiting and self.posted_end is None:
@@ -366,13 +366,13 @@ class LeasedEpisode:
                     ) from None
 
 
-def _reply(committed: CommittedTurn, number: int) -> Reply:
+def _reply(committed: CommittedTurn, number: int) -> ChatReply:
     turn = committed.turn
     answer = turn.answer or Answer(turn.text)
-    return Reply(answer, turn.finish_reason, committed.num_read, turn.token_ids.size, number)
+    return ChatReply(answer, turn.finish_reason, committed.num_read, turn.token_ids.size, number)
 
 
-class LeaseDesk:
+class LeaseManager:
     """Offers samples, and finds those that are leased. Used from one event loop.
 
     Before you answer a program, wait until everything given to the store is on disk.
@@ -381,7 +381,7 @@ class LeaseDesk:
         num_recalled_tokens: tokens sampled by an earlier service, of samples that continue.
     """
 
-    def __init__(self, store: KeptLeases) -> None:
+    def __init__(self, store: StoredLeases) -> None:
         self._store = store
         self.num_recalled_tokens = 0
         self._is_closing = False
@@ -392,11 +392,11 @@ class LeaseDesk:
         self._offered = asyncio.Event()
         # Kept samples without a group, until their group starts or the ledger revokes the lease.
         self._to_continue: dict[str, dict[int, LeasedEpisode]] = {}
-        for record in self._store.found:
+        for record in self._store.restored:
             episode = LeasedEpisode(self, self._store, record)
             self._leases[record.lease_id] = episode
             self.suspend(episode, record.prompt_id, record.sample_index)
-        self._store.found = ()  # otherwise its turns are held twice
+        self._store.restored = ()  # otherwise its turns are held twice
         self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
@@ -427,12 +427,12 @@ class LeaseDesk:
         """Return the holder and note its call; ``None`` if it promises no regular calls."""
         if not holder_id or not keep_alive_s:
             return None
-        found = self._holders.get(holder_id)
-        if found is None:
-            found = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
-        found.keep_alive_s = keep_alive_s
-        found.heard()
-        return found
+        holder = self._holders.get(holder_id)
+        if holder is None:
+            holder = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
+        holder.keep_alive_s = keep_alive_s
+        holder.heard()
+        return holder
 
     def offer(self, episode: LeasedEpisode) -> None:
         """Let programs take a sample."""
@@ -499,7 +499,7 @@ class LeaseDesk:
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
         num_bytes: int,
-    ) -> Reply:
+    ) -> ChatReply:
         """Return an answer; see `LeasedEpisode.chat`.
 
         Raises:
@@ -541,7 +541,7 @@ class LeaseDesk:
         """Drop a sample that has ended or was given up, but remember its posted end."""
         if self._leases.pop(episode.lease_id, None) and episode.posted_end is not None:
             self._ends[episode.lease_id] = episode.posted_end
-            if len(self._ends) > _MOST_ENDS:
+            if len(self._ends) > _MAX_ENDS:
                 self._ends.popitem(last=False)
         if episode in self._offers:
             self._offers.remove(episode)

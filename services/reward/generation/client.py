@@ -54,7 +54,7 @@ class RolloutClient:
         credentials: Credentials = OPEN,
     ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
-        self._least_interval_ms = self._partial_interval_ms = partial_interval_ms
+        self._min_interval_ms = self._partial_interval_ms = partial_interval_ms
         self._longest_interval_ms = longest_interval_ms
         self._with_routing = with_routing
         self._channels = ChannelPool(
@@ -71,7 +71,7 @@ class RolloutClient:
         """Adopt the fleet; close the channel to each other replica when its last stream has
         ended."""
         self._partial_interval_ms = partial_interval_ms(
-            self._least_interval_ms,
+            self._min_interval_ms,
             sum(replica.slots for replica in replicas),
             self._longest_interval_ms,
         )

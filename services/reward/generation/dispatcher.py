@@ -49,7 +49,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.safe_text import printable
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName
 from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,9 @@ class GroupDispatcher:
         member = reservation.member
         name = member.announced.info.name
         try:
-            with TRACER.span(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
+            with TRACER.span(
+                SpanName.ATTEMPT, {SpanAttribute.REPLICA: name}, SpanKind.CLIENT
+            ) as span:
                 failure = await self._receive(reservation, collected, partials)
                 span.fail(failure)
                 return failure
@@ -272,8 +274,10 @@ class GroupDispatcher:
         If the replica with the most slots refuses, the prompt is at fault or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
-        most = max((replica.info.slots for replica in self.queue.fleet.announced), default=slots)
-        return slots < min(samples, most)
+        max_slots = max(
+            (replica.info.slots for replica in self.queue.fleet.announced), default=slots
+        )
+        return slots < min(samples, max_slots)
 
     async def _receive(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
@@ -318,8 +322,8 @@ class GroupDispatcher:
             self._streams.remove(watch)
             watch.close()
             rate = watch.pace.rate(asyncio.get_running_loop().time())
-            if rate is None and (least := watch.pace.least_rate()) is not None:
-                self._note_rate(watch.member, least)
+            if rate is None and (min_rate := watch.pace.min_rate()) is not None:
+                self._note_rate(watch.member, min_rate)
 
     def _note_rate(self, member: RoutedReplica, rate: float) -> None:
         """Note the rate of a stream, unless its replica has left."""

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
-    Offer,
+    ReplicaOffer,
     ReplicaRequirement,
     ReplicaRouter,
     Reservation,
@@ -156,7 +156,7 @@ class ReplicaQueue:
         """
         now, offers = time.monotonic(), self.fleet.offers
         still_waiting: list[_QueuedGroup] = []
-        taken: set[Offer] = set()
+        taken: set[ReplicaOffer] = set()
         for waiter in self._waiters:
             wanted = waiter.wanted
             is_served = len(taken) < len(offers) and not waiter.reserved.done()

@@ -321,9 +321,9 @@ class SampleGenerator(Protocol):
 
 def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:
     """Return the error that decides how a prompt ends; raise the group if it contains a defect."""
-    found = leaves(group)
-    errors = [error for error in found if isinstance(error, SluiceError)]
-    if len(errors) < len(found):
+    causes = leaves(group)
+    errors = [error for error in causes if isinstance(error, SluiceError)]
+    if len(errors) < len(causes):
         raise group
     # In this order: an error that every prompt would meet, a refusal of this prompt, the rest.
     return max(

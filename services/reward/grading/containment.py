@@ -53,7 +53,7 @@ _RUN_DIGITS = 16
 _ENDED = frozenset("ZXx")
 LOOK_INTERVAL_S = 0.75
 """Seconds between looks. The first look is the reference; the second finds a spinning thread."""
-MOST_IDLE_CPU_S = 0.5
+MAX_IDLE_CPU_S = 0.5
 """CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
 collection. A spinning thread of an idle machine uses more from one look to the next."""
 WINDOW_S = 5.0
@@ -69,14 +69,14 @@ def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
     Scan all processes once, for any number of marks. Leave out marks without a process. Without
     /proc the result is empty.
     """
-    found: dict[str, dict[ProcessKey, float]] = {}
+    by_mark: dict[str, dict[ProcessKey, float]] = {}
     for pid in _pids():
         if (mark := _mark_of(pid)) not in marks:
             continue
         if (used := _cpu_used(pid)) is not None:
             key, seconds = used
-            found.setdefault(mark, {})[key] = seconds
-    return found
+            by_mark.setdefault(mark, {})[key] = seconds
+    return by_mark
 
 
 async def end_marked(prefix: str) -> None:
@@ -112,23 +112,23 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 def _kill(is_sought: Callable[[str], bool]) -> int:
     """Kill the processes that one scan finds; return their number. They may have forked
     meanwhile."""
-    found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
+    stopped = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
     # As a rule the youngest first, since they may be gone soonest.
-    found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
-    for pid in found:
+    stopped.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
+    for pid in stopped:
         _send(pid, signal.SIGKILL)
-    return len(found)
+    return len(stopped)
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
     """Stop each sought process of `pids` as soon as it is found, so that none forks before it is
     killed."""
-    found = []
+    stopped = []
     for pid in pids:
         if (mark := _mark_of(pid)) and is_sought(mark):
             _send(pid, signal.SIGSTOP)
-            found.append(pid)
-    return found
+            stopped.append(pid)
+    return stopped
 
 
 def _send(pid: str, number: signal.Signals) -> None:
@@ -266,15 +266,15 @@ class IdleWatch:
     def burning(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
         """Return the idle processes that use too much CPU; forget processes without a reading."""
         references, self._references = self._references, {}
-        found: dict[str, IdleCpu] = {}
+        burning: dict[str, IdleCpu] = {}
         for mark, reading in readings.items():
             reference = references.get(mark, reading)
             used = idle_cpu(reference, reading)
             is_same_window = used is not None and used.idle_s < WINDOW_S
             self._references[mark] = reference if is_same_window else reading
-            if used is not None and used.cpu_s > MOST_IDLE_CPU_S:
-                found[mark] = used
-        return found
+            if used is not None and used.cpu_s > MAX_IDLE_CPU_S:
+                burning[mark] = used
+        return burning
 
 
 async def watch_idle(

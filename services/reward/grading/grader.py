@@ -16,7 +16,7 @@ from sluice.config.schema.reward import RewardConfig
 from sluice.data.scoring import ScorerInput
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
-from sluice.telemetry.tracing import TRACER, Key, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName
 from sluice.types import (
     Failed,
     FailureKind,
@@ -141,7 +141,7 @@ class Grader:
 
     async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
         """Return one outcome per item, after all attempts that the outcome policy allows."""
-        with TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: len(items)}):
+        with TRACER.span(SpanName.GRADE, {SpanAttribute.NUM_SAMPLES: len(items)}):
             outcomes: list[Outcome] = list(await self._scorer.score(items))
             attempts = 1
             while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):

@@ -99,14 +99,14 @@ def _write(sink: int, data: bytes) -> None:
 
 def threads_of_user() -> int:
     """Return the number of threads of all this user's processes; 0 without /proc."""
-    found = 0
+    num_threads = 0
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         try:
             if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
-                found += len(os.listdir(f"/proc/{entry.name}/task"))
+                num_threads += len(os.listdir(f"/proc/{entry.name}/task"))
         except OSError:
             continue
-    return found
+    return num_threads
 
 
 class ProcessLimit:
@@ -139,11 +139,11 @@ class ProcessLimit:
             _allow(num_threads)
 
 
-def _allow(num_threads: int, most: int | None = None) -> None:
+def _allow(num_threads: int, limit: int | None = None) -> None:
     """Set the limit. The hard limit is read each time: the scorer may have lowered it."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    if most is not None:
-        hard_limit = _at_most(hard_limit, most)
+    if limit is not None:
+        hard_limit = _at_most(hard_limit, limit)
     allowed = _at_most(hard_limit, num_threads + MAX_MORE_PROCESSES)
     resource.setrlimit(resource.RLIMIT_NPROC, (allowed, hard_limit))
 

@@ -260,13 +260,13 @@ def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
     Include frames of libraries only if there are no others.
     """
     own = Path(__file__).parent
-    found = [
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not (Path(frame.filename).name in _OWN and own in Path(frame.filename).parents)
     ]
-    of_author = [frame for frame in found if not frame.filename.startswith(_LIBRARIES)]
-    return tuple(reversed(of_author or found))[:MAX_FRAMES]
+    of_author = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return tuple(reversed(of_author or frames))[:MAX_FRAMES]
 
 
 def place_of(error: BaseException) -> str:

@@ -51,7 +51,7 @@ LAST_READ_S = 0.5
 """Extra seconds for the answer to an item graded in time, since the scorer's output is written
 before its answer."""
 END_TIMEOUT_S = 10.0  # scanning /proc takes seconds on a busy machine
-_MOST_KILLED = 2
+_MAX_KILLED_STARTS = 2
 _SHORTAGES = SHORTAGES | {errno.ENOSPC, errno.EDQUOT}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 # The folder that holds the package `services`; the working directory may be another.
@@ -83,7 +83,7 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
             return await start()
         except LoadingEndedError as error:
             num_killed += 1
-            if error.code >= 0 or num_killed > _MOST_KILLED:
+            if error.code >= 0 or num_killed > _MAX_KILLED_STARTS:
                 raise
             logger.warning("%s; starting another one", error)
         except OSError as error:

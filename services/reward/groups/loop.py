@@ -178,7 +178,7 @@ class GroupLoop:
         """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         outside = self._dispatcher.awaited_outside
-        facts = LoopFacts(
+        facts = LoopStatus(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
@@ -194,11 +194,11 @@ class GroupLoop:
             outside=outside.peer if outside else "",
             is_untaken=outside is not None and outside.are_untaken,
         )
-        now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
-        self._awaited_since = {kind: before.get(kind, now) for kind in found}
+        now, before, reasons = time.monotonic(), self._awaited_since, awaited_now(facts)
+        self._awaited_since = {kind: before.get(kind, now) for kind in reasons}
         return {
             kind: Waiting(peer, phase, now - self._awaited_since[kind])
-            for kind, (peer, phase) in found.items()
+            for kind, (peer, phase) in reasons.items()
         }
 
     async def _learn(self) -> None:
@@ -247,12 +247,12 @@ class GroupLoop:
         version = self._groups.policy_version
         if version is None:
             return None
-        chosen, least = None, math.inf
+        chosen, lowest_fill = None, math.inf
         for source in self._sources.values():
             if source.name not in without_prompt and not source.is_exhausted:
                 load = self._load(source, version)
-                if load.num_to_start > 0 and load.fill < least:
-                    chosen, least = source, load.fill
+                if load.num_to_start > 0 and load.fill < lowest_fill:
+                    chosen, lowest_fill = source, load.fill
         return chosen
 
     def _load(self, source: TrainingSource, version: int) -> SourceLoad:
@@ -486,7 +486,7 @@ def why_skipped(attempt: Attempt) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopFacts:
+class LoopStatus:
     """The state of the loop that decides what it waits for.
 
     Args:
@@ -512,34 +512,34 @@ class LoopFacts:
     is_untaken: bool = False
 
 
-def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+def awaited_now(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
     the process that must act and what it must do."""
     if not facts.is_announced:
         return {"announce": ("trainer", "announcing a policy")}
-    found: dict[str, tuple[str, str]] = {}
+    reasons: dict[str, tuple[str, str]] = {}
     if facts.num_replicas == 0:
-        found["replica"] = ("rollout fleet", "registering a replica: none is announced")
+        reasons["replica"] = ("rollout fleet", "registering a replica: none is announced")
     if facts.outside:
         what = "taking samples" if facts.is_untaken else "working on samples"
-        found[facts.outside] = (facts.outside, what)
+        reasons[facts.outside] = (facts.outside, what)
     elif facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
-        found["generating"] = ("rollout fleet", what)
+        reasons["generating"] = ("rollout fleet", what)
     if facts.num_grading:
-        found["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
+        reasons["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
     is_idle = not facts.num_generating and not facts.num_grading
     if (step := facts.leased_step) is not None:
-        found[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
+        reasons[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
     elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
-        found |= _idle_reason(facts)
+        reasons |= _idle_reason(facts)
     elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:
-        found["take"] = ("trainer", "taking the batch that is ready")
-    return found
+        reasons["take"] = ("trainer", "taking the batch that is ready")
+    return reasons
 
 
-def _idle_reason(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+def _idle_reason(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     if facts.num_batches_in_training:
         return {"publish": ("trainer", "announcing the next policy version")}
     if facts.is_exhausted:

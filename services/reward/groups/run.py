@@ -50,7 +50,7 @@ from sluice.algorithm.groups.filter import (
     striking,
 )
 from sluice.errors import SluiceError
-from sluice.telemetry.tracing import TRACER, Key, SpanName
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName
 from sluice.types import (
     Failed,
     FailureKind,
@@ -160,7 +160,7 @@ class GroupRun:
         graded = await self._regenerated(group, graded, new)
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_group(graded, metric=self._metric, needs=settings.needs)
-            span.set({Key.PROMPT_END: decision.end.value if decision.end else "none"})
+            span.set({SpanAttribute.PROMPT_END: decision.end.value if decision.end else "none"})
         return graded, decision
 
     async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
@@ -211,7 +211,13 @@ class GroupRun:
         source = self._sources[group.prompt.source]
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_probes(probes, metric=self._metric, needs=source.settings.needs)
-            span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
+            span.set(
+                {
+                    SpanAttribute.PROMPT_END: decision.end.value
+                    if decision and decision.end
+                    else "none"
+                }
+            )
         if decision is None:
             return None
         after = f"after {len(probes.outcomes)} of {source.settings.samples_per_group} samples"
@@ -299,7 +305,7 @@ class GroupRun:
         )
         group.num_ungraded += len(indexes) + (greedy is not None)
         response: RolloutGroup | None = None
-        with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: len(indexes)}):
+        with TRACER.span(SpanName.GENERATE, {SpanAttribute.NUM_SAMPLES: len(indexes)}):
             if greedy is None:
                 samples = await self._generator.generate(request, on_sample)
             else:

@@ -73,8 +73,8 @@ class TrainingSource:
 
     def statistics(self) -> dict[str, float]:
         """Return the strategy's gauges and counts, by metric name."""
-        found = self.strategy.statistics()
-        return {source_metric(self.name, name): value for name, value in found.items()}
+        statistics = self.strategy.statistics()
+        return {source_metric(self.name, name): value for name, value in statistics.items()}
 
 
 class TrainingSources(dict[str, TrainingSource]):
@@ -106,12 +106,12 @@ class TrainingSources(dict[str, TrainingSource]):
 
     def lacking(self) -> str:
         """Return the named sources that the next batch waits for, such as ``: slow 0 of 2``."""
-        found = [
+        parts = [
             f"{one.name} {one.groups.num_kept} of {one.num_groups}"
             for one in self.values()
             if one.name and one.groups.num_kept < one.num_groups
         ]
-        return f": {', '.join(found)}" if found else ""
+        return f": {', '.join(parts)}" if parts else ""
 
     def share_out(self) -> None:
         """Set each source's part of the later batches, if shares follow yields."""

@@ -244,11 +244,11 @@ class Validator:
                 )
             phase = f"validating version {version}"
             async with deadline(ends_at - time.monotonic(), peer="rollout fleet", phase=phase):
-                found = await self._grade_all(self._open_stream(), order)
-            prompts = found.prompts
+                validated = await self._grade_all(self._open_stream(), order)
+            prompts = validated.prompts
             await self._dumps.validated([s for p in prompts for s in p.samples], version)
             check_failures([o for p in prompts for o in p.outcomes], phase)
-            return await asyncio.to_thread(found.result)
+            return await asyncio.to_thread(validated.result)
         finally:
             self.num_prompts_done = self.num_prompts = 0
             self._turn.release()
@@ -256,7 +256,7 @@ class Validator:
     async def _grade_all(self, stream: ValidationRows, order: ValidationOrder) -> ValidationRun:
         """Validate all prompts of the set."""
         self.num_prompts = stream.rows_per_epoch
-        found = ValidationRun(order.num_examples)
+        run = ValidationRun(order.num_examples)
         stored: Mapping[int, ValidationPrompt] = {}
         if self._store is not None:
             stored = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
@@ -266,18 +266,18 @@ class Validator:
                 for issued in issued_rows:
                     if (done := stored.get(issued.position)) is not None:
                         prompt = ValidatedPrompt(done.data_source, done.scores)
-                        found.add(issued.position, prompt, None)
+                        run.add(issued.position, prompt, None)
                         self.num_prompts_done += 1
                         continue
                     await capacity.acquire()
                     task = tasks.create_task(
-                        self._validate(issued, order, found), name=f"validation {issued.position}"
+                        self._validate(issued, order, run), name=f"validation {issued.position}"
                     )
                     task.add_done_callback(lambda _: capacity.release())
-        return found
+        return run
 
     async def _validate(
-        self, issued: IssuedRow, order: ValidationOrder, found: ValidationRun
+        self, issued: IssuedRow, order: ValidationOrder, run: ValidationRun
     ) -> None:
         """Add the outcomes of one prompt."""
         prompt = issued.prompt(f"{VALIDATION_ID_PREFIX}{issued.position}", issued.position)
@@ -291,14 +291,14 @@ class Validator:
         except GroupFailedError as error:
             failed = Failed(error.kind or FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
-            found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
+            run.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed, progress)
             await self._finished(prompt, None, outcomes)
         else:
             outcomes = await self._graded(group, progress)
             samples = self._dumps.of_validation(group, outcomes)
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
-            found.add(issued.position, kept, example_of(group, outcomes))
+            run.add(issued.position, kept, example_of(group, outcomes))
             await self._finished(prompt, group, outcomes)
         finally:
             self.num_prompts_done += 1
@@ -352,11 +352,11 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
         return
     counts = Counter(outcome.kind for outcome in failed)
     summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-    most = counts.most_common(1)[0][0]
-    example = next(outcome for outcome in failed if outcome.kind is most)
+    commonest = counts.most_common(1)[0][0]
+    example = next(outcome for outcome in failed if outcome.kind is commonest)
     raise ValidationFailedError(
         f"{phase}: {len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
-        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
+        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {commonest}: "
         f"{example.detail}",
     )
 

@@ -120,16 +120,16 @@ class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
     num_read: int
 
 
-class KeptLeases:
+class StoredLeases:
     """The leases of pending prompts.
 
     Args:
         write: writes one change to the file.
         is_pending: returns whether a prompt is pending; leases of other prompts are not kept.
-        found: the leases in the file.
+        restored: the leases in the file.
 
     Attributes:
-        found: the leases of an earlier service.
+        restored: the leases of an earlier service.
         on_revoked: called with the id of each prompt whose leases are dropped.
     """
 
@@ -137,12 +137,12 @@ class KeptLeases:
         self,
         write: Callable[..., None],
         is_pending: Callable[[str], bool],
-        found: Sequence[LeaseRecord] = (),
+        restored: Sequence[LeaseRecord] = (),
     ) -> None:
         self._write, self._is_pending = write, is_pending
-        self.found: Sequence[LeaseRecord] = found
+        self.restored: Sequence[LeaseRecord] = restored
         self.on_revoked: Callable[[str], None] = lambda _prompt_id: None
-        self._prompts = {record.prompt_id for record in found}
+        self._prompts = {record.prompt_id for record in restored}
 
     def taken(self, record: LeaseRecord) -> bool:
         """Keep a new lease, replacing the sample's earlier one; return whether it is kept."""
@@ -208,7 +208,7 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
     turns: dict[str, list[tuple[str, bytes]]] = {}
     for lease_id, digest, body in database.execute(_TURNS):
         turns.setdefault(lease_id, []).append((digest, body))
-    found: dict[str, list[LeaseRecord]] = {}
+    by_prompt: dict[str, list[LeaseRecord]] = {}
     unreadable: dict[str, str] = {}
     for prompt_id, sample_index, lease_id, *rest in database.execute(_LEASES):
         sample = (lease_id, prompt_id, sample_index)
@@ -217,16 +217,16 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             unreadable[prompt_id] = str(error)
         else:
-            found.setdefault(prompt_id, []).append(record)
+            by_prompt.setdefault(prompt_id, []).append(record)
     for prompt_id, why in unreadable.items():
         logger.warning(
             "ledger: a lease of prompt %s cannot be read, its samples are generated again: %s",
             *(prompt_id, why),
         )
-        found.pop(prompt_id, None)
+        by_prompt.pop(prompt_id, None)
         for sql, values in _forget("prompt_id = ?", (prompt_id,)):
             database.execute(sql, values)
-    return tuple(record for records in found.values() for record in records)
+    return tuple(record for records in by_prompt.values() for record in records)
 
 
 def _record(
@@ -278,16 +278,16 @@ def decode_turn(body: bytes, prompt_token_ids: TokenIds) -> CommittedTurn:
     Raises:
         msgspec.MsgspecError, ValueError: the bytes encode no turn.
     """
-    found = msgspec.msgpack.decode(body, type=_LeaseBody)
+    decoded = msgspec.msgpack.decode(body, type=_LeaseBody)
     turn = Turn(
-        np.frombuffer(found.token_ids, "<u4"),
-        np.frombuffer(found.behavior_logprobs, "<f4"),
-        tuple(VersionSpan(*span) for span in found.version_spans),
-        found.finish_reason,
-        found.text,
-        answer=found.answer,
-        parent=found.parent,
-        context=np.frombuffer(found.context, "<u4"),
-        is_new_root=found.is_new_root,
+        np.frombuffer(decoded.token_ids, "<u4"),
+        np.frombuffer(decoded.behavior_logprobs, "<f4"),
+        tuple(VersionSpan(*span) for span in decoded.version_spans),
+        decoded.finish_reason,
+        decoded.text,
+        answer=decoded.answer,
+        parent=decoded.parent,
+        context=np.frombuffer(decoded.context, "<u4"),
+        is_new_root=decoded.is_new_root,
     )
-    return CommittedTurn(found.messages, found.tools, turn, found.num_read, prompt_token_ids)
+    return CommittedTurn(decoded.messages, decoded.tools, turn, decoded.num_read, prompt_token_ids)

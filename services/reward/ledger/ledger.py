@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from services.reward.ledger.leases import KeptLeases, LeaseRecord, read_leases
+from services.reward.ledger.leases import LeaseRecord, StoredLeases, read_leases
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
@@ -139,7 +139,7 @@ class PromptLedger:
             self._writer = LedgerWriter(database, file.unusable)
         self._sequence = content.next_sequence
         self.prompts = {prompt.prompt_id: prompt for prompt in content.pending}
-        self.leases = KeptLeases(self._write, self.prompts.__contains__, leases)
+        self.leases = StoredLeases(self._write, self.prompts.__contains__, leases)
         self.num_clients_pending = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
         self.client_image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids

@@ -218,22 +218,22 @@ def decode_prompt(
         msgspec.MsgspecError: the bytes are no body.
         ValueError: the images are not those of the body.
     """
-    found = msgspec.msgpack.decode(body, type=_Body)
-    if found.images != tuple(map(body_digest, images)):
+    decoded = msgspec.msgpack.decode(body, type=_Body)
+    if decoded.images != tuple(map(body_digest, images)):
         raise ValueError(f"prompt '{prompt_id}': its images are not those that were written")
-    truth = found.ground_truth
+    truth = decoded.ground_truth
     return Prompt(
         prompt_id=prompt_id,
         sequence=sequence,
-        messages=tuple(ChatMessage(role, content) for role, content in found.messages),
-        data_source=found.data_source,
+        messages=tuple(ChatMessage(role, content) for role, content in decoded.messages),
+        data_source=decoded.data_source,
         ground_truth=truth if isinstance(truth, str) else truth[0],
         origin=PromptOrigin.CLIENT if position is None else PromptOrigin.DATASET,
         position=position,
-        extra_info=found.extra_info,
-        place=found.place,
+        extra_info=decoded.extra_info,
+        place=decoded.place,
         images=images,
-        source=found.source,
+        source=decoded.source,
         truth_is_json=not isinstance(truth, str),
     )
 
@@ -278,12 +278,12 @@ def _progress(database: sqlite3.Connection) -> DataProgress:
     for source, position in rows:
         above.setdefault(source, []).append(position)
     low_waters = dict(database.execute("SELECT source, low_water FROM source_progress").fetchall())
-    found = {
+    by_source = {
         source: DataProgress(low_waters.get(source, 0), tuple(above.get(source, ())))
         for source in sorted({"", *above, *low_waters})
     }
-    own = found.pop("")
-    return DataProgress(own.low_water, own.ended_above, found)
+    own = by_source.pop("")
+    return DataProgress(own.low_water, own.ended_above, by_source)
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:
@@ -384,11 +384,11 @@ class SourcePositions:
 
     def end(self, source: str, position: int) -> list[Statement]:
         """Note that a row ended; return the statements that record it."""
-        found = self._of(source)
-        before = found.low_water
-        found.end(position)
-        if found.low_water != before:
-            return self._low_water(source, found.low_water)
+        positions = self._of(source)
+        before = positions.low_water
+        positions.end(position)
+        if positions.low_water != before:
+            return self._low_water(source, positions.low_water)
         if position > before:
             return [(_END, (source, position))]
         return []
@@ -400,16 +400,16 @@ class SourcePositions:
             if prompt.position is not None:
                 self._of(prompt.source)
                 also.setdefault(prompt.source, []).append(prompt.position)
-        found = {name: one.after(also.get(name, ())) for name, one in self._by_source.items()}
-        own = found.pop("")
-        return DataProgress(own.low_water, own.ended_above, found)
+        by_source = {name: one.after(also.get(name, ())) for name, one in self._by_source.items()}
+        own = by_source.pop("")
+        return DataProgress(own.low_water, own.ended_above, by_source)
 
     def rewritten(self) -> Iterator[Statement]:
         """Yield the statements that replace all ended positions in the file."""
         yield from ((_FORGET, ()), (_FORGET_PROGRESS, ()))
-        for source, found in self._by_source.items():
-            yield self._low_water(source, found.low_water)[0]
-            for position in sorted(found.above):
+        for source, positions in self._by_source.items():
+            yield self._low_water(source, positions.low_water)[0]
+            for position in sorted(positions.above):
                 yield (_END, (source, position))
 
     def _of(self, source: str) -> _Positions:

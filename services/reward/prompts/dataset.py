@@ -17,13 +17,13 @@ import numpy as np
 
 from sluice.config.schema.data import DataConfig, FileList, file_list
 from sluice.data.prompt_files import (
+    ChunkReader,
     PromptFiles,
-    SlabReader,
     open_prompt_files,
     without_duplicates,
 )
 from sluice.data.prompt_rows import PromptColumns, PromptRow
-from sluice.data.row_files import RowBlock, RowIndexes, Slab
+from sluice.data.row_files import RowBlock, RowChunk, RowIndexes
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
@@ -100,7 +100,7 @@ class PromptStream:
     ) -> None:
         self._files, self._order, self._total_epochs = files, order, total_epochs
         self._images, self._check_data_source = images, check_data_source
-        self._reader = SlabReader()
+        self._reader = ChunkReader()
         self._selected = _selection(files, order)
         self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
         self._skipped = frozenset(progress.ended_above)
@@ -123,14 +123,14 @@ class PromptStream:
     def _epoch_rows(self, epoch: int, offset: int) -> Iterator[IssuedRow]:
         window_rows = self._order.window_rows
         first_window = offset // window_rows
-        slabs = self._slabs(epoch, skip_rows=first_window * window_rows)
+        chunks = self._chunks(epoch, skip_rows=first_window * window_rows)
         position = epoch * self.rows_per_epoch + first_window * window_rows
         first = epoch * self.rows_per_epoch + offset
-        for window, rows in enumerate(_windows(slabs, window_rows), first_window):
-            for slab, index in self._permuted(rows, epoch, window):
+        for window, rows in enumerate(_windows(chunks, window_rows), first_window):
+            for chunk, index in self._permuted(rows, epoch, window):
                 if position >= first and position not in self._skipped:
-                    row = self._checked(slab.decode(index, self._files.columns))
-                    yield IssuedRow(position, row, images_of_row(row, slab.path, self._images))
+                    row = self._checked(chunk.decode(index, self._files.columns))
+                    yield IssuedRow(position, row, images_of_row(row, chunk.path, self._images))
                 position += 1
 
     def _checked(self, row: PromptRow) -> PromptRow:
@@ -142,24 +142,26 @@ class PromptStream:
             raise DataError(f"{row.place}: {error}") from error
         return row
 
-    def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
-        rows = [(slab, index) for slab in slabs for index in range(len(slab))]
+    def _permuted(
+        self, chunks: list[RowChunk], epoch: int, window: int
+    ) -> Iterator[tuple[RowChunk, int]]:
+        rows = [(chunk, index) for chunk in chunks for index in range(len(chunk))]
         if not self._order.shuffle:
             return iter(rows)
         generator = np.random.default_rng([self._order.seed, epoch, window + 1])
         return (rows[i] for i in generator.permutation(len(rows)))
 
-    def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
-        """Yield slabs of the epoch's blocks in their order, without the first `skip_rows` rows."""
+    def _chunks(self, epoch: int, skip_rows: int) -> Iterator[RowChunk]:
+        """Yield chunks of the epoch's blocks in their order, without the first `skip_rows` rows."""
         for group in self._block_order(epoch):
             num_rows = self._num_selected(group)
             if num_rows <= skip_rows:
                 skip_rows -= num_rows
                 continue
-            for slab in self._reader.read(group, self._selected):
-                if len(slab) > skip_rows:
-                    yield slab.slice(skip_rows, len(slab))
-                skip_rows = max(0, skip_rows - len(slab))
+            for chunk in self._reader.read(group, self._selected):
+                if len(chunk) > skip_rows:
+                    yield chunk.slice(skip_rows, len(chunk))
+                skip_rows = max(0, skip_rows - len(chunk))
 
     def _block_order(self, epoch: int) -> Iterator[RowBlock]:
         groups = self._files.blocks
@@ -175,14 +177,14 @@ class PromptStream:
         return int(high - low)
 
 
-def _windows(slabs: Iterator[Slab], num_rows: int) -> Iterator[list[Slab]]:
-    """Cut the slabs into windows of `num_rows` rows; the last may have fewer."""
-    window: list[Slab] = []
+def _windows(chunks: Iterator[RowChunk], num_rows: int) -> Iterator[list[RowChunk]]:
+    """Cut the chunks into windows of `num_rows` rows; the last may have fewer."""
+    window: list[RowChunk] = []
     missing = num_rows
-    for slab in slabs:
+    for chunk in chunks:
         start = 0
-        while start < len(slab):
-            piece = slab.slice(start, min(start + missing, len(slab)))
+        while start < len(chunk):
+            piece = chunk.slice(start, min(start + missing, len(chunk)))
             window.append(piece)
             start, missing = start + len(piece), missing - len(piece)
             if not missing:

@@ -145,7 +145,7 @@ def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}; repair the file or delete it") from error
-    found: dict[str, QuarantinedPrompt] = {}
+    entries: dict[str, QuarantinedPrompt] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -154,5 +154,5 @@ def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
         except ValueError as error:
             logger.warning("%s, line %d: not a quarantined prompt: %s", path, number, error)
         else:
-            found[entry.key] = entry
-    return found
+            entries[entry.key] = entry
+    return entries

@@ -23,7 +23,7 @@ from sluice.types import (
 MAX_ENVIRONMENTS = 32
 """The most environments with separate metrics; episodes of others count as `OTHER`'s."""
 OTHER = "other"
-_MOST_NAME_CHARS = 64
+_MAX_NAME_CHARS = 64
 _PARTS = ("queue", "model", "environment")
 _OF_EPISODES = (FailureKind.ENVIRONMENT, FailureKind.AGENT)
 
@@ -48,7 +48,7 @@ class EnvironmentNames:
         chosen = environment_of(prompt.extra_info, by_default=self.by_default)
         if chosen is None:
             return None
-        name = (chosen if self.rows_choose and chosen else self.only)[:_MOST_NAME_CHARS]
+        name = (chosen if self.rows_choose and chosen else self.only)[:_MAX_NAME_CHARS]
         return name.replace("/", "_") if name.isprintable() else OTHER
 
 
@@ -184,8 +184,8 @@ class EpisodeStatistics:
         ends = [f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed")]
         ends += [f"{own}/ends/{end}" for own in means if own != "train" for end in EpisodeEnd]
         calls = ("train/unreadable_calls", "train/unknown_tool_calls")
-        found = dict.fromkeys((*ends, *calls), 0.0)
-        found |= {name: float(count) for name, count in counts.items()}
+        statistics = dict.fromkeys((*ends, *calls), 0.0)
+        statistics |= {name: float(count) for name, count in counts.items()}
         for each in means.values():
-            found |= each.taken()
-        return found
+            statistics |= each.taken()
+        return statistics

@@ -20,8 +20,8 @@ from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 30.0
-MOST_REASONS = 20
-_MOST_CHARACTERS = 1000
+MAX_REASONS = 20
+_MAX_CHARS = 1000
 # The type of an exception, and its place as `place_of` writes it: in a function of the author's.
 _TYPE = re.compile(r"\b[A-Z]\w+(?=: | in )")
 _PLACE = re.compile(r" in \S+ \([^()]+:\d+\)(?= \(|$)")
@@ -41,7 +41,7 @@ def reason_of(detail: str) -> str:
     if place := _PLACE.search(detail):
         kind = _TYPE.search(detail)
         return f"{kind.group() if kind else ''}{place.group()}"
-    return _VARIES.sub("#", detail[:_MOST_CHARACTERS])
+    return _VARIES.sub("#", detail[:_MAX_CHARS])
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class FailureLog:
 
     The first failure of a reason gets a line with the prompt and the scorer's innermost frames;
     after that, one line every `COUNT_EVERY_S` gives the count so far. Reasons beyond the first
-    `MOST_REASONS` share one such line.
+    `MAX_REASONS` share one such line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +91,7 @@ class FailureLog:
     def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
         """Count a failure; log it if it is the first of its reason or a count is due."""
         reason, now = reason_of(detail), self._clock()
-        if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
+        if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"
         counted = self._reasons.get(reason)
         if counted is None:

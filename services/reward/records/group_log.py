@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 LAST_S = 5.0
 _LINGER_S = 0.2
-_MOST_LINES, _LINES_AT_ONCE, _SAMPLES_AT_ONCE = 100_000, 1000, 100
-MOST_WAITING_BYTES = 128 << 20
+_MAX_LINES, _LINES_AT_ONCE, _SAMPLES_AT_ONCE = 100_000, 1000, 100
+MAX_WAITING_BYTES = 128 << 20
 """Most bytes of text that wait for the archive, unless a batch needs more."""
 _REMEDY = "free the disk or the folder"
 _ID_LENGTH = 8  # distinguishes the few processes that write a file; each line holds it
@@ -99,8 +99,8 @@ class GroupLog:
         path: the file to append to; ``None`` writes no lines.
         samples_per_group: n.
         samples: the archive of groups with their texts, if any.
-        most_chars: most characters of each prompt and response in the archive.
-        most_bytes: most bytes of text that wait for the archive.
+        max_chars: most characters of each prompt and response in the archive.
+        max_bytes: most bytes of text that wait for the archive.
         samples_of_source: n of each source, if there are several.
     """
 
@@ -111,14 +111,14 @@ class GroupLog:
         clock: Callable[[], float] = time.monotonic,
         *,
         samples: SampleArchive | None = None,
-        most_chars: int = 1,
-        most_bytes: int = MOST_WAITING_BYTES,
+        max_chars: int = 1,
+        max_bytes: int = MAX_WAITING_BYTES,
         environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
         samples_of_source: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._samples_of_source = samples_of_source
         self._samples_per_group, self._clock, self._start = samples_per_group, clock, clock()
-        self._most_chars, self._names = most_chars, environments
+        self._max_chars, self._names = max_chars, environments
         self._instance_id = uuid.uuid4().hex[:_ID_LENGTH]
         self._lines: BoundedWriter[GroupLine] | None = None
         if path is not None:
@@ -126,7 +126,7 @@ class GroupLog:
                 "groups",
                 str(path),
                 partial(_append, path),
-                most=_MOST_LINES,
+                max_waiting=_MAX_LINES,
                 batch=_LINES_AT_ONCE,
                 interval_s=_LINGER_S,
             )
@@ -137,7 +137,7 @@ class GroupLog:
                 "samples of groups",
                 "their archive (a lower sluice.dashboard.sample_chars makes them smaller)",
                 partial(_archive, samples),
-                most=most_bytes,
+                max_waiting=max_bytes,
                 batch=_SAMPLES_AT_ONCE,
                 interval_s=_LINGER_S,
                 size=_text_bytes,
@@ -177,7 +177,7 @@ class GroupLog:
             step=ending.step,
             ended_at=time.time(),
             replicas=list(group.progress.replicas),
-            most_chars=self._most_chars,
+            max_chars=self._max_chars,
         )
         return msgspec.structs.replace(sampled, environment=self._names.of(group.prompt) or "")
 
@@ -220,10 +220,10 @@ class GroupLog:
         return round(at_s - self._start, 4)
 
 
-def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
+def waiting_bytes(samples_per_batch: int, max_chars: int) -> int:
     """Return how many bytes of text may wait for the archive: a batch, whose groups end at once, at
     two bytes per character."""
-    return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
+    return max(MAX_WAITING_BYTES, 2 * samples_per_batch * max_chars)
 
 
 def _episode_lines(graded: GradedGroup) -> list[EpisodeLine]:

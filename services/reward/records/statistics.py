@@ -190,21 +190,21 @@ def uses_of_group(
     """
     if graded is None:
         lost, replaced = progress.num_thrown_away, progress.num_replaced
-        found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
-        found[use] += progress.num_received - lost - replaced
-        return found
-    found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
+        uses = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
+        uses[use] += progress.num_received - lost - replaced
+        return uses
+    uses = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
     for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
         if not isinstance(outcome, Failed):
-            found[use] += rollout.num_tokens
+            uses[use] += rollout.num_tokens
         elif outcome.kind is FailureKind.ABORTED:
-            found[TokenUse.ABORTED] += rollout.num_tokens
+            uses[TokenUse.ABORTED] += rollout.num_tokens
         else:
-            found[TokenUse.FAILED] += rollout.num_tokens
-    found[TokenUse.FAILED] += progress.num_replaced
+            uses[TokenUse.FAILED] += rollout.num_tokens
+    uses[TokenUse.FAILED] += progress.num_replaced
     # Tokens in no sample of the group were thrown away when a sample restarted.
-    found[TokenUse.ABORTED] += max(0, progress.num_received - found.total())
-    return found
+    uses[TokenUse.ABORTED] += max(0, progress.num_received - uses.total())
+    return uses
 
 
 _GROWTH = {
@@ -371,9 +371,9 @@ class GroupStatistics:
 
     def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
         uses = uses_of_group(use, group.progress, graded)
-        for found, num_tokens in uses.items():
-            self._totals[f"reward/tokens/{found}"] += num_tokens
-            self._count_of_source(group, f"tokens/{found}", num_tokens)
+        for token_use, num_tokens in uses.items():
+            self._totals[f"reward/tokens/{token_use}"] += num_tokens
+            self._count_of_source(group, f"tokens/{token_use}", num_tokens)
 
     def _count_of_source(self, group: Group, name: str, number: int = 1) -> None:
         """Count groups or tokens of one of several sources."""
@@ -422,7 +422,7 @@ class GroupStatistics:
     ) -> dict[str, float]:
         """Return the metrics of each of several sources: of its part of a batch for `version`, and
         of the interval since the last batch."""
-        found = {
+        statistics = {
             counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
             for counter, total in totals.items()
             if counter.startswith(_OF_SOURCES)
@@ -434,8 +434,8 @@ class GroupStatistics:
                 "groups": float(len(own)),
                 "share": len(own) / max(len(groups), 1),
             }
-            found |= {source_metric(source, name): value for name, value in values.items()}
-        return found
+            statistics |= {source_metric(source, name): value for name, value in values.items()}
+        return statistics
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -479,9 +479,9 @@ def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> 
     """
     unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
     untracked = ledger.num_pending - len(groups)
-    found = Counter(group.state for group in groups)
+    by_state = Counter(group.state for group in groups)
     leased = set(ledger.leased_ids())
-    unheld = max(0, found[GroupState.WAITING] - num_waiting)
+    unheld = max(0, by_state[GroupState.WAITING] - num_waiting)
     unheld += sum(group.task is None for group in groups.in_state(*IN_FLIGHT))
     unheld += sum(group.graded is None for group in groups.in_state(GroupState.KEPT))
     unheld += sum(group.prompt_id not in leased for group in groups.in_state(GroupState.LEASED))

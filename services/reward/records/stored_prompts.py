@@ -60,15 +60,15 @@ class PromptStore:
         Raises:
             DataError: a line is damaged, or a file cannot be read or written.
         """
-        found: dict[int, ValidationPrompt] = {}
+        prompts: dict[int, ValidationPrompt] = {}
         for one in self._benchmarks:
             try:
                 one.responses.parent.mkdir(parents=True, exist_ok=True)
                 if one.responses.exists():
-                    found.update(_kept(one, num_samples))
+                    prompts.update(_kept(one, num_samples))
             except OSError as error:
                 raise _unusable(one.responses, error) from error
-        return found
+        return prompts
 
     async def add(
         self, prompt: Prompt, group: RolloutGroup | None, outcomes: Sequence[Outcome]
@@ -112,20 +112,20 @@ def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> Promp
 
 
 def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, ValidationPrompt]:
-    file, found, num_bytes = benchmark.responses, {}, 0
+    file, prompts, num_bytes = benchmark.responses, {}, 0
     draft = file.with_name(f".{file.name}.draft")
     with draft.open("wb") as kept:
         for _, prompt in read_responses(file):
             scores = tuple(score for one in prompt.samples if (score := one.scored) is not None)
             if len(scores) == len(prompt.samples) == num_samples:
                 position = benchmark.start + prompt.position
-                found[position] = ValidationPrompt(prompt.data_source, scores)
+                prompts[position] = ValidationPrompt(prompt.data_source, scores)
                 num_bytes += kept.write(msgspec.json.encode(prompt) + b"\n")
     if num_bytes == file.stat().st_size:
         draft.unlink()
     else:
         os.replace(draft, file)
-    return found
+    return prompts
 
 
 def _line(

@@ -19,9 +19,9 @@ from services.reward.group_table import EventKind, GroupEnding, GroupEvent
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,
-    Key,
     RecordedSpan,
     Span,
+    SpanAttribute,
     SpanKind,
     SpanName,
     TraceContext,
@@ -107,10 +107,10 @@ class PromptTraces:
             caller=self._tracer.current() if is_client else None,
             trace_id=self._trace_id(prompt.prompt_id),
             attributes={
-                Key.PROMPT_ID: prompt.prompt_id,
-                Key.PROMPT_ORIGIN: prompt.origin.value,
-                Key.PROMPT_SEQUENCE: prompt.sequence,
-                Key.DATA_SOURCE: prompt.data_source,
+                SpanAttribute.PROMPT_ID: prompt.prompt_id,
+                SpanAttribute.PROMPT_ORIGIN: prompt.origin.value,
+                SpanAttribute.PROMPT_SEQUENCE: prompt.sequence,
+                SpanAttribute.DATA_SOURCE: prompt.data_source,
             },
             kind=SpanKind.SERVER if is_client else SpanKind.INTERNAL,
         )
@@ -121,7 +121,7 @@ class PromptTraces:
             spans.begin(self._tracer, SpanName.SUBMIT)
         else:
             with self._tracer.child(span.context, SpanName.READ) as draw:
-                draw.set({Key.PROMPT_PLACE: prompt.place})
+                draw.set({SpanAttribute.PROMPT_PLACE: prompt.place})
         spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
@@ -157,12 +157,12 @@ class PromptTraces:
         if spans is None:
             return
         spans.finish(*tuple(spans.waits))
-        spans.prompt.set({Key.PROMPT_END: end})
+        spans.prompt.set({SpanAttribute.PROMPT_END: end})
         if ending is not None:
             if ending.step is not None:
-                spans.prompt.set({Key.STEP: ending.step})
+                spans.prompt.set({SpanAttribute.STEP: ending.step})
             if ending.detail:
-                spans.prompt.set({Key.DETAIL: ending.detail[:_MAX_DETAIL_CHARS]})
+                spans.prompt.set({SpanAttribute.DETAIL: ending.detail[:_MAX_DETAIL_CHARS]})
             if ending.end in _FAILURES:
                 spans.prompt.fail(ending.detail or end)
         spans.prompt.end()

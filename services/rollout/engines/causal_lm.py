@@ -187,17 +187,17 @@ def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     Raises:
         ConfigError: the model's family has no routers whose choices the trainer can replay.
     """
-    found = {
+    routers = {
         int(name.split(".layers.")[1].split(".")[0]): one
         for name, one in model.named_modules()
         if type(one).__name__ in _ROUTERS
     }
-    if not found:
+    if not routers:
         raise ConfigError(
             "actor_rollout_ref.actor.router_replay.mode=R3: replicas note the experts of qwen3_moe "
             f"and qwen3_vl_moe, and none of a {model.config.model_type} model; set it to disabled"
         )
-    return found
+    return routers
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:

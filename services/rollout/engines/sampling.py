@@ -193,14 +193,14 @@ def prompt_logprobs(logits: torch.Tensor, following: npt.NDArray[np.int64]) -> P
         following: [tokens], the token that follows each place.
     """
     targets = torch.from_numpy(following)[:, None].to(logits.device)
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     # In parts, since float32 logits may take as much memory as the model.
     for part, wanted in zip(logits.split(_BLOCK), targets.split(_BLOCK), strict=True):
         exact = part.float()
         total = exact.logsumexp(-1)
         top, top_ids = exact.max(-1)
-        found.append((exact.gather(1, wanted)[:, 0] - total, top_ids, top - total))
+        chunks.append((exact.gather(1, wanted)[:, 0] - total, top_ids, top - total))
     logprobs, top_ids, top_logprobs = (
-        torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
+        torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)
     )
     return PromptLogprobs(logprobs, top_ids.astype(np.uint32), top_logprobs)

@@ -13,11 +13,11 @@ Decode = Callable[[TokenIds], str]
 
 # A character of UTF-8 has at most four bytes, and a token at least one. An unfinished one lacks at
 # least one byte. A tokenizer may write one sign for each missing byte, or one for all.
-_MOST_CHARACTER_TOKENS = 4
-_MOST_UNFINISHED_SIGNS = 3
+_MAX_CHARACTER_TOKENS = 4
+_MAX_UNFINISHED_SIGNS = 3
 _UNFINISHED = "\ufffd"
 # So many tokens of bytes that are no text hold the last three signs and something before them.
-_MOST_UNSETTLED_TOKENS = 12
+_MAX_UNSETTLED_TOKENS = 12
 _TOKENS_AT_ONCE = 256
 
 
@@ -58,13 +58,13 @@ class IncrementalDetokenizer:
         if not text.endswith(_UNFINISHED):
             return self._settle_all(text)
         unfinished, unknown = len(text) - len(text.rstrip(_UNFINISHED)), self._num_unknown
-        if unknown >= _MOST_CHARACTER_TOKENS:
+        if unknown >= _MAX_CHARACTER_TOKENS:
             # These bytes are no text; the last of them may still begin a character.
-            unfinished = min(unfinished, _MOST_UNFINISHED_SIGNS)
+            unfinished = min(unfinished, _MAX_UNFINISHED_SIGNS)
         settled = text[self._known_characters : len(text) - unfinished]
         self._known_characters += len(settled)
-        if unknown >= _MOST_UNSETTLED_TOKENS:
-            self._keep(_MOST_UNSETTLED_TOKENS)
+        if unknown >= _MAX_UNSETTLED_TOKENS:
+            self._keep(_MAX_UNSETTLED_TOKENS)
             self._known_characters = len(self._text(self._window)) - unfinished
         return settled
 
@@ -93,8 +93,8 @@ class IncrementalDetokenizer:
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the stop string that begins first, or all of it without any."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    positions = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def stable_prefix(text: str, stops: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ class EngineState(StrEnum):
     SWAPPING = "swapping"  # weights are swapped; no token is sampled
 
 
-class StateClock:
+class StateTimer:
     """Measures a replica's time: every second of the process belongs to one state.
 
     One thread enters states, any thread reads.
@@ -91,7 +91,7 @@ class StateClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class FlushPolicy:
     """When to send tokens of unfinished samples to the consumer; see `Engine.generate`."""
 
     every_token: bool
@@ -112,7 +112,7 @@ class EngineRun:
     def __init__(
         self,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each core's own
     ) -> None:
@@ -201,7 +201,7 @@ class EngineCore(ABC, Generic[RunT]):
         self,
         number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: Any,  # noqa: ANN401 - each core's own
     ) -> RunT:
@@ -280,7 +280,7 @@ class ThreadedEngine(Generic[CoreT]):
         self._unfinished: set[ChunkStream] = set()
         self._image_turn = ImageTurn()
         self.accounting = RequestTokens()
-        self._clock = StateClock(process_age_s())
+        self._clock = StateTimer(process_age_s())
         self._swap: asyncio.Future[float] | None = None
 
     @property
@@ -390,7 +390,7 @@ class ThreadedEngine(Generic[CoreT]):
             self._admit(request)  # the engine may have stopped meanwhile
         thread, core = self._in_thread()
         stream = ChunkStream(thread.engine, len(request.sample_indexes), thread.to_home)
-        pace = Pace(every_token, partial_interval_s)
+        pace = FlushPolicy(every_token, partial_interval_s)
         run = core.new_run(next(self._numbers), request, pace, stream, images)
         self._unfinished.add(stream)
         self._enter_state()

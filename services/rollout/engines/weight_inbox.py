@@ -99,12 +99,12 @@ def _parameters(model: PreTrainedModel, names: list[str]) -> dict[str, list[torc
     by_place: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
     for tensor in every.values():
         by_place.setdefault((tensor.data_ptr(), tensor.shape), []).append(tensor)
-    found = {}
+    parameters = {}
     for name in names:
         own = every[name]
         tied = by_place[own.data_ptr(), own.shape] if own.numel() else []
-        found[name] = [own, *{id(other): other for other in tied if other is not own}.values()]
-    return found
+        parameters[name] = [own, *{id(other): other for other in tied if other is not own}.values()]
+    return parameters
 
 
 def _mismatch(name: str, detail: str) -> WeightSyncError:
@@ -199,8 +199,8 @@ class WeightInbox:
         phase, staged = f"committing version {version}", self._staged
         check_epoch(epoch, self.epoch, phase)
         if staged is None or (staged.epoch, staged.received.version) != (epoch, version):
-            found = "nothing" if staged is None else f"version {staged.received.version}"
-            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
+            staged_text = "nothing" if staged is None else f"version {staged.received.version}"
+            raise WeightSyncError(_SENDER, phase, f"{staged_text} is staged here; stage it first")
         if digest not in (None, staged.received.digest):
             raise WeightSyncError(
                 _SENDER,

@@ -1,7 +1,7 @@
 """Count the bytes of a trainer rank's passes in one process, without devices.
 
-``python -m services.trainer.dry_run`` reads `DryRunAsked` from standard input and writes a list of
-`PassBytes` to standard output, one for each run.
+``python -m services.trainer.dry_run`` reads `DryRunRequest` from standard input and writes a list
+of `PassBytes` to standard output, one for each run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import DryRunRequest, PassBytes
 
 _BYTES_OF_A_LOGIT = 10
 """In an uncompiled block: the logit in 16 bits and in float32, and its exponential."""
 _IN_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
-def dry_run(asked: DryRunAsked) -> list[PassBytes]:
+def dry_run(asked: DryRunRequest) -> list[PassBytes]:
     """Return the bytes of each run."""
     torch.set_num_threads(1)
     config = with_adapters(msgspec.convert(asked.config, RunConfig))
@@ -50,11 +50,11 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     try:
         with fake_tensors():
             parallel.divide(trainer_layout(config, asked.ranks))
-            found = []
+            passes = []
             for stage, layers in asked.runs:
                 parallel.move_to(stage)
-                found.append(counted(config, with_layers(asked.model, layers), parallel))
-            return found
+                passes.append(counted(config, with_layers(asked.model, layers), parallel))
+            return passes
     finally:
         parallel.close()
 
@@ -101,7 +101,7 @@ def _of_each_layer(names: Collection[str]) -> list[str]:
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    answer_asked(DryRunAsked, dry_run)
+    answer_asked(DryRunRequest, dry_run)
 
 
 if __name__ == "__main__":

@@ -68,24 +68,24 @@ class LiveBytes(TorchDispatchMode):
         kind = _COLLECTIVES.get(func.overloadpacket.__name__) if func.namespace == "c10d" else None
         if kind is not None:
             return self._move(kind, func, args)
-        found = func(*args, **(kwargs or {}))
-        if func is _FUNCTIONAL_SUM and not isinstance(found, FakeTensor):  # see `_move`
-            found = torch.ops._c10d_functional.wait_tensor(found).clone()
+        result = func(*args, **(kwargs or {}))
+        if func is _FUNCTIONAL_SUM and not isinstance(result, FakeTensor):  # see `_move`
+            result = torch.ops._c10d_functional.wait_tensor(result).clone()
         if func.namespace == "prim":  # half of all calls ask fake tensors for their device
-            return found
-        for one in tree_leaves(found):
+            return result
+        for one in tree_leaves(result):
             if isinstance(one, Tensor):
                 self._track(_plain(one).untyped_storage())
-        return found
+        return result
 
     def __enter__(self) -> LiveBytes:
         # FSDP frees gathered weights by setting the size of their storage to 0.
         resize, self._resize = torch.UntypedStorage.resize_, torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> object:  # noqa: ANN401 - storage is C's own type
-            found: object = resize(storage, size)
+            result: object = resize(storage, size)
             self._set_size(self._keys.get(storage), size)
-            return found
+            return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -111,14 +111,14 @@ class LiveBytes(TorchDispatchMode):
         if isinstance(results[0], FakeTensor):
             return func(*args)
         copies = tree_map_only(Tensor, Tensor.clone, args)
-        found = func(*copies)
-        work = found[-1] if isinstance(found, tuple | list) else found
+        result = func(*copies)
+        work = result[-1] if isinstance(result, tuple | list) else result
         dist.Work.unbox(work).wait()
         done = torch._C._distributed_c10d.FakeWork().boxed()
         for own, copied in zip(tree_leaves(args), tree_leaves(copies), strict=True):
             if isinstance(own, Tensor):
                 own.copy_(copied)
-        return (*found[:-1], done) if isinstance(found, tuple | list) else done
+        return (*result[:-1], done) if isinstance(result, tuple | list) else done
 
     def _track(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:

@@ -46,8 +46,8 @@ from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGrad
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.rank_rendezvous import RankPlace
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.rank_rendezvous import RankAddress
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import max_row_tokens
 from sluice.config.parallel_layout import ParallelLayout
@@ -101,7 +101,7 @@ class FakeRanks(TorchDistributed):
         with unset_fake_temporarily():
             return super().expert_mesh(size)
 
-    def _form(self, backend: str, place: RankPlace) -> None:
+    def _form(self, backend: str, place: RankAddress) -> None:
         store = FakeStore()
         dist.init_process_group("fake", store=store, rank=0, world_size=place.world_size)
 
@@ -138,9 +138,9 @@ def counted(
         parallel: all ranks, divided.
     """
     with LiveBytes() as count:
-        found = _Rank(config, model, parallel, count).run()
+        pass_bytes = _Rank(config, model, parallel, count).run()
     gc.collect()
-    return found
+    return pass_bytes
 
 
 class _Rank:
@@ -282,7 +282,7 @@ class _Rank:
         return token_outputs(self._model, one, entering).logprobs
 
 
-def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:
+def largest_micro_batch(config: RunConfig, parallel: ParallelContext) -> MicroBatch:
     """Return the largest micro-batch of the run, by tokens: rows of the longest length."""
     cut = update_settings(config, vocab_size=1).cut
     data, longest = config.data, max_row_tokens(config.data)

@@ -38,7 +38,7 @@ from sluice.weights.plan import WeightBuffer
 from sluice.weights.rank_sender import Changes
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.snapshot import Snapshot
-from sluice.weights.transfer import Base
+from sluice.weights.transfer import BaseVersion
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
 
 
 @dataclass(slots=True)
-class Answers(Generic[PeerT, AnswerT]):
+class PeerResults(Generic[PeerT, AnswerT]):
     """Answers and errors by peer. Every peer is in exactly one of the two."""
 
     answered: dict[PeerT, AnswerT] = field(default_factory=dict)
@@ -72,7 +72,7 @@ async def fan_out(
     *,
     on_failure: Callable[[], Awaitable[None]] | None = None,
     phase: str = "a joint call",
-) -> Answers[PeerT, AnswerT]:
+) -> PeerResults[PeerT, AnswerT]:
     """Call every peer concurrently and wait for all.
 
     Args:
@@ -81,7 +81,7 @@ async def fan_out(
             make them end: a collective that lost a member does not end on its own. Calls that still
             run when it returns are cancelled and count as failed.
     """
-    answers: Answers[PeerT, AnswerT] = Answers()
+    answers: PeerResults[PeerT, AnswerT] = PeerResults()
     scopes: set[asyncio.Timeout] = set()
     first_failure = asyncio.Event()
 
@@ -195,7 +195,7 @@ class _GroupBase:
     """The snapshot that all members of the current group serve."""
 
     snapshot: Snapshot
-    bases: tuple[Base, ...]
+    bases: tuple[BaseVersion, ...]
 
 
 class TransferSession:
@@ -329,7 +329,7 @@ class TransferSession:
             )
         return tuple(member for member in members if member not in delivery.lost)
 
-    async def _probe(self, members: Sequence[ReplicaInfo]) -> Answers[ReplicaInfo, None]:
+    async def _probe(self, members: Sequence[ReplicaInfo]) -> PeerResults[ReplicaInfo, None]:
         return await fan_out(
             members, lambda member: self._clients[member].probe(self._probe_timeout_s)
         )
@@ -401,7 +401,7 @@ class TransferSession:
         call: Callable[[ReplicaInfo], Awaitable[None]],
         own: Callable[[threading.Event], None],
         phase: str,
-    ) -> Answers[GroupMember, None]:
+    ) -> PeerResults[GroupMember, None]:
         """Enter a collective with all members; one failure ends it for all."""
         stop, own_part_ended = threading.Event(), asyncio.Event()
 
@@ -433,7 +433,7 @@ class TransferSession:
     async def _recover(
         self,
         members: tuple[ReplicaInfo, ...],
-        answers: Answers[GroupMember, None],
+        answers: PeerResults[GroupMember, None],
         delivery: DeliveryResult,
         phase: str,
     ) -> None:
@@ -468,7 +468,7 @@ def _key(member: ReplicaInfo) -> str:
 def _compare(
     digests: Mapping[ReplicaInfo, str],
     sent: Mapping[str, str],
-    answers: Answers[GroupMember, None],
+    answers: PeerResults[GroupMember, None],
     delivery: DeliveryResult,
 ) -> None:
     """Count members whose digest differs from the sent one as failed, although they answered."""

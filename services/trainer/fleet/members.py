@@ -36,7 +36,7 @@ MAX_INSTANCES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSign:
+class EngineActivity:
     """An engine's progress as reported in a heartbeat. `turns` is 0 if the engine does not count
     turns."""
 
@@ -55,11 +55,11 @@ class EngineProgress:
         is_stalled: whether the engine is out of use until it progresses again.
     """
 
-    sign: EngineSign
+    sign: EngineActivity
     since_s: float
     is_stalled: bool = False
 
-    def after(self, sign: EngineSign, now_s: float, stall_s: float) -> EngineProgress:
+    def after(self, sign: EngineActivity, now_s: float, stall_s: float) -> EngineProgress:
         """Return the progress after a heartbeat.
 
         An engine with work progresses when it samples tokens; one without work has nothing to
@@ -214,7 +214,7 @@ class Fleet:
         elapsed_s = max(now_s - member.last_seen_s, 1e-6)
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
-        sign = EngineSign(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
+        sign = EngineActivity(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
         progress = self._note_progress(instance_id, sign, now_s)
         state = MemberState.DRAINING if draining else _judged(member.state, progress)
         self._note(instance_id, load)
@@ -354,7 +354,9 @@ class Fleet:
         del self._members[info.name]
         self.changed.set()
 
-    def _note_progress(self, instance_id: str, sign: EngineSign, now_s: float) -> EngineProgress:
+    def _note_progress(
+        self, instance_id: str, sign: EngineActivity, now_s: float
+    ) -> EngineProgress:
         known = self._progress.get(instance_id) or EngineProgress(sign, now_s)
         self._progress[instance_id] = known.after(sign, now_s, self._stall_s)
         return self._progress[instance_id]

@@ -223,7 +223,7 @@ def num_kept(trainer: TrainerConfig, *, with_critic: bool) -> int | None:
 
 def stored_checkpoints(root: Path) -> list[Path]:
     """Return the folders of all complete checkpoints below `root`, the last saved first."""
-    found: list[tuple[int, Path]] = []
+    checkpoints: list[tuple[int, Path]] = []
     for folder in root.iterdir() if root.is_dir() else ():
         if _FOLDER_NAME.fullmatch(folder.name):
             try:
@@ -231,9 +231,9 @@ def stored_checkpoints(root: Path) -> list[Path]:
                 saved_ns = (folder / DATA_FILE).stat().st_mtime_ns
             except (OSError, ValueError):
                 continue
-            found.append((saved_ns, folder))
-    found.sort(key=lambda pair: pair[0], reverse=True)
-    return [folder for _, folder in found]
+            checkpoints.append((saved_ns, folder))
+    checkpoints.sort(key=lambda pair: pair[0], reverse=True)
+    return [folder for _, folder in checkpoints]
 
 
 def _delete_folder(folder: Path) -> None:
@@ -254,10 +254,10 @@ def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint |
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "auto":
-        found = store.latest()
-        if found is None:
+        checkpoint = store.latest()
+        if checkpoint is None:
             logger.info("no checkpoint to resume from: starting at step 0")
-        return found
+        return checkpoint
     path = Path(trainer.resume_from_path or "").absolute()
     if not _FOLDER_NAME.fullmatch(path.name):
         raise ConfigError(
@@ -369,11 +369,11 @@ def start_point(
     if times == 0:
         return resume_point(trainer, store)
     has_saved = checkpoint_mark(store.root) != environment.get(MARK_VARIABLE)
-    found = store.latest() if has_saved else resume_point(trainer, store)
+    checkpoint = store.latest() if has_saved else resume_point(trainer, store)
     logger.warning(
         "restarted (%d times so far): the run continues from step %d, %s",
         times,
-        found.step if found else 0,
+        checkpoint.step if checkpoint else 0,
         "its last checkpoint" if has_saved else "where it began, since it has saved none",
     )
-    return found
+    return checkpoint

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER, resume_remedy
-from services.trainer.learner.model.experts import check_own_experts, routing_tape, uncounted
+from services.trainer.learner.model.experts import check_native_experts, routing_tape, uncounted
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
 from services.trainer.learner.model.lora import on_the_wire
@@ -27,11 +27,11 @@ from services.trainer.learner.model.trained_model import (
     load_model_state,
     trained_model,
 )
-from services.trainer.learner.places import Directory, local_part
 from services.trainer.learner.rank_shares import check_shareable
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import keep_step
 from services.trainer.learner.step_measures import MemoryPeaks, StepProfiler
+from services.trainer.learner.tensor_layouts import TensorLayouts, local_part
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import AdapterReference, Reference, ReferencePolicy
@@ -60,16 +60,16 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
     Raises:
         ConfigError: names key, value and remedy.
     """
-    found = [
+    bfloat16_keys = [
         f"{key}.{field}={dtype}"
         for field, dtype in (("dtype", precision.dtype), ("model_dtype", precision.model_dtype))
         if dtype == "bfloat16"
     ]
-    if found and not device.supports_bfloat16():
-        remedy = " and ".join(setting.replace("bfloat16", "float32") for setting in found)
+    if bfloat16_keys and not device.supports_bfloat16():
+        remedy = " and ".join(setting.replace("bfloat16", "float32") for setting in bfloat16_keys)
         raise ConfigError(
-            f"{' and '.join(found)}: {device.name} does not compute with bfloat16; set {remedy}, "
-            "or train on another device"
+            f"{' and '.join(bfloat16_keys)}: {device.name} does not compute with bfloat16; "
+            f"set {remedy}, or train on another device"
         )
 
 
@@ -93,7 +93,7 @@ class Learner:
     def __init__(
         self,
         config: RunConfig,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         total_steps: int,
         device: Device | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class Learner:
         )
         if (mode := actor.router_replay.mode) != "disabled":
             setting = f"actor_rollout_ref.actor.router_replay.mode={mode}"
-            check_own_experts(policy.model, setting, "disabled")
+            check_native_experts(policy.model, setting, "disabled")
         overrides = actor.megatron.override_transformer_config
         stage = own_stage(policy.model, precision, overrides, parallel)
         first_layer = 0 if stage is None else stage.layers.start
@@ -198,9 +198,9 @@ class Learner:
         return RoutingShape(tape.num_layers, model.num_experts, model.num_experts_per_tok)
 
     @property
-    def places(self) -> Directory:
+    def layouts(self) -> TensorLayouts:
         """Return which rank holds which part of each of the policy's weights."""
-        return self._policy.places
+        return self._policy.layouts
 
     @property
     def saves_aside(self) -> bool:
@@ -339,10 +339,10 @@ class Learner:
 
     def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path]]:
         """Return each model of a checkpoint and its folder."""
-        found = [(self._policy, actor)]
+        models = [(self._policy, actor)]
         if self._critic is not None:
-            found.append((self._critic.trained, actor.parent / CRITIC_FOLDER))
-        return found
+            models.append((self._critic.trained, actor.parent / CRITIC_FOLDER))
+        return models
 
     def _reshard(self) -> None:
         for trained in self._trained():

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.places import Directory, is_held
 from services.trainer.learner.rank_rendezvous import rank_place
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
+from services.trainer.learner.tensor_layouts import TensorLayouts, holds_all
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
 from sluice.errors import PeerError
@@ -33,16 +33,16 @@ from sluice.weights.snapshot import SnapshotBuffers
 _ADDRESS_CHARS = 64
 
 
-def holdings_of(places: Directory) -> tuple[Holding, ...]:
+def holdings_of(layouts: TensorLayouts) -> tuple[Holding, ...]:
     """Return the holding of each rank that sends, rank 0 first; empty if rank 0 holds all
     weights."""
-    if is_held(places, 0):
+    if holds_all(layouts, 0):
         return ()
-    found: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
-    for name, placed in places.items():
+    by_rank: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
+    for name, placed in layouts.items():
         for piece in placed.pieces:
-            found.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
-    return tuple(Holding(rank, tuple(found[rank])) for rank in sorted(found))
+            by_rank.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
+    return tuple(Holding(rank, tuple(by_rank[rank])) for rank in sorted(by_rank))
 
 
 class PolicySnapshots:
@@ -63,7 +63,7 @@ class PolicySnapshots:
     ) -> None:
         self._learner, self._timeout_s = learner, timeout_s
         self.tensors = tensor_specs(learner.named_weights(), wire_dtype)
-        self.holdings = holdings_of(learner.places)
+        self.holdings = holdings_of(learner.layouts)
         senders = [one.rank for one in self.holdings] or [0]
         self.number = senders.index(rank) if rank in senders else None
         self._buffers: SnapshotBuffers | None = None
@@ -111,7 +111,7 @@ class PolicySnapshots:
 
 
 def policy_snapshots(
-    config: RunConfig, learner: Learner, parallel: DataParallel
+    config: RunConfig, learner: Learner, parallel: ParallelContext
 ) -> PolicySnapshots:
     """Return this rank's snapshots, as configured."""
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
@@ -120,7 +120,7 @@ def policy_snapshots(
 
 @contextmanager
 def connected_ranks(
-    config: RunConfig, snapshots: PolicySnapshots, parallel: DataParallel
+    config: RunConfig, snapshots: PolicySnapshots, parallel: ParallelContext
 ) -> Iterator[list[SendingRankClient]]:
     """Let the ranks above 0 that hold weights send them while the block runs. Collective.
 
@@ -183,7 +183,7 @@ def _own_address() -> str:
 
 
 def _exchange_addresses(
-    address: str, port: int, parallel: DataParallel, phase: str
+    address: str, port: int, parallel: ParallelContext, phase: str
 ) -> Sequence[tuple[str, int]]:
     """Return every rank's address. Ranks exchange numbers: those of its letters."""
     letters = [float(ord(letter)) for letter in address.ljust(_ADDRESS_CHARS)]

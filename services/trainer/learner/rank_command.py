@@ -25,7 +25,7 @@ from services.trainer.learner.policy_snapshots import (
     connected_ranks,
     policy_snapshots,
 )
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from services.trainer.learner.sample_reader import RewardSamples, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
 from sluice.concurrency.process import exempt_start_up
@@ -85,7 +85,7 @@ class RankLeader:
     def __init__(
         self,
         learner: Learner,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         samples: RewardSamples,
         snapshots: PolicySnapshots | None = None,
     ) -> None:
@@ -258,7 +258,7 @@ class RankSamples:
     batch is taken again.
     """
 
-    def __init__(self, learner: Learner, parallel: DataParallel, samples: RewardSamples) -> None:
+    def __init__(self, learner: Learner, parallel: ParallelContext, samples: RewardSamples) -> None:
         self._learner = learner
         self._parallel = parallel
         self._reader = samples
@@ -339,7 +339,7 @@ def _agreed(
 
 def follow(
     learner: Learner,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     reader: RewardSamples,
     snapshots: PolicySnapshots | None = None,
 ) -> None:
@@ -369,7 +369,7 @@ def follow(
 
 def _obeys(
     learner: Learner,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     samples: RankSamples,
     saving: OwnerThread,
     failures: list[Exception],
@@ -415,19 +415,19 @@ def _save_aside(work: Callable[[], None], failures: list[Exception]) -> None:
         failures.append(error)
 
 
-def join_ranks(config: RunConfig) -> DataParallel:
+def join_ranks(config: RunConfig) -> ParallelContext:
     """Join this process to all trainer ranks."""
     torch.set_num_threads(config.sluice.trainer.torch_threads)
     device = select_device(config.trainer.device)
     if world_size(config) == 1:
-        return DataParallel(device.torch_device.type)
+        return ParallelContext(device.torch_device.type)
     timeout_s = command_timeout_s(config)
     logger.info("waiting for the %d ranks of the trainer", world_size(config))
     # Rank 0 joins only after the reward service has answered.
     return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)
 
 
-def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:
+def share_total_steps(parallel: ParallelContext, total_steps: int | None) -> int:
     """Send the length of the run from rank 0 to all ranks; the others pass None. Collective."""
     payload = None if total_steps is None else json.dumps(total_steps).encode()
     return int(json.loads(parallel.broadcast_bytes(payload, "sharing the length of the run")))

@@ -25,7 +25,7 @@ _RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankAddress:
     """This process's rank, and the address of rank 0's store."""
 
     rank: int
@@ -51,7 +51,7 @@ class RankRendezvous:
         PeerError: the store refused a request, or its connection was lost.
     """
 
-    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+    def __init__(self, place: RankAddress, timeout_s: float) -> None:
         self._server = RendezvousStore(place.host, place.port) if place.rank == 0 else None
         try:
             if self._server is not None:
@@ -67,7 +67,7 @@ class RankRendezvous:
             self._server.close()
 
 
-def rank_place(environment: Mapping[str, str]) -> RankPlace:
+def rank_place(environment: Mapping[str, str]) -> RankAddress:
     """Return the place from torchrun's variables.
 
     Raises:
@@ -80,7 +80,7 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
     if not 0 < port <= 65535:
         raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
     host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
-    return RankPlace(rank, world_size, host, port)
+    return RankAddress(rank, world_size, host, port)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -103,7 +103,7 @@ def _no_place(why: str) -> ConfigError:
     )
 
 
-def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
+def _joined(place: RankAddress, timeout_s: float) -> EpochStore:
     """Reach the store and wait there for all ranks."""
     spec = TransferGroupSpec(
         epoch=_EPOCH,
@@ -127,7 +127,7 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
     return store
 
 
-def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
+def _reached(spec: TransferGroupSpec, place: RankAddress) -> EpochStore:
     """Retry until the store answers, since rank 0 may start later than the others.
 
     Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait

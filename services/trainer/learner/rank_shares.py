@@ -102,8 +102,8 @@ class SequenceShare(_Share):
             own: int64 [n], the indices of these values among the N.
             num_values: N.
         """
-        found: Tensor = _WholeTokens.apply(values, own, num_values, self.group)  # type: ignore[no-untyped-call]
-        return found
+        tokens: Tensor = _WholeTokens.apply(values, own, num_values, self.group)  # type: ignore[no-untyped-call]
+        return tokens
 
     def _cut_heads(self, states: Tensor) -> Tensor:
         """Return states [1, heads, t, dim] by receiver: [size, t, heads / size, dim]."""
@@ -137,21 +137,21 @@ class TensorShare(_Share):
 
         Each rank's gradient is a part of the sum.
         """
-        found: Tensor = _AllGathered.apply(hidden.squeeze(0), self)  # type: ignore[no-untyped-call]
-        return found.unsqueeze(0)
+        gathered: Tensor = _AllGathered.apply(hidden.squeeze(0), self)  # type: ignore[no-untyped-call]
+        return gathered.unsqueeze(0)
 
     def scatter(self, parts: Tensor) -> Tensor:
         """Return this rank's tokens [1, T / size, width] of the sum of all ranks' [1, T, width]."""
-        found: Tensor = _Scattered.apply(parts.squeeze(0), self)  # type: ignore[no-untyped-call]
-        return found.unsqueeze(0)
+        scattered: Tensor = _Scattered.apply(parts.squeeze(0), self)  # type: ignore[no-untyped-call]
+        return scattered.unsqueeze(0)
 
     def whole(self, values: Tensor) -> Tensor:
         """Return values of all tokens [T] from this rank's [T / size].
 
         The gradient of a rank's own values comes from its own loss, which all ranks compute alike.
         """
-        found: Tensor = _Whole.apply(values, self)  # type: ignore[no-untyped-call]
-        return found
+        gathered: Tensor = _Whole.apply(values, self)  # type: ignore[no-untyped-call]
+        return gathered
 
     def own(self, num_tokens: int) -> slice:
         """Return this rank's slice of a number of tokens that the ranks divide evenly."""
@@ -203,8 +203,8 @@ def all_to_all(
         sent: rows for each rank.
         received: rows from each rank.
     """
-    found: Tensor = _AllToAll.apply(parts, group, sent, received)  # type: ignore[no-untyped-call]
-    return found
+    exchanged: Tensor = _AllToAll.apply(parts, group, sent, received)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class _ShareContext(FunctionCtx):
@@ -237,9 +237,9 @@ def _exchanged(
     parts: Tensor, group: ProcessGroup, sent: list[int] | None, received: list[int] | None
 ) -> Tensor:
     rows = len(parts) if received is None else sum(received)
-    found = parts.new_empty((rows, *parts.shape[1:]))
-    dist.all_to_all_single(found, parts.contiguous(), received, sent, group=group)
-    return found
+    output = parts.new_empty((rows, *parts.shape[1:]))
+    dist.all_to_all_single(output, parts.contiguous(), received, sent, group=group)
+    return output
 
 
 class _WholeTokens(torch.autograd.Function):
@@ -292,12 +292,12 @@ class _Whole(_AllGathered):
 
 
 def _gathered(tokens: Tensor, share: TensorShare) -> Tensor:
-    found = tokens.new_empty((tokens.shape[0] * share.size, *tokens.shape[1:]))
-    _ALL_GATHER(found, tokens.contiguous(), group=share.group)
-    return found
+    output = tokens.new_empty((tokens.shape[0] * share.size, *tokens.shape[1:]))
+    _ALL_GATHER(output, tokens.contiguous(), group=share.group)
+    return output
 
 
 def _scattered(parts: Tensor, share: TensorShare) -> Tensor:
-    found = parts.new_empty((parts.shape[0] // share.size, *parts.shape[1:]))
-    _REDUCE_SCATTER(found, parts.contiguous(), group=share.group)
-    return found
+    output = parts.new_empty((parts.shape[0] // share.size, *parts.shape[1:]))
+    _REDUCE_SCATTER(output, parts.contiguous(), group=share.group)
+    return output

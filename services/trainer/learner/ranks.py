@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from services.trainer.learner.rank_rendezvous import (
     FORMING,
     LATE_REMEDY,
-    RankPlace,
+    RankAddress,
     RankRendezvous,
     rank_place,
 )
@@ -86,7 +86,7 @@ class StageRanks:
         return self.ranks[self.number + 1] if self.number + 1 < self.count else None
 
 
-class DataParallel:
+class ParallelContext:
     """Ranks that train one batch: different rows, or parts of the same rows.
 
     This base class is a run with one rank, whose collectives do nothing; for FSDP it makes a group
@@ -234,7 +234,8 @@ class DataParallel:
     ) -> None:
         """Send tensors to ranks and receive some from ranks, in the same order at both ends.
 
-        A rank without tensors may skip the call, unless it is new to the group (`exchange_places`).
+        A rank without tensors may skip the call, unless it is new to the group
+        (`exchange_layouts`).
 
         Args:
             sends: contiguous tensors and the ranks that get them.
@@ -243,7 +244,7 @@ class DataParallel:
         assert not sends, phase
         assert not receives, phase
 
-    def beside(self) -> DataParallel:
+    def beside(self) -> ParallelContext:
         """Return the same ranks in a separate Gloo group, for a second thread."""
         return self
 
@@ -270,7 +271,7 @@ class DataParallel:
             self.close()
 
 
-class TorchDistributed(DataParallel):
+class TorchDistributed(ParallelContext):
     """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     They meet at a store that rank 0 opens at that address (`RankRendezvous`). If torchrun's agent
@@ -406,7 +407,7 @@ class TorchDistributed(DataParallel):
         for work in works:
             self._run(partial(_itself, work), phase, peer)
 
-    def beside(self) -> DataParallel:
+    def beside(self) -> ParallelContext:
         other = copy(self)
         with self.naming_failures("forming a second group of all ranks"):
             deadline = timedelta(seconds=self.timeout_s)
@@ -442,7 +443,7 @@ class TorchDistributed(DataParallel):
         dist.destroy_process_group()
         self._leave_rendezvous()
 
-    def _form(self, backend: str, place: RankPlace) -> None:
+    def _form(self, backend: str, place: RankAddress) -> None:
         form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self.timeout_s))
         try:
             if self._rendezvous is None:
@@ -482,8 +483,8 @@ class TorchDistributed(DataParallel):
             return None
         device = torch.device(self.device_type)
         backends = [group._get_backend(device) for group in self._own_groups]
-        found = [one.get_error() for one in backends]
-        return next((one for one in found if one != ErrorType.SUCCESS), None)
+        errors = [one.get_error() for one in backends]
+        return next((one for one in errors if one != ErrorType.SUCCESS), None)
 
     def _fail(self, error: Exception, phase: str, peer: str, *, is_late: bool) -> NoReturn:
         ended = self._ended(0.0 if is_late else _ENDING_S) or peer
@@ -513,9 +514,9 @@ class TorchDistributed(DataParallel):
         ends_s = time.monotonic() + wait_s
         while True:
             states = {mark.name: mark.state() for mark in self._processes}
-            found = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
-            if found or time.monotonic() > ends_s:
-                return ", ".join(found)
+            ended = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
+            if ended or time.monotonic() > ends_s:
+                return ", ".join(ended)
             time.sleep(_RETRY_S)
 
     def _by_stage(self) -> Tensor:
@@ -549,14 +550,14 @@ class TorchDistributed(DataParallel):
     def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
         """Make the groups along one dimension of all ranks; return this rank's group and its
         ranks."""
-        size, found = grid.shape[dim], None
+        size, own = grid.shape[dim], None
         for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
             group = self._new_group(ranks)
             if self.rank in ranks:
                 self._own_groups.append(group)
-                found = group, ranks
-        assert found is not None
-        return found
+                own = group, ranks
+        assert own is not None
+        return own
 
     def _new_group(self, ranks: list[int]) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""

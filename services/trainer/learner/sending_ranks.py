@@ -36,8 +36,8 @@ from sluice.weights.rank_sender import (
     NOTHING,
     Changes,
     JoinOrder,
-    OtherRank,
     RankSender,
+    RemoteRank,
     SentStream,
 )
 from sluice.weights.rendezvous import (
@@ -49,7 +49,7 @@ from sluice.weights.rendezvous import (
     stop_server,
 )
 from sluice.weights.snapshot import SnapshotBuffers
-from sluice.weights.transfer import Base
+from sluice.weights.transfer import BaseVersion
 
 _log = logging.getLogger(__name__)
 _AnswerT = TypeVar("_AnswerT")
@@ -143,7 +143,7 @@ class SendingRank(services.SendingRankServiceServicer):
     ) -> messages.EncodeChangesResponse:
         def encode(stop: threading.Event) -> messages.EncodeChangesResponse:
             epoch = self._epoch(request.epoch)
-            bases = [Base(request.base_version, digest) for digest in request.base_digests]
+            bases = [BaseVersion(request.base_version, digest) for digest in request.base_digests]
             read = self._snapshots.read
             epoch.changes = None
             # If the previous version is overwritten by now, all weights are sent.
@@ -252,8 +252,8 @@ def _answered(
         raise AssertionError from error  # `abort` raises; its stub does not declare so
 
 
-class SendingRankClient(OtherRank):
-    """Rank 0's calls to another sending rank; for errors see `OtherRank`."""
+class SendingRankClient(RemoteRank):
+    """Rank 0's calls to another sending rank; for errors see `RemoteRank`."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class SendingRankClient(OtherRank):
     def encode(
         self,
         epoch: int,
-        bases: Sequence[Base],
+        bases: Sequence[BaseVersion],
         version: int,
         timeout_s: float,
         should_stop: threading.Event,

@@ -24,8 +24,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.places import Directory, Sizes, TensorPiece, region
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
+from services.trainer.learner.tensor_layouts import Sizes, TensorLayouts, TensorShard, region
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.concurrency.waits import advance
 
@@ -85,7 +85,7 @@ def file_name(stem: str, number: int, count: int) -> str:
     return f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> None:
+def keep_step(work: Iterable[object], parallel: ParallelContext, phase: str) -> None:
     """Run each rank's work, with all ranks in step part by part. Collective.
 
     So no rank waits long for another, and a failure on one ends the work on all.
@@ -120,7 +120,7 @@ class _WrittenPiece:
     """A piece in a state's files and the rank that writes it."""
 
     name: str
-    piece: TensorPiece
+    piece: TensorShard
     writer: int
 
 
@@ -128,8 +128,8 @@ def write_state(
     folder: Path,
     stem: str,
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
 ) -> Iterator[None]:
     """Write this rank's pieces, bucket by bucket, and on rank 0 the index.
 
@@ -141,7 +141,7 @@ def write_state(
         OSError: the disk is full or cannot be written.
     """
     count = parallel.world_size
-    pieces = ((name, piece) for name, one in directory.items() for piece in one.pieces)
+    pieces = ((name, piece) for name, one in layouts.items() for piece in one.pieces)
     # The holders of pieces take turns, so that ranks write equal amounts.
     placed = [
         _WrittenPiece(name, piece, piece.holders[turn % len(piece.holders)])
@@ -150,8 +150,8 @@ def write_state(
     own = [part for part in placed if part.writer == parallel.rank]
     header = {
         one.name: (
-            () if directory[one.name].is_scalar else one.piece.shape,
-            directory[one.name].dtype,
+            () if layouts[one.name].is_scalar else one.piece.shape,
+            layouts[one.name].dtype,
         )
         for one in own
     }
@@ -163,14 +163,14 @@ def write_state(
                 file.append(part[start : start + step])
                 yield
     if parallel.rank == 0 and count > 1:
-        _write_index(folder / f"{stem}.index.json", stem, count, placed, directory)
+        _write_index(folder / f"{stem}.index.json", stem, count, placed, layouts)
 
 
 def _write_index(
-    file: Path, stem: str, count: int, placed: Sequence[_WrittenPiece], directory: Directory
+    file: Path, stem: str, count: int, placed: Sequence[_WrittenPiece], layouts: TensorLayouts
 ) -> None:
     tensors: dict[str, Any] = {
-        name: {"shape": one.own_shape, "pieces": []} for name, one in directory.items()
+        name: {"shape": one.own_shape, "pieces": []} for name, one in layouts.items()
     }
     for part in placed:
         tensors[part.name]["pieces"].append([part.writer, *part.piece.offset])
@@ -197,10 +197,10 @@ class StateFiles:
                 self._shapes[name] = self._shape(whole, name)
                 self._pieces[name] = [(whole, (0,) * max(1, len(self._shapes[name])))]
             return
-        found = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(index.read_text(encoding="utf-8"))
         try:
-            files = [folder / name for name in found["files"]]
-            for name, one in found["tensors"].items():
+            files = [folder / name for name in content["files"]]
+            for name, one in content["tensors"].items():
                 self._shapes[name] = tuple(one["shape"])
                 self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
         except (TypeError, AttributeError) as error:
@@ -242,11 +242,11 @@ class StateFiles:
         if not self._shape(file, name):
             into.copy_(opened.get_tensor(name).reshape(1))
             return
-        found = opened.get_slice(name)
+        stored = opened.get_slice(name)
         step = max(1, BUCKET_BYTES // max(1, into[:1].nbytes))
         for first in range(0, into.shape[0], step):
             rows = into[first : first + step]
-            rows.copy_(found[region((offset[0] + first, *offset[1:]), rows.shape)])
+            rows.copy_(stored[region((offset[0] + first, *offset[1:]), rows.shape)])
 
     def _shape(self, file: Path, name: str) -> Sizes:
         return tuple(self._open(file).get_slice(name).get_shape())

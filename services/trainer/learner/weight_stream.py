@@ -1,6 +1,6 @@
 """Assemble tensors from the ranks' parts, bucket by bucket, in any layout.
 
-The places say which rank holds which piece. For each bucket, the holders send the rows that fall
+The layouts say which rank holds which piece. For each bucket, the holders send the rows that fall
 into it, and its receiver assembles it. The receiver holds one bucket, plus at most another of
 non-contiguous pieces. No gather collective is needed.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.places import Directory, Placed, TensorPiece, region
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
+from services.trainer.learner.tensor_layouts import TensorLayout, TensorLayouts, TensorShard, region
 
 BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """Rows ``[start, stop)`` of a tensor."""
 
     name: str
@@ -29,17 +29,17 @@ class Rows:
 
 
 def cut_buckets(
-    directory: Directory, names: Iterable[str], bucket_bytes: int
-) -> Iterator[list[Rows]]:
+    layouts: TensorLayouts, names: Iterable[str], bucket_bytes: int
+) -> Iterator[list[TensorRows]]:
     """Cut tensors into buckets of whole rows; empty tensors are included.
 
     Args:
         bucket_bytes: size of a bucket; a longer row gets a bucket of its own.
     """
-    bucket: list[Rows] = []
+    bucket: list[TensorRows] = []
     left = bucket_bytes
     for name in names:
-        placed = directory[name]
+        placed = layouts[name]
         row_bytes = max(1, placed.row_bytes)
         start, rows = 0, placed.shape[0]
         while start < rows or not rows:
@@ -47,7 +47,7 @@ def cut_buckets(
                 yield bucket
                 bucket, left = [], bucket_bytes
             stop = min(rows, start + max(1, left // row_bytes))
-            bucket.append(Rows(name, start, stop))
+            bucket.append(TensorRows(name, start, stop))
             left -= (stop - start) * row_bytes
             start = stop
             if not rows:
@@ -58,10 +58,10 @@ def cut_buckets(
 
 @torch.no_grad()
 def exchange_rows(
-    wanted: Sequence[tuple[int, Rows]],
+    wanted: Sequence[tuple[int, TensorRows]],
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
     phase: str,
 ) -> list[Tensor]:
     """Send rows to the ranks that want them. Collective.
@@ -77,15 +77,15 @@ def exchange_rows(
         DeadlineError, PeerError: a rank did not take part.
     """
     batch = _BucketExchange(parallel.rank, parts)
-    found = [
+    tensors = [
         tensor
         for receiver, rows in wanted
-        if (tensor := batch.take(receiver, rows, directory[rows.name])) is not None
+        if (tensor := batch.take(receiver, rows, layouts[rows.name])) is not None
     ]
     parallel.exchange(batch.sends, batch.receives, phase)
     for target, values in batch.scattered:
         target.copy_(values)
-    return found
+    return tensors
 
 
 class _BucketExchange:
@@ -99,7 +99,7 @@ class _BucketExchange:
         self._parts = parts
         self._device = next((one.device for one in parts.values()), torch.device("cpu"))
 
-    def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
+    def take(self, receiver: int, rows: TensorRows, placed: TensorLayout) -> Tensor | None:
         """Return the rows, complete after the exchange, on their receiver; None on other ranks."""
         part = self._parts.get(rows.name)  # a rank of another stage has none
         pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
@@ -133,20 +133,20 @@ class _BucketExchange:
         self.receives.append((values, source))
 
 
-def _source(piece: TensorPiece, receiver: int) -> int:
+def _source(piece: TensorShard, receiver: int) -> int:
     """Return the rank that sends a piece: the receiver itself, or one of the holders in turn."""
     if receiver in piece.holders:
         return receiver
     return piece.holders[receiver % len(piece.holders)]
 
 
-def _common(piece: TensorPiece, rows: Rows) -> tuple[int, int] | None:
+def _common(piece: TensorShard, rows: TensorRows) -> tuple[int, int] | None:
     start = max(rows.start, piece.offset[0])
     stop = min(rows.stop, piece.offset[0] + piece.shape[0])
     return (start, stop) if start < stop else None
 
 
-def _within(piece: TensorPiece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
+def _within(piece: TensorShard, rows: TensorRows) -> tuple[slice, tuple[slice, ...]]:
     """Return the positions of the common rows in the piece and in `rows`."""
     start, stop = _common(piece, rows) or (0, 0)
     own = slice(start - piece.offset[0], stop - piece.offset[0])

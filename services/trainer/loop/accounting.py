@@ -161,7 +161,7 @@ class RunAccountant:
             logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
             tokens = self._since_restart(
-                reading.account(), reading.most_residual, has_restarted=self._notes_restart()
+                reading.account(), reading.max_residual, has_restarted=self._notes_restart()
             )
             self._keep(tokens, reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
@@ -197,7 +197,7 @@ class RunAccountant:
         them and every sent token was received. After some attempts or seconds, keep the reading
         during which the fewest tokens were sent.
         """
-        kept, least, has_restarted = self.accounting(), float("inf"), False
+        kept, min_sent, has_restarted = self.accounting(), float("inf"), False
         ends_s = time.monotonic() + _LONGEST_SETTLE_S
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -214,8 +214,8 @@ class RunAccountant:
                     accounting.tokens, accounting.tokens.residual, has_restarted=has_restarted
                 )
                 accounting = replace(accounting, tokens=tokens)
-            if sent_between <= least:
-                kept, least = accounting, sent_between
+            if sent_between <= min_sent:
+                kept, min_sent = accounting, sent_between
             if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
                 break
             if time.monotonic() >= ends_s:
@@ -252,7 +252,7 @@ class RunAccountant:
         return is_new
 
     def _since_restart(
-        self, tokens: Account, most_residual: float, *, has_restarted: bool
+        self, tokens: Account, max_residual: float, *, has_restarted: bool
     ) -> Account:
         """Return the account without what processes counted before a restart.
 
@@ -260,10 +260,10 @@ class RunAccountant:
         while it was taken. So the least of them counts.
         """
         if has_restarted:
-            self._before_restart = most_residual
+            self._before_restart = max_residual
         if self._before_restart is None:
             return tokens
-        self._before_restart = min(self._before_restart, most_residual)
+        self._before_restart = min(self._before_restart, max_residual)
         return with_tokens_before_restart(tokens, self._before_restart)
 
     def _keep(self, tokens: Account, moved: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sluice.algorithm.groups.filter import LEAST_SHARE, fewest_samples
+from sluice.algorithm.groups.filter import MIN_SHARE, min_scored_samples
 from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
@@ -20,11 +20,11 @@ class BatchTerms:
     Args:
         num_groups: groups in a batch (``data.train_batch_size``).
         samples_per_group: samples of a prompt (``rollout.n``). A group may have fewer, since
-            samples can fail, but at least `fewest_samples`.
+            samples can fail, but at least `min_scored_samples`.
         max_staleness: versions that a sample's oldest token may be behind the updated version.
         whole_groups: no sample may be missing, since the loss compares all of a group.
         with_baselines: every group has the reward of a greedy response.
-        least_share: least share of its samples that a group must have
+        min_share: least share of its samples that a group must have
             (``sluice.reward.outcomes.min_share``).
         sources: the terms of the groups of each of several sources, by name.
     """
@@ -34,7 +34,7 @@ class BatchTerms:
     max_staleness: int
     whole_groups: bool = False
     with_baselines: bool = False
-    least_share: float = LEAST_SHARE
+    min_share: float = MIN_SHARE
     sources: Mapping[str, BatchTerms] = field(default_factory=dict)
 
     def of(self, group: TrainGroup) -> BatchTerms | None:
@@ -44,10 +44,10 @@ class BatchTerms:
         return self.sources.get(group.source)
 
     @property
-    def fewest_samples(self) -> int:
+    def min_scored_samples(self) -> int:
         """Return the fewest samples of a group."""
-        return fewest_samples(
-            self.samples_per_group, whole_groups=self.whole_groups, least_share=self.least_share
+        return min_scored_samples(
+            self.samples_per_group, whole_groups=self.whole_groups, min_share=self.min_share
         )
 
 
@@ -59,7 +59,7 @@ def batch_terms(config: RunConfig) -> BatchTerms:
         config.sluice.asynchrony.max_staleness,
         whole_groups=needs_whole_groups(config),
         with_baselines=needs_greedy_baseline(config),
-        least_share=config.sluice.reward.outcomes.min_share,
+        min_share=config.sluice.reward.outcomes.min_share,
         sources={name: batch_terms(one) for name, one in source_configs(config).items() if name},
     )
 
@@ -114,8 +114,9 @@ def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
         )
         return
     num_samples = len(group.rollouts)
-    if not terms.fewest_samples <= num_samples <= terms.samples_per_group:
-        yield f"{num_samples} samples, expected {terms.fewest_samples}..{terms.samples_per_group}"
+    if not terms.min_scored_samples <= num_samples <= terms.samples_per_group:
+        expected = f"{terms.min_scored_samples}..{terms.samples_per_group}"
+        yield f"{num_samples} samples, expected {expected}"
     if len(group.scores) != num_samples:
         yield f"{len(group.scores)} scores for {num_samples} samples"
     indices = [rollout.sample_index for rollout in group.rollouts]

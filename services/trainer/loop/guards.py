@@ -123,8 +123,8 @@ class RunGuards:
 
     def restored(self, version: int) -> int | None:
         """Return the step whose weights a version has after a rollback; ``None`` for its own."""
-        found = {one.version: one.restored for one in self._record.rollbacks}
-        return found.get(version)
+        by_version = {one.version: one.restored for one in self._record.rollbacks}
+        return by_version.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
         """Return the action of a broken rule; ``None`` if there is none, or the run is paused or
@@ -171,8 +171,8 @@ class RunGuards:
     def best_text(self, saved: Collection[int]) -> str:
         """Return a text about the best checkpoint; empty if none was validated."""
         best = self._best(saved, 1)
-        found = [one for one in self._kept_signals() if best and one.step == best[0]]
-        return f"the best checkpoint has {self._kept_name}: {found[-1].text}" if found else ""
+        signals = [one for one in self._kept_signals() if best and one.step == best[0]]
+        return f"the best checkpoint has {self._kept_name}: {signals[-1].text}" if signals else ""
 
     def _best(self, saved: Collection[int], top: int) -> tuple[int, ...]:
         own = set(self._record.saved).intersection(saved)
@@ -203,8 +203,8 @@ class RunGuards:
         of_validation: bool,
     ) -> None:
         names = self._names(of_validation=of_validation)
-        found = {key: signal_of(name, step, row, errors) for key, name in names.items()}
-        for key, signal in found.items():
+        signals = {key: signal_of(name, step, row, errors) for key, name in names.items()}
+        for key, signal in signals.items():
             if signal.value is None and key not in self._warned:
                 self._warned.add(key)
                 logger.warning(
@@ -213,7 +213,7 @@ class RunGuards:
                     signal.absence,
                     _nearest(key, row),
                 )
-        self._add(found)
+        self._add(signals)
 
     def _add(self, signals: Mapping[str, Signal]) -> None:
         self._record = self._record.added(signals)
@@ -221,7 +221,7 @@ class RunGuards:
 
     def _settle(self) -> None:
         """Ignore all values so far; a validation that still runs may break a rule."""
-        seen = {name: found[-1].step for name, found in self._record.signals.items() if found}
+        seen = {name: signals[-1].step for name, signals in self._record.signals.items() if signals}
         self._record = replace(self._record, resumed_after=seen)
         self._write()
 
@@ -240,18 +240,18 @@ def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
     if checkpoint is None:
         return GuardRecord()
     file = checkpoint.actor.parent.parent / RECORD_FILE
-    found = GuardRecord()
+    record = GuardRecord()
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=GuardRecord)
+        record = msgspec.json.decode(file.read_bytes(), type=GuardRecord)
     except FileNotFoundError:
         pass
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("%s cannot be read, the guards begin without a past: %s", file, error)
-    found = found.until(checkpoint.step)
+    record = record.until(checkpoint.step)
     # A trainer that was killed after a save may not have noted it.
-    return replace(found, saved=tuple(dict.fromkeys((*found.saved, checkpoint.step))))
+    return replace(record, saved=tuple(dict.fromkeys((*record.saved, checkpoint.step))))
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=3)
-    return f" (nearest: {', '.join(found)})" if found else ""
+    names = difflib.get_close_matches(name, known, n=3)
+    return f" (nearest: {', '.join(names)})" if names else ""

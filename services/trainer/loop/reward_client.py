@@ -54,9 +54,9 @@ _PAUSE_S = 0.5
 _COUNTERS_WITHIN_S = 2.0
 # If the service fails this many times during one validation, or while it sends the samples of one
 # batch, that work is the cause.
-_MOST_FAILURES = 6
+_MAX_FAILURES = 6
 # A service that answers INTERNAL this many times in a row does not recover without help.
-_MOST_DEFECTS = 3
+_MAX_DEFECTS = 3
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 
 
@@ -99,7 +99,7 @@ class RewardClient:
             "starting",
             deadline_s=timeout_s,
             retries_on=is_absence,
-            most_defects=_MOST_DEFECTS,
+            max_defects=_MAX_DEFECTS,
         )
         return (await retries.call(self._status)).dataset_rows
 
@@ -172,10 +172,10 @@ class RewardClient:
             _PEER,
             f"filling the batch of step {step}",
             retries_on=is_absence,
-            most_defects=_MOST_DEFECTS,
+            max_defects=_MAX_DEFECTS,
         )
         losses = Retries(
-            _patience(math.inf), _PEER, phase, retries_on=is_absence, most_failures=_MOST_FAILURES
+            _patience(math.inf), _PEER, phase, retries_on=is_absence, max_failures=_MAX_FAILURES
         )
 
         async def progress() -> str | None:
@@ -230,7 +230,7 @@ class RewardClient:
             _PEER,
             phase,
             retries_on=_is_restart,
-            most_failures=_MOST_FAILURES,
+            max_failures=_MAX_FAILURES,
             warns_after_s=0.0,
         )
 
@@ -294,7 +294,7 @@ class RewardClient:
     ) -> ResponseT:
         policy = _patience(patience_s)
         retries = Retries(
-            policy, _PEER, retries_on=is_absence, most_defects=_MOST_DEFECTS, warns_after_s=0.0
+            policy, _PEER, retries_on=is_absence, max_defects=_MAX_DEFECTS, warns_after_s=0.0
         )
         return await retries.call(call)
 
@@ -392,7 +392,7 @@ class PolicyAnnouncer:
 
 
 def _patience(seconds: float) -> RetryPolicy:
-    return RetryPolicy(first_s=_PAUSE_S, most_s=_PAUSE_S, patience_s=seconds)
+    return RetryPolicy(first_s=_PAUSE_S, max_s=_PAUSE_S, patience_s=seconds)
 
 
 def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:

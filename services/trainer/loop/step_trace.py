@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from sluice.telemetry.tracing import (
     TRACER,
     Attributes,
-    Key,
     RecordedSpan,
     Span,
+    SpanAttribute,
     SpanName,
     TraceContext,
     parse_traceparent,
@@ -33,15 +33,21 @@ class StepTrace:
         """Link the step's span to the prompts of its batch."""
         if not TRACER.is_on:
             return
-        found = ((group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups)
-        self._prompts = {prompt_id: context for prompt_id, context in found if context is not None}
-        self._span.set({Key.BATCH_ID: batch.batch_id, Key.NUM_GROUPS: len(batch.groups)})
+        contexts = (
+            (group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups
+        )
+        self._prompts = {
+            prompt_id: context for prompt_id, context in contexts if context is not None
+        }
+        self._span.set(
+            {SpanAttribute.BATCH_ID: batch.batch_id, SpanAttribute.NUM_GROUPS: len(batch.groups)}
+        )
         self._span.link(tuple(self._prompts.values()))
 
     @contextmanager
     def span(self, name: SpanName) -> Iterator[None]:
         """Record the block in the trace of the step, and in the traces of the batch's prompts."""
-        attributes: Attributes = {Key.STEP: self._step}
+        attributes: Attributes = {SpanAttribute.STEP: self._step}
         span = TRACER.span(name, attributes)
         try:
             with span:
@@ -49,11 +55,11 @@ class StepTrace:
         finally:
             if isinstance(span, RecordedSpan):
                 for prompt_id, context in self._prompts.items():
-                    span.again_under(context, {**attributes, Key.PROMPT_ID: prompt_id})
+                    span.again_under(context, {**attributes, SpanAttribute.PROMPT_ID: prompt_id})
 
 
 @contextmanager
 def step_trace(step: int) -> Iterator[StepTrace]:
     """Trace the block as step `step`, from 1."""
-    with TRACER.trace(SpanName.STEP, is_always=True, attributes={Key.STEP: step}) as span:
+    with TRACER.trace(SpanName.STEP, is_always=True, attributes={SpanAttribute.STEP: step}) as span:
         yield StepTrace(step, span)

@@ -114,7 +114,7 @@ class BackgroundSink:
             "writes",
             f"logger {name}",
             lambda works: works[0](),
-            most=_MAX_QUEUED_WRITES,
+            max_waiting=_MAX_QUEUED_WRITES,
             batch=1,
             interval_s=_IDLE_S,
         )

@@ -114,8 +114,8 @@ def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
     The reward service keeps counting when a trainer dies while it waits; the next trainer waits
     less than that.
     """
-    found = batch.statistics.get(WAIT_GROUPS_S)
-    return {} if found is None else {WAIT_GROUPS_S: min(found, wait_batch_s)}
+    seconds = batch.statistics.get(WAIT_GROUPS_S)
+    return {} if seconds is None else {WAIT_GROUPS_S: min(seconds, wait_batch_s)}
 
 
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:

@@ -65,13 +65,13 @@ class AdvantageInputs:
         Raises:
             ConfigError: it was not given.
         """
-        found: torch.Tensor | None = getattr(self, name)
-        if found is None:
+        table: torch.Tensor | None = getattr(self, name)
+        if table is None:
             raise ConfigError(
                 f"algorithm.adv_estimator needs {name}, which the batch lacks; "
                 "give it or choose another estimator"
             )
-        return found
+        return table
 
     def row_rewards(self) -> torch.Tensor:
         """Score of each row, float64 [rows]; rewards outside the mask count, as in verl."""
@@ -209,8 +209,8 @@ class Groups:
     def std(self, values: torch.Tensor) -> torch.Tensor:
         """Return the unbiased (n - 1) std of each row's group; 1 for a group of one."""
         squares = self.sum(self.centred(values).square())
-        found = (squares / (self.row_sizes - 1).clamp(min=1)).sqrt()
-        return torch.where(self.row_sizes == 1, 1.0, found)
+        deviations = (squares / (self.row_sizes - 1).clamp(min=1)).sqrt()
+        return torch.where(self.row_sizes == 1, 1.0, deviations)
 
     def two_largest(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the largest and second largest value of each group with several rows.

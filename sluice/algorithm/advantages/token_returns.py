@@ -103,8 +103,8 @@ def path_energy(inputs: AdvantageInputs) -> torch.Tensor:
 
 def energy_baselines(returns: torch.Tensor, weights: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Weighted mean of the returns over each group at each position; 0 in a group of one."""
-    found = groups.sum(returns * weights) / (groups.sum(weights) + WEIGHT_EPSILON)
-    return torch.where((groups.row_sizes == 1).unsqueeze(-1), 0.0, found)
+    baselines = groups.sum(returns * weights) / (groups.sum(weights) + WEIGHT_EPSILON)
+    return torch.where((groups.row_sizes == 1).unsqueeze(-1), 0.0, baselines)
 
 
 def lone_tail(lengths: torch.Tensor, groups: Groups, width: int) -> torch.Tensor:
@@ -133,12 +133,12 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSetti
     """
     # A stable sort by "not chosen" moves the chosen positions to the front, in their order.
     order = torch.argsort((~inputs.mask).to(torch.int8), dim=-1, stable=True)
-    found = optimal_token_baseline(_reordered(inputs, order), settings)
-    advantages = torch.zeros_like(inputs.rewards).scatter(-1, order, found.advantages)
+    reordered = optimal_token_baseline(_reordered(inputs, order), settings)
+    advantages = torch.zeros_like(inputs.rewards).scatter(-1, order, reordered.advantages)
     return Advantages(advantages, inputs.reward_to_go())
 
 
 def _reordered(inputs: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
     tables = {name: getattr(inputs, name) for name in ("rewards", *TABLES)}
-    found = {name: one.gather(-1, order) for name, one in tables.items() if one is not None}
-    return replace(inputs, **found)
+    moved = {name: one.gather(-1, order) for name, one in tables.items() if one is not None}
+    return replace(inputs, **moved)

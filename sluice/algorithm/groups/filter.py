@@ -3,7 +3,7 @@ which carry a gradient (DAPO section 3.2; verl's filter_groups).
 
 A failure never becomes a number. A sample that ended without a score is scored again, generated
 again, left out of its group, or fails the whole group; the first two a bounded number of times. A
-group is trained on its scored samples alone, if enough of them are left (`fewest_samples`).
+group is trained on its scored samples alone, if enough of them are left (`min_scored_samples`).
 
 Whether tokens are too old for a batch is decided for whole groups, in `staleness`.
 """
@@ -54,8 +54,8 @@ SHAPED_REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
 SCORE_METRIC = "score"
 ACCURACY_METRIC = "acc"
 
-LEAST_SHARE = 0.5
-LEAST_SAMPLES = 2
+MIN_SHARE = 0.5
+MIN_SAMPLES = 2
 _SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and requires 14 samples
 
 
@@ -128,12 +128,12 @@ class GroupNeeds:
 
     Args:
         whole_groups: every sample must be scored, since the loss compares all of them.
-        least_share: share of the samples that must be scored (`fewest_samples`).
+        min_share: share of the samples that must be scored (`min_scored_samples`).
         policy: which failures cost the whole group, however many samples are left.
     """
 
     whole_groups: bool = False
-    least_share: float = LEAST_SHARE
+    min_share: float = MIN_SHARE
     policy: OutcomePolicy = field(default_factory=OutcomePolicy)
 
 
@@ -242,7 +242,7 @@ def is_right(scored: Scored) -> bool | None:
     return False if grade <= 0.0 else None
 
 
-def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
+def min_scored_samples(n: int, *, whole_groups: bool, min_share: float = MIN_SHARE) -> int:
     """Return the number of scored samples that a group needs.
 
     Half of the samples, and at least two of several: fewer would be a much smaller group than the
@@ -251,11 +251,11 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
     Args:
         n: samples generated for a prompt, >= 1.
         whole_groups: no sample may be missing, because the loss compares all samples of a group.
-        least_share: share of the samples, in [`LEAST_SHARE`, 1]; a run may require more than half.
+        min_share: share of the samples, in [`MIN_SHARE`, 1]; a run may require more than half.
     """
     if whole_groups:
         return n
-    return max(math.ceil(round(least_share * n, _SHARE_DIGITS)), min(LEAST_SAMPLES, n))
+    return max(math.ceil(round(min_share * n, _SHARE_DIGITS)), min(MIN_SAMPLES, n))
 
 
 def filter_group(
@@ -263,7 +263,7 @@ def filter_group(
 ) -> FilterDecision:
     """Apply the group filter to the scored samples.
 
-    A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
+    A group fails when fewer than `min_scored_samples` were scored, or when a sample failed in a way
     that costs the group. It fails as well when its greedy response, if it has one, was not scored.
     The filter does not look at that response.
 
@@ -294,7 +294,7 @@ def filter_probes(
     is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
     if is_short or needs.policy.decisive(probes.outcomes) is not None:
         return filter_group(probes, metric=metric, needs=needs)
-    if len(probes.scored) < LEAST_SAMPLES:
+    if len(probes.scored) < MIN_SAMPLES:
         return None
     decision = _filtered(probes, metric)
     return None if decision.end is None else decision
@@ -303,7 +303,7 @@ def filter_probes(
 def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
     """Return whether these samples alone make their group mixed."""
     try:
-        return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
+        return len(scores) >= MIN_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
         return False  # `filter_group` reports it, with the names that the scorer does return
 
@@ -326,8 +326,8 @@ def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
     if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
         rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"
         return f"{decisive.kind}: {rule}: {decisive.detail}"
-    if num_scored < fewest_samples(
-        num_samples, whole_groups=needs.whole_groups, least_share=needs.least_share
+    if num_scored < min_scored_samples(
+        num_samples, whole_groups=needs.whole_groups, min_share=needs.min_share
     ):
         first = next(o for o in graded.outcomes if isinstance(o, Failed))
         return (

@@ -20,8 +20,8 @@ PARTIALS_PER_S = 10_000
 microseconds of its one interpreter, and a message of several samples some 200."""
 
 # A rate is the mean of at least so many arrivals of tokens, and over so long.
-LEAST_ARRIVALS = 4
-LEAST_OBSERVED_S = 1.0
+MIN_ARRIVALS = 4
+MIN_OBSERVED_S = 1.0
 # Share of the newest rate in a replica's; the rest is its earlier rate.
 NEWEST_SHARE = 0.2
 
@@ -75,19 +75,19 @@ class StragglerRules:
         return self.group_token_budget is not None and num_tokens >= self.group_token_budget
 
 
-def partial_interval_ms(least_ms: int, num_slots: int, most_ms: float) -> int:
+def partial_interval_ms(min_ms: int, num_slots: int, max_ms: float) -> int:
     """Return the interval at which replicas send the tokens of unfinished samples, milliseconds.
 
     Args:
-        least_ms: as configured; enough for `PARTIALS_PER_S` with few slots. 0: tokens are not sent.
+        min_ms: as configured; enough for `PARTIALS_PER_S` with few slots. 0: tokens are not sent.
         num_slots: slots of the fleet, in which samples may grow at once.
-        most_ms: with a longer one a stream that makes progress would count as stalled; less than
-            `least_ms` has no effect.
+        max_ms: with a longer one a stream that makes progress would count as stalled; less than
+            `min_ms` has no effect.
     """
-    if not least_ms:
+    if not min_ms:
         return 0
-    in_proportion = min(math.ceil(1000 * num_slots / PARTIALS_PER_S), math.floor(most_ms))
-    return max(least_ms, in_proportion)
+    in_proportion = min(math.ceil(1000 * num_slots / PARTIALS_PER_S), math.floor(max_ms))
+    return max(min_ms, in_proportion)
 
 
 @dataclass(slots=True)
@@ -166,13 +166,13 @@ class StreamPace:
         A finished sample comes at once, the tokens of the others with the next report. So the time
         since a sample's newest token counts only beyond the longest such time before.
         """
-        if self._num_arrivals < LEAST_ARRIVALS:
+        if self._num_arrivals < MIN_ARRIVALS:
             return None
         silent_s = (now - newest - self._longest_gap_s for newest in self.running.values())
         seconds = self._grown_s + sum(max(0.0, each) for each in silent_s)
-        return self._grown_tokens / seconds if seconds >= LEAST_OBSERVED_S else None
+        return self._grown_tokens / seconds if seconds >= MIN_OBSERVED_S else None
 
-    def least_rate(self) -> float | None:
+    def min_rate(self) -> float | None:
         """Return a lower bound of the rate of finished samples; ``None``: none has finished."""
         return self._whole_tokens / self._whole_s if self._whole_s > 0 else None
 

@@ -145,8 +145,8 @@ def adpo_metrics(
         "actor/ppo_kl": distance,
         "actor/pg_clipfrac": torch.zeros_like(distance),
     }
-    found = {name: MetricMean(values.sum(), num_groups) for name, values in by_group.items()}
-    return found | {name: MetricMean(values.sum(), num_rows) for name, values in by_row.items()}
+    metrics = {name: MetricMean(values.sum(), num_groups) for name, values in by_group.items()}
+    return metrics | {name: MetricMean(values.sum(), num_rows) for name, values in by_row.items()}
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:

@@ -249,12 +249,12 @@ def clip_cov_objective(
         & (covariances > settings.clip_cov_lb)
         & (covariances < settings.clip_cov_ub)
     ).nonzero()[:, 0]
-    most = max(int(settings.clip_cov_ratio * inputs.num_tokens), 1)
+    max_clipped = max(int(settings.clip_cov_ratio * inputs.num_tokens), 1)
     # Choose on the CPU, so that a seed means the same on every device.
     chosen_by = torch.Generator().manual_seed(inputs.seed)
     order = torch.randperm(candidates.numel(), generator=chosen_by).to(candidates.device)
     kept = torch.ones_like(inputs.advantages, dtype=torch.bool)
-    kept[candidates[order[:most]]] = False
+    kept[candidates[order[:max_clipped]]] = False
     metrics = {
         "actor/pg_clipfrac": token_metric(~kept),
         "actor/ppo_kl": token_metric(-log_ratio),
@@ -320,15 +320,15 @@ def bypass_mode_objective(
     """
     engine, correction = inputs.rollout_logprobs, settings.correction
     assert engine is not None
-    found = rollout_correction(inputs.logprobs, engine, inputs.row_index, correction)
+    corrected = rollout_correction(inputs.logprobs, engine, inputs.row_index, correction)
     weights, optimise = None, vanilla_objective
     if correction.loss_type == "reinforce":
-        weights, optimise = found.weights, _reinforce
+        weights, optimise = corrected.weights, _reinforce
     if weights is not None:
-        weights = normalized_weights(weights, found.statistics)
-    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(found.kept)
+        weights = normalized_weights(weights, corrected.statistics)
+    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(corrected.kept)
     objective = optimise(inputs, counts, settings)
-    return replace(objective, statistics=found.statistics)
+    return replace(objective, statistics=corrected.statistics)
 
 
 def _reinforce(

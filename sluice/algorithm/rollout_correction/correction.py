@@ -21,7 +21,7 @@ from sluice.algorithm.rollout_correction.settings import (
 )
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
-    Reading,
+    Reduction,
     Statistic,
     Statistics,
     TokenRows,
@@ -72,7 +72,7 @@ def rollout_correction(
         weights, statistics = _weighed(log_ratio, rows, settings.bounds(), of_tokens=of_tokens)
         if settings.rollout_is_batch_normalize:
             averaged = weights if of_tokens else rows.mean(weights)
-            statistics[NORM_FACTOR] = Statistic(Moments.of(averaged), Reading.NORMALIZER)
+            statistics[NORM_FACTOR] = Statistic(Moments.of(averaged), Reduction.NORMALIZER)
     rules = settings.rules()
     if rules:
         kept, rejections = _rejected(log_ratio, rows, rules)
@@ -114,9 +114,9 @@ def _off_policy_statistics(
         "chi2_seq": _squared_ratio(rows.sum(x)) - 1.0,
     }
     return {
-        **{name: Statistic(Moments.of(values), Reading.MEAN) for name, values in means.items()},
-        "log_ppl_diff_max": Statistic(gap, Reading.MAX),
-        "log_ppl_diff_min": Statistic(gap, Reading.MIN),
+        **{name: Statistic(Moments.of(values), Reduction.MEAN) for name, values in means.items()},
+        "log_ppl_diff_max": Statistic(gap, Reduction.MAX),
+        "log_ppl_diff_min": Statistic(gap, Reduction.MIN),
     }
 
 
@@ -156,16 +156,21 @@ def _lower(bounds: WeightBounds) -> float:
     return 1.0 / bounds.upper if bounds.lower is None else bounds.lower
 
 
-def _spread(name: str, moments: Moments, deviation: Reading) -> dict[str, Statistic]:
-    readings = {"mean": Reading.MEAN, "std": deviation, "max": Reading.MAX, "min": Reading.MIN}
+def _spread(name: str, moments: Moments, deviation: Reduction) -> dict[str, Statistic]:
+    readings = {
+        "mean": Reduction.MEAN,
+        "std": deviation,
+        "max": Reduction.MAX,
+        "min": Reduction.MIN,
+    }
     return {f"{name}_{kind}": Statistic(moments, reading) for kind, reading in readings.items()}
 
 
 def _fractions(name: str, values: torch.Tensor, low: float, high: float) -> dict[str, Statistic]:
     """Return the shares of values above and below bounds."""
     return {
-        f"{name}_fraction_high": Statistic(Moments.of(values > high), Reading.MEAN),
-        f"{name}_fraction_low": Statistic(Moments.of(values < low), Reading.MEAN),
+        f"{name}_fraction_high": Statistic(Moments.of(values > high), Reduction.MEAN),
+        f"{name}_fraction_low": Statistic(Moments.of(values < low), Reduction.MEAN),
     }
 
 
@@ -173,15 +178,15 @@ def _token_statistics(
     raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
 ) -> dict[str, Statistic]:
     applied, low, high = Moments.of(weights), _lower(bounds), bounds.upper
-    found = {
-        **_spread("rollout_is", applied, Reading.STD),
-        "rollout_is_eff_sample_size": Statistic(applied, Reading.EFFECTIVE_FRACTION),
+    statistics = {
+        **_spread("rollout_is", applied, Reduction.STD),
+        "rollout_is_eff_sample_size": Statistic(applied, Reduction.EFFECTIVE_FRACTION),
         **_fractions("rollout_is_ratio", raw, low, high),
     }
     if bounds.lower is not None:
         outside = Moments.of((raw > high) | (raw < low))
-        found["rollout_is_oob_ratio"] = Statistic(outside, Reading.MEAN)
-    return found
+        statistics["rollout_is_oob_ratio"] = Statistic(outside, Reduction.MEAN)
+    return statistics
 
 
 def _row_statistics(
@@ -190,8 +195,8 @@ def _row_statistics(
     """Return statistics of the mean weights of rows [rows], before and after the bounds."""
     name, deviations = "rollout_is_seq", Moments.of((weights - 1.0).abs())
     return {
-        **_spread(name, Moments.of(weights), Reading.SAMPLE_STD),
-        f"{name}_max_deviation": Statistic(deviations, Reading.MAX),
+        **_spread(name, Moments.of(weights), Reduction.SAMPLE_STD),
+        f"{name}_max_deviation": Statistic(deviations, Reduction.MAX),
         **_fractions(name, raw, _lower(bounds), bounds.upper),
     }
 
@@ -202,8 +207,8 @@ def _ratio_statistics(log_ratio_sums: torch.Tensor, bounds: WeightBounds) -> dic
     ratios = Moments.of(sums.clamp(max=MAX_LOG_RATIO).exp())
     low, high = math.log(_lower(bounds)), math.log(bounds.upper)
     return {
-        "rollout_is_max": Statistic(ratios, Reading.MAX),
-        "rollout_is_min": Statistic(ratios, Reading.MIN),
+        "rollout_is_max": Statistic(ratios, Reduction.MAX),
+        "rollout_is_min": Statistic(ratios, Reduction.MIN),
         **_fractions("rollout_is_ratio", sums, low, high),
     }
 
@@ -259,13 +264,13 @@ def _rule_statistics(
     if rule.lower == -torch.inf:  # as in verl, where only this share is left out then
         del of_bounds[f"{name}_seq_fraction_low"]
     return {
-        f"{name}_mean": Statistic(Moments.of(of_tokens), Reading.MEAN),
-        f"{name}_max": Statistic(extremes, Reading.MAX),
-        f"{name}_min": Statistic(extremes, Reading.MIN),
-        f"{name}_std": Statistic(clamped, Reading.STD),
+        f"{name}_mean": Statistic(Moments.of(of_tokens), Reduction.MEAN),
+        f"{name}_max": Statistic(extremes, Reduction.MAX),
+        f"{name}_min": Statistic(extremes, Reduction.MIN),
+        f"{name}_std": Statistic(clamped, Reduction.STD),
         **_fractions(name, judged, rule.lower, rule.upper),
-        **_spread(f"{name}_seq", of_row, Reading.SAMPLE_STD),
-        f"{name}_seq_max_deviation": Statistic(Moments.of(of_rows.abs()), Reading.MAX),
+        **_spread(f"{name}_seq", of_row, Reduction.SAMPLE_STD),
+        f"{name}_seq_max_deviation": Statistic(Moments.of(of_rows.abs()), Reduction.MAX),
         **of_bounds,
     }
 
@@ -273,8 +278,8 @@ def _rule_statistics(
 def _masked(prefix: str, kept: torch.Tensor, rows: TokenRows) -> dict[str, Statistic]:
     """Return the share of tokens dropped, and of rows that lost a token."""
     return {
-        f"{prefix}_masked_fraction": Statistic(Moments.of(~kept), Reading.MEAN),
-        f"{prefix}_seq_masked_fraction": Statistic(Moments.of(rows.any(~kept)), Reading.MEAN),
+        f"{prefix}_masked_fraction": Statistic(Moments.of(~kept), Reduction.MEAN),
+        f"{prefix}_seq_masked_fraction": Statistic(Moments.of(rows.any(~kept)), Reduction.MEAN),
     }
 
 
@@ -285,7 +290,7 @@ def normalized_weights(weights: torch.Tensor, batch_statistics: Statistics) -> t
         weights: of a `RolloutCorrection`, [tokens].
         batch_statistics: merged over all of the batch's parts.
     """
-    factor = batch_statistics.get(NORM_FACTOR, Statistic(Moments(), Reading.NORMALIZER))
+    factor = batch_statistics.get(NORM_FACTOR, Statistic(Moments(), Reduction.NORMALIZER))
     if not factor.moments.count:
         return weights
-    return weights / factor.moments.read(Reading.NORMALIZER)
+    return weights / factor.moments.read(Reduction.NORMALIZER)

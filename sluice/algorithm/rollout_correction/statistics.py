@@ -58,7 +58,7 @@ class TokenRows:
         return self.sum(flags.float()) > 0
 
 
-class Reading(StrEnum):
+class Reduction(StrEnum):
     """The statistics that follow from the moments of some numbers."""
 
     MEAN = "mean"
@@ -86,8 +86,8 @@ class Moments:
         if values.numel() == 0:
             return cls()
         numbers = values.detach().cpu().double()
-        found = torch.stack([numbers.sum(), numbers @ numbers, numbers.min(), numbers.max()])
-        return cls(float(numbers.numel()), *found.tolist())
+        moments = torch.stack([numbers.sum(), numbers @ numbers, numbers.min(), numbers.max()])
+        return cls(float(numbers.numel()), *moments.tolist())
 
     def merge(self, other: Moments) -> Moments:
         """Return moments of the numbers of both."""
@@ -99,24 +99,24 @@ class Moments:
             max(self.largest, other.largest),
         )
 
-    def read(self, reading: Reading) -> float:
+    def read(self, reading: Reduction) -> float:
         """Return one statistic; there must be a number."""
         mean, mean_square = self.total / self.count, self.squares / self.count
         variance = max(mean_square - mean * mean, 0.0)
         match reading:
-            case Reading.MEAN:
+            case Reduction.MEAN:
                 return mean
-            case Reading.MAX:
+            case Reduction.MAX:
                 return self.largest
-            case Reading.MIN:
+            case Reduction.MIN:
                 return self.smallest
-            case Reading.STD:
+            case Reduction.STD:
                 return math.sqrt(variance)
-            case Reading.SAMPLE_STD:
+            case Reduction.SAMPLE_STD:
                 return math.sqrt(variance * self.count / max(self.count - 1.0, 1.0))
-            case Reading.EFFECTIVE_FRACTION:
+            case Reduction.EFFECTIVE_FRACTION:
                 return (mean + WEIGHT_EPSILON) ** 2 / mean_square if mean_square else 0.0
-            case Reading.NORMALIZER:
+            case Reduction.NORMALIZER:
                 return mean if mean > WEIGHT_EPSILON else 1.0
 
 
@@ -125,7 +125,7 @@ class Statistic:
     """A metric before its parts are put together."""
 
     moments: Moments
-    reading: Reading
+    reading: Reduction
 
 
 Statistics = Mapping[str, Statistic]
@@ -235,7 +235,7 @@ class ProbsDiffSums:
         n = self.num_tokens
         if n == 0.0:
             return {"training/rollout_probs_diff_valid": 0.0}
-        found = {
+        metrics = {
             "training/rollout_probs_diff_valid": 1.0,
             "training/rollout_probs_diff_max": self.max_d,
             "training/rollout_probs_diff_mean": self.d / n,
@@ -245,13 +245,13 @@ class ProbsDiffSums:
         }
         if n > 1.0:
             variance = max(self.dd - self.d * self.d / n, 0.0) / (n - 1.0)
-            found["training/rollout_probs_diff_std"] = math.sqrt(variance)
+            metrics["training/rollout_probs_diff_std"] = math.sqrt(variance)
         variation = (self.pp - self.p * self.p / n) * (self.qq - self.q * self.q / n)
         if variation > 0.0:
             covariation = self.pq - self.p * self.q / n
             correlation = max(-1.0, min(1.0, covariation / math.sqrt(variation)))
-            found["training/rollout_actor_probs_pearson_corr"] = correlation
-        return found
+            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+        return metrics
 
     def _gap_below(self, share: float) -> float:
         """Return a gap that this share of the tokens does not exceed: at most 19 % too large."""

@@ -123,16 +123,17 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     filled = num_in_training + num_kept
     capacity = (max_staleness + 1) * train_batch_size - filled
     if max_staleness > 0:
-        most = most_in_flight(capacity, estimate)
+        max_groups = max_groups_in_flight(capacity, estimate)
     else:
-        most = math.ceil(capacity / estimate.mean) if fills_on_average else capacity
+        max_groups = math.ceil(capacity / estimate.mean) if fills_on_average else capacity
     if num_ahead is not None:
-        most = min(most, math.ceil((train_batch_size + num_ahead - filled) / estimate.mean))
-    return max(0, min(most, max_in_flight) - num_in_flight)
+        wanted = math.ceil((train_batch_size + num_ahead - filled) / estimate.mean)
+        max_groups = min(max_groups, wanted)
+    return max(0, min(max_groups, max_in_flight) - num_in_flight)
 
 
 @lru_cache(maxsize=4096)  # called at every event, while estimate and capacity change at few
-def most_in_flight(capacity: int, estimate: YieldEstimate) -> int:
+def max_groups_in_flight(capacity: int, estimate: YieldEstimate) -> int:
     """Return the most running groups n whose `kept_upper_bound` is at most `capacity`; 0 for none.
 
     With ``x = sqrt(n)`` the bound ``r x^2 + Z sqrt(r (1 - r)) x`` is a parabola, whose larger root
@@ -282,8 +283,9 @@ class AdmissionOrder:
             self._line = {s: (step, min(v, version)) for s, (step, v) in self._line.items()}
             since = version
         if tokens_in_time is not None and version - since < _VERSIONS_PASSED_BY:
-            steps, most = {step for step, _ in self._line.values()}, _length_step(tokens_in_time)
-            wanted = max((step for step in steps if step <= most), default=min(steps))
+            steps = {step for step, _ in self._line.values()}
+            max_step = _length_step(tokens_in_time)
+            wanted = max((step for step in steps if step <= max_step), default=min(steps))
             # Of equally long ones the first in line.
             sequence = next(s for s, (step, _) in self._line.items() if step == wanted)
         del self._line[sequence]

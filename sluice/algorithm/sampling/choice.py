@@ -24,7 +24,7 @@ from sluice.algorithm.sampling.rules import SamplingRules
 CERTAIN_GROUPS_PRICE = 1.0
 
 _EASY_FROM = 0.5
-_LEAST_SAVING = 1.0
+_MIN_SAVING = 1.0
 
 
 def plain_price(population: Weights, samples_per_group: int) -> float:
@@ -34,7 +34,7 @@ def plain_price(population: Weights, samples_per_group: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Stakes:
+class AttemptEstimate:
     """The possible results of an attempt, in samples."""
 
     cost: float
@@ -55,18 +55,18 @@ def rest_of_group(
     num_probes: int,
     num_rest: int,
     samples_per_group: int,
-) -> Stakes:
+) -> AttemptEstimate:
     """Return the rest of a group whose probes were all right or all wrong."""
     grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
     after = posterior(before_probes, grade_counts)
     stays_uniform = all_right_probability if num_right else all_wrong_probability
     mixed = 1.0 - stays_uniform(after, num_rest)
-    return Stakes(float(num_rest), samples_per_group * mixed)
+    return AttemptEstimate(float(num_rest), samples_per_group * mixed)
 
 
 def whole_attempt(
     weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
-) -> Stakes:
+) -> AttemptEstimate:
     """Return the stakes of an attempt at a prompt, its probes included.
 
     Args:
@@ -75,14 +75,14 @@ def whole_attempt(
     """
     n = samples_per_group
     if probe_samples is None:
-        return Stakes(float(n), n * mixed_probability(weights, n))
+        return AttemptEstimate(float(n), n * mixed_probability(weights, n))
     rest = n - probe_samples
     is_mixed = mixed_probability(weights, probe_samples)
     cost, gain = probe_samples + rest * is_mixed, n * is_mixed
     for chance, stakes in _uniform_probes(weights, probe_samples, n):
         if stakes.value(price) >= 1.0:
             cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
-    return Stakes(cost, gain)
+    return AttemptEstimate(cost, gain)
 
 
 def saved_by_probes(
@@ -98,7 +98,7 @@ def saved_by_probes(
 
 def _uniform_probes(
     weights: Weights, probe_samples: int, samples_per_group: int
-) -> Iterator[tuple[float, Stakes]]:
+) -> Iterator[tuple[float, AttemptEstimate]]:
     """Yield the probability that all probes are right, and the stake then; next for all wrong."""
     for num_right, chance in (
         (probe_samples, all_right_probability(weights, probe_samples)),
@@ -117,7 +117,7 @@ def _uniform_probes(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Knowledge:
+class SamplingKnowledge:
     """What choices are made by: pass rates of the population, and the coverage guard."""
 
     belief: PassRateBelief
@@ -126,12 +126,14 @@ class Knowledge:
     price: float
 
     @classmethod
-    def of(cls, belief: PassRateBelief, guard: CoverageGuard, samples_per_group: int) -> Knowledge:
+    def of(
+        cls, belief: PassRateBelief, guard: CoverageGuard, samples_per_group: int
+    ) -> SamplingKnowledge:
         """Return the knowledge that follows from a belief."""
         population = belief.population
         return cls(belief, guard, population, plain_price(population, samples_per_group))
 
-    def after(self, ends: list[AttemptEnd], samples_per_group: int) -> Knowledge:
+    def after(self, ends: list[AttemptEnd], samples_per_group: int) -> SamplingKnowledge:
         """Return the evidence once these groups have ended."""
         guard = self.guard
         seen = []
@@ -147,20 +149,20 @@ class Knowledge:
                     value=attempt.value,
                     probability=attempt.probability,
                 )
-        return Knowledge.of(self.belief.learn(seen), guard, samples_per_group)
+        return SamplingKnowledge.of(self.belief.learn(seen), guard, samples_per_group)
 
 
 def choose_attempt(
-    knowledge: Knowledge, rules: SamplingRules, attempt: Attempt, version: int
+    knowledge: SamplingKnowledge, rules: SamplingRules, attempt: Attempt, version: int
 ) -> Attempt:
     """Start a known prompt or skip it, by what earlier attempts showed; with probes or without.
 
     Probes cost time, since the rest of a group starts later. They are left out where they would
-    save fewer than `_LEAST_SAVING` samples.
+    save fewer than `_MIN_SAVING` samples.
     """
     weights = posterior(knowledge.population, attempt.known(version))
     n = rules.samples_per_group
-    if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _LEAST_SAVING:
+    if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _MIN_SAVING:
         attempt = replace(attempt, first_samples=n)
     stakes = whole_attempt(
         weights,
@@ -179,7 +181,7 @@ def choose_attempt(
 
 
 def choose_rest(
-    knowledge: Knowledge,
+    knowledge: SamplingKnowledge,
     rules: SamplingRules,
     attempt: Attempt,
     *,
@@ -210,20 +212,20 @@ def choose_rest(
         return attempt
     side = Side.EASY if num_right else Side.HARD
     # Exploration bounds the product of both choices, or a group might represent a hundred others.
-    least = min(1.0, rules.exploration / attempt.probability)
-    probability = max(least, knowledge.guard.probability(side, value))
+    min_probability = min(1.0, rules.exploration / attempt.probability)
+    probability = max(min_probability, knowledge.guard.probability(side, value))
     is_admitted = _uniform(rules.seed, attempt, "rest") < probability
     return _passed(attempt, side, value, probability) if is_admitted else None
 
 
-def _side(knowledge: Knowledge, weights: Weights, value: float) -> Side:
+def _side(knowledge: SamplingKnowledge, weights: Weights, value: float) -> Side:
     if value >= 1.0:
         keeps_up = hard_probability(weights) >= knowledge.guard.plain_share
         return Side.NONE if keeps_up else Side.PLAIN
     return Side.EASY if mean_pass_rate(weights) >= _EASY_FROM else Side.HARD
 
 
-def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> float:
+def _saved(knowledge: SamplingKnowledge, rules: SamplingRules, weights: Weights) -> float:
     return saved_by_probes(
         weights,
         probe_samples=rules.probe_samples,

@@ -10,9 +10,9 @@ ones is t if
 
     Mh + s Ph + e Eh + w Wh' = t (M + s P + e E + w W')
 
-which is solved for w with s = 1. Where that takes more than `MOST_HARD_FACTOR`, w stays there and s
-is solved for, down to `LEAST_PLAIN`, and only then w is raised. If even the smallest w leaves more
-than `MOST` times the share of plain sampling, e is raised instead.
+which is solved for w with s = 1. Where that takes more than `MAX_HARD_FACTOR`, w stays there and s
+is solved for, down to `MIN_PLAIN`, and only then w is raised. If even the smallest w leaves more
+than `MAX_EXCESS` times the share of plain sampling, e is raised instead.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ AIM = 1.05
 """Share of hard prompts to keep, over the share that plain sampling trains. Prompts become
 easier, and the evidence on them is older than the group: some that seem hard no longer are."""
 
-MOST = 1.08
+MAX_EXCESS = 1.08
 """Largest share of hard prompts that is left alone, over the share that plain sampling trains."""
 
-MOST_HARD_FACTOR = 0.4
+MAX_HARD_FACTOR = 0.4
 """Largest w that still starts the plain side in full."""
 
-LEAST_PLAIN = 0.3
+MIN_PLAIN = 0.3
 """Least probability of starting a prompt on the plain side."""
 
 GAIN = 2.0
 """How strongly the present ratio of the shares moves the share that is aimed at."""
 
-_LEAST_KEPT = 32.0  # with fewer groups the shares are unknown
+_MIN_KEPT_GROUPS = 32.0  # with fewer groups the shares are unknown
 
 
 class Side(StrEnum):
@@ -144,16 +144,16 @@ class CoverageGuard:
     def _solved(self) -> tuple[float, float, float]:
         """Return e, s and w; w has no upper bound."""
         e, h = self.exploration, self.plain_share
-        if sum(c.real for c in self.classes.values()) < _LEAST_KEPT or not h:
+        if sum(c.real for c in self.classes.values()) < _MIN_KEPT_GROUPS or not h:
             return e, 1.0, math.inf
         aim = h * (AIM + GAIN * (AIM - self.ratio))
         w = self._hard_factor(aim, 1.0)
         if not w or not self.classes[Side.HARD].value:
-            return self._easy_probability(MOST * h), 1.0, w
-        if w <= MOST_HARD_FACTOR:
+            return self._easy_probability(MAX_EXCESS * h), 1.0, w
+        if w <= MAX_HARD_FACTOR:
             return e, 1.0, w
         s = self._plain_probability(aim)
-        return e, s, max(MOST_HARD_FACTOR, self._hard_factor(aim, s))
+        return e, s, max(MAX_HARD_FACTOR, self._hard_factor(aim, s))
 
     def _excess(self, aim: float, s: float) -> float:
         """Return the hard groups beyond a share of `aim`, with none of the hard side."""
@@ -174,20 +174,20 @@ class CoverageGuard:
         return max(0.0, -self._excess(aim, s) / steer)
 
     def _plain_probability(self, aim: float) -> float:
-        """Return s for a share of `aim` with w at `MOST_HARD_FACTOR`."""
+        """Return s for a share of `aim` with w at `MAX_HARD_FACTOR`."""
         plain = self.classes[Side.PLAIN]
         softens = aim * plain.expected - plain.expected_hard
         if softens <= 0.0 or self._steer(aim) <= 0.0:
             return 1.0
-        surplus = self._excess(aim, 0.0) + MOST_HARD_FACTOR * self._steer(aim)
-        return min(1.0, max(LEAST_PLAIN, self.exploration, surplus / softens))
+        surplus = self._excess(aim, 0.0) + MAX_HARD_FACTOR * self._steer(aim)
+        return min(1.0, max(MIN_PLAIN, self.exploration, surplus / softens))
 
-    def _easy_probability(self, most: float) -> float:
-        """Return e for a share of at most `most`, with the hard side at its rarest."""
+    def _easy_probability(self, max_share: float) -> float:
+        """Return e for a share of at most `max_share`, with the hard side at its rarest."""
         others = (self.classes[Side.NONE], self.classes[Side.PLAIN])
         easy, hard = self.classes[Side.EASY], self.classes[Side.HARD]
         e = self.exploration
-        surplus = sum(c.expected_hard - most * c.expected for c in others)
-        surplus += e * (hard.expected_hard - most * hard.expected)
-        capacity = most * easy.expected - easy.expected_hard
+        surplus = sum(c.expected_hard - max_share * c.expected for c in others)
+        surplus += e * (hard.expected_hard - max_share * hard.expected)
+        capacity = max_share * easy.expected - easy.expected_hard
         return min(1.0, max(e, surplus / capacity)) if capacity > 0.0 else e

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sluice.algorithm.sampling.admission import FinishForecast, YieldEstimate, groups_to_admit
 from sluice.algorithm.sampling.attempt import Attempt, AttemptEnd, PromptHistory, RememberedAttempt
-from sluice.algorithm.sampling.choice import Knowledge, choose_attempt, choose_rest
+from sluice.algorithm.sampling.choice import SamplingKnowledge, choose_attempt, choose_rest
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
 from sluice.algorithm.sampling.pass_rates import GradeCounts, PassRateBelief
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
@@ -123,7 +123,7 @@ class SamplingStrategy:
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
         )
         guard = CoverageGuard(rules.exploration, is_on=rules.coverage_guard)
-        self._knowledge = Knowledge.of(PassRateBelief(), guard, rules.samples_per_group)
+        self._knowledge = SamplingKnowledge.of(PassRateBelief(), guard, rules.samples_per_group)
         self._ends: list[AttemptEnd] = []
         self._counts: Counter[str] = Counter()
         self.estimate = YieldEstimate()
@@ -289,7 +289,7 @@ def _seen(end: AttemptEnd) -> RememberedAttempt:
     return RememberedAttempt(num_right, num_right + num_wrong, end.mean_tokens, end.version)
 
 
-def _of_knowledge(knowledge: Knowledge) -> dict[str, float]:
+def _of_knowledge(knowledge: SamplingKnowledge) -> dict[str, float]:
     guard = knowledge.guard
     return {
         "sampling/price": knowledge.price,

@@ -244,15 +244,18 @@ def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
     if display.as_json:
         print_json(msgspec.to_builtins(results, str_keys=True))
         return
-    for name, found in results.benchmarks.items():
-        parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
-        passes = max(found.pass_at_k, default=1)
+    for name, benchmark in results.benchmarks.items():
+        parts = [
+            f"{benchmark.prompts} prompts",
+            f"mean {benchmark.variable} {estimate_text(benchmark.mean)}",
+        ]
+        passes = max(benchmark.pass_at_k, default=1)
         if passes > 1:
-            parts.append(f"pass@{passes} {estimate_text(found.pass_at_k[passes])}")
-        if found.failed_samples:
-            parts.append(f"{found.failed_samples} samples without a grade")
+            parts.append(f"pass@{passes} {estimate_text(benchmark.pass_at_k[passes])}")
+        if benchmark.failed_samples:
+            parts.append(f"{benchmark.failed_samples} samples without a grade")
         typer.echo(f"{name}: {', '.join(parts)}")
-        _print_metrics(found.metrics)
+        _print_metrics(benchmark.metrics)
 
 
 def _print_metrics(metrics: Mapping[str, float]) -> None:
@@ -309,10 +312,10 @@ def compare_evaluations(
     evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
     benchmarks = compared_benchmarks(evaluations)
     if output is not None:
-        write_page(evaluations, output, most_prompts=prompts, most_responses=responses)
+        write_page(evaluations, output, max_prompts=prompts, max_responses=responses)
     if as_json:
-        found = comparison_object(evaluations, benchmarks)
-        print_json(found | ({} if output is None else {"page": str(output)}))
+        comparison = comparison_object(evaluations, benchmarks)
+        print_json(comparison | ({} if output is None else {"page": str(output)}))
         return
     console = output_console()
     for benchmark in benchmarks:
@@ -336,17 +339,17 @@ def _print_compared(
     mean, passes = f"mean {benchmark.variable}", f"pass@{largest}"
     columns = ["evaluation", mean, "difference", passes, "prompts", "without a grade"]
     rows = []
-    for number, (one, found) in enumerate(zip(evaluations, benchmark.results, strict=True)):
-        if found is not None:
+    for number, (one, results) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+        if results is not None:
             state = "" if one.results is not None else " (has not ended)"
             rows.append(
                 (
                     printable(one.label) + state,
-                    estimate_text(found.mean),
+                    estimate_text(results.mean),
                     estimate_text(benchmark.differences[number], signed=True),
-                    estimate_text(found.pass_at_k.get(largest)),
-                    f"{found.prompts:,}",
-                    f"{found.failed_samples:,}",
+                    estimate_text(results.pass_at_k.get(largest)),
+                    f"{results.prompts:,}",
+                    f"{results.failed_samples:,}",
                 )
             )
     print_table(console, printable(benchmark.name), columns, rows, right=columns[1:])
@@ -453,12 +456,12 @@ def _keep(folder: Path) -> Path:
 
 
 def _print_change(before: Results, now: Results) -> None:
-    for name, found in now.benchmarks.items():
+    for name, results in now.benchmarks.items():
         old = before.benchmarks.get(name)
-        text = f"{name}: mean {found.variable} {estimate_text(found.mean)}"
+        text = f"{name}: mean {results.variable} {estimate_text(results.mean)}"
         if old is not None:
             text += f", before {estimate_text(old.mean)}"
-        failed = found.failed_samples
+        failed = results.failed_samples
         typer.echo(printable(text + (f"; {failed} without a grade" if failed else "")))
 
 

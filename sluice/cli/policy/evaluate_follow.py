@@ -81,7 +81,7 @@ def follow_run(
         config=order.config or location.run_dir / CONFIG_NAME,
     )
     folder = Path(checkpoint_folder(location.config))
-    checkpoints = KeptCheckpoints(folder, order.output)
+    checkpoints = RetainedCheckpoints(folder, order.output)
     for step in checkpoints.evaluated():
         any_model = replace(order, model=_NO_MODEL)
         refuse_other_origin(checkpoints.evaluation(step), evaluation_config(any_model))
@@ -117,7 +117,7 @@ def _refuse_adapters(run: Path, config: RunConfig) -> None:
 
 
 def _evaluate_checkpoint(
-    checkpoints: KeptCheckpoints,
+    checkpoints: RetainedCheckpoints,
     step: int,
     order: EvaluationOrder,
     display: Display,
@@ -141,7 +141,7 @@ def _evaluate_checkpoint(
     _print_progress(step, output, _compare(checkpoints, order), display)
 
 
-def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
+def _finish(checkpoints: RetainedCheckpoints, step: int) -> Results:
     """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
     output = checkpoints.evaluation(step)
     named = msgspec.structs.replace(read_results(output), model=str(checkpoints.checkpoint(step)))
@@ -151,7 +151,7 @@ def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
     return results
 
 
-def _compare(checkpoints: KeptCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
+def _compare(checkpoints: RetainedCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
     """Write the page of all evaluations that have ended, if any, and return them."""
     folders = [checkpoints.evaluation(step) for step in checkpoints.evaluated()]
     if not folders:
@@ -167,10 +167,10 @@ def _print_progress(
     """Print the means of the newest evaluation, and what has changed since the first one."""
     number = [one.folder for one in evaluations].index(output)
     for benchmark in compared_benchmarks(evaluations):
-        if (found := benchmark.results[number]) is None:
+        if (results := benchmark.results[number]) is None:
             continue
         text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
-        text += estimate_text(found.mean)
+        text += estimate_text(results.mean)
         if (change := benchmark.differences[number]) is not None:
             text += f", {estimate_text(change, signed=True)} since {evaluations[0].label}"
         print_line(display.console, text)
@@ -183,7 +183,7 @@ def _validation_files(config: RunConfig) -> Mapping[str, Path]:
     return files_by_name([(file.stem, file) for file in files])
 
 
-class KeptCheckpoints:
+class RetainedCheckpoints:
     """The models of a run's checkpoints, kept in the folders of their evaluations.
 
     A model is kept by hard links, which take no space while the run has it too, and by copies
@@ -283,6 +283,6 @@ def _link(source: str, target: str) -> None:
 
 def steps_with(folder: Path, content: str) -> list[int]:
     """Return N of each folder ``global_step_N`` with this content, in order."""
-    found = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("global_step_*"))
-    steps = (int(match[1]) for match in found if match)
+    matches = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("global_step_*"))
+    steps = (int(match[1]) for match in matches if match)
     return sorted(step for step in steps if (folder / f"global_step_{step}" / content).exists())

@@ -23,7 +23,7 @@ from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
 
 if TYPE_CHECKING:
-    from sluice.openai_front.web_app import FrontSettings
+    from sluice.openai_server.web_app import OpenAIServerSettings
 
 
 KEY_VARIABLE = "SLUICE_OPENAI_KEY"
@@ -90,14 +90,14 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
     asyncio.run(_serve(named_run(run, run_option), host, port, settings, as_json=as_json))
 
 
-def _settings_class() -> type[FrontSettings]:
+def _settings_class() -> type[OpenAIServerSettings]:
     try:
-        from sluice.openai_front.web_app import FrontSettings
+        from sluice.openai_server.web_app import OpenAIServerSettings
     except ImportError as error:
         raise ConfigError(
             "serve-openai: aiohttp is not installed; pip install 'sluice[openai-front]'"
         ) from error
-    return FrontSettings
+    return OpenAIServerSettings
 
 
 def _keys(host: str, key_file: Path | None) -> TokenSource | None:
@@ -116,9 +116,9 @@ def _keys(host: str, key_file: Path | None) -> TokenSource | None:
 
 
 async def _serve(
-    run: Path, host: str, port: int, settings: FrontSettings, *, as_json: bool
+    run: Path, host: str, port: int, settings: OpenAIServerSettings, *, as_json: bool
 ) -> None:
-    from sluice.openai_front.web_app import OpenAIFront, listening
+    from sluice.openai_server.web_app import OpenAIServer, listening
 
     check_bindable(host, port)
     settings = replace(settings, max_tokens=max_model_len(locate_run(run).config) - 1)
@@ -126,7 +126,7 @@ async def _serve(
     with stop_on_signals(stop):
         async with (
             connected(run, name=_CLIENT_NAME) as client,
-            listening(OpenAIFront(client, settings), host, port) as bound,
+            listening(OpenAIServer(client, settings), host, port) as bound,
         ):
             url = f"http://{join_host_port(host, bound)}/v1"
             if as_json:

@@ -106,10 +106,10 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
     )
 
 
-def _image(file: Path, place: str, index: int, found: object) -> Image:
+def _image(file: Path, place: str, index: int, image: object) -> Image:
     """Return the bytes of an image, or its path; relative paths start at the file's folder."""
     try:
-        source = image_source(found)
+        source = image_source(image)
     except ValueError as error:
         raise DataError(f"{file}, {place}: images[{index}] {error}") from error
     return source if isinstance(source, bytes) else file.parent / source
@@ -194,6 +194,6 @@ def _line(event: PromptEvent) -> str:
 
 
 def _as_object(event: PromptEvent) -> dict[str, object]:
-    found = asdict(event)
-    del found["is_retryable"]
-    return found
+    fields = asdict(event)
+    del fields["is_retryable"]
+    return fields

@@ -17,7 +17,7 @@ from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.configuration import of_other_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import Examined, examined_of
+from sluice.doctor.finding import DoctorContext, examined_of
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
 from sluice.report.run_record import METRICS_NAME, read_progress
@@ -31,7 +31,7 @@ _OF_REWARD_SERVICE = frozenset({"reward", "environment"})
 
 def checked_run(
     file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
-) -> Examined:
+) -> DoctorContext:
     """Return a run that nothing known now keeps from working; print notices.
 
     If the run's processes start on this host's devices, its configuration has their split, which
@@ -104,7 +104,7 @@ def examined_to_start(
     *,
     is_local: bool = True,
     grades: bool = True,
-) -> Examined:
+) -> DoctorContext:
     """Return a run that was read, as `checked_run`.
 
     Args:
@@ -118,15 +118,15 @@ def examined_to_start(
         ConfigError: as `checked_run`.
     """
     examined = examined_of(run, is_local=is_local)
-    found = preflight(
+    problems = preflight(
         examined,
         lambda check: (
             (is_local or not check.of_host) and (grades or check.name not in _OF_REWARD_SERVICE)
         ),
     )
-    for note in [*notes, *(one for one in found if one.severity is Severity.NOTE)]:
+    for note in [*notes, *(one for one in problems if one.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")
-    raise_problems(errors(found), run.source)
+    raise_problems(errors(problems), run.source)
     if examined.devices.line:
         print_line(console, examined.devices.line)
     return examined
@@ -152,10 +152,10 @@ def refuse_other_ledger(config: RunConfig) -> None:
         return
     with file.open("rb") as opened:
         header = opened.read(64)
-    found = int.from_bytes(header[60:], "big")
-    if header.startswith(b"SQLite format 3\0") and found not in (0, LEDGER_FORMAT):
+    ledger_format = int.from_bytes(header[60:], "big")
+    if header.startswith(b"SQLite format 3\0") and ledger_format not in (0, LEDGER_FORMAT):
         raise ConfigError(
-            f"{file}: format {found}, and this version of sluice reads {LEDGER_FORMAT}; use the "
-            "version that wrote it, give another sluice.run_dir, or move the file away to start "
-            "without the prompts that clients have submitted"
+            f"{file}: format {ledger_format}, and this version of sluice reads {LEDGER_FORMAT}; "
+            "use the version that wrote it, give another sluice.run_dir, or move the file away to "
+            "start without the prompts that clients have submitted"
         )

@@ -140,13 +140,13 @@ async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer
     while True:
         is_launched = await launched_processes(run_dir) is not None
         enough = 1 if is_launched else enough
-        found = await _answering(monitor, trainer) if monitor else None
-        if found not in (None, trainer):
+        answering = await _answering(monitor, trainer) if monitor else None
+        if answering not in (None, trainer):
             raise NotReadyError(
                 f"run: the trainer of {run_dir} died before it had ended, and was started again; "
                 "repeat the command"
             )
-        num_absent = 0 if is_launched or found else num_absent + 1
+        num_absent = 0 if is_launched or answering else num_absent + 1
         if num_absent == enough:
             return
         await asyncio.sleep(_POLL_S)
@@ -225,9 +225,9 @@ async def scale_rollout(
         DeadlineError: it takes longer than `timeout_s` seconds.
     """
     run_dir = location.run_dir
-    found = launcher_of(run_dir)
+    launcher_address = launcher_of(run_dir)
     async with (
-        Launcher(found.address, found.credentials) as launcher,
+        Launcher(launcher_address.address, launcher_address.credentials) as launcher,
         RunMonitor.of(location) as monitor,
     ):
         try:

@@ -48,7 +48,7 @@ _INDIFFERENT = (
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
-class Origin(msgspec.Struct, frozen=True):
+class EvaluationOrigin(msgspec.Struct, frozen=True):
     """The settings and files that determine responses and grades.
 
     Attributes:
@@ -59,10 +59,10 @@ class Origin(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     files: dict[str, list[int]]
 
-    def without_model(self) -> Origin:
+    def without_model(self) -> EvaluationOrigin:
         """Return the part that other checkpoints share."""
         model = Path(str(self.settings.get(_MODEL)))
-        return Origin(
+        return EvaluationOrigin(
             {key: value for key, value in self.settings.items() if key != _MODEL},
             {file: mark for file, mark in self.files.items() if Path(file).parent != model},
         )
@@ -96,7 +96,7 @@ def refuse_other_origin(folder: Path, config: RunConfig) -> None:
         _refuse_changes(folder, known.without_model(), _origin_of(config).without_model())
 
 
-def regraded_origin(folder: Path, overrides: list[str]) -> Origin | None:
+def regraded_origin(folder: Path, overrides: list[str]) -> EvaluationOrigin | None:
     """Return the origin of an evaluation once its responses are graded with other settings.
 
     ``None`` if the folder notes none.
@@ -117,10 +117,12 @@ def regraded_origin(folder: Path, overrides: list[str]) -> Origin | None:
     grading = {k: v for k, v in now.settings.items() if k.startswith(_OF_GRADING)}
     files = {k: v for k, v in known.files.items() if k != known.settings.get(_SCORER)}
     scorer = now.settings.get(_SCORER)
-    return Origin(kept | grading, files | {k: v for k, v in now.files.items() if k == scorer})
+    return EvaluationOrigin(
+        kept | grading, files | {k: v for k, v in now.files.items() if k == scorer}
+    )
 
 
-def read_origin(folder: Path) -> Origin | None:
+def read_origin(folder: Path) -> EvaluationOrigin | None:
     """Return what a folder notes; ``None``: nothing.
 
     Raises:
@@ -128,14 +130,14 @@ def read_origin(folder: Path) -> Origin | None:
     """
     note = folder / ORIGIN_NAME
     try:
-        return msgspec.json.decode(note.read_bytes(), type=Origin)
+        return msgspec.json.decode(note.read_bytes(), type=EvaluationOrigin)
     except FileNotFoundError:
         return None
     except (OSError, *DECODE_ERRORS) as error:
         raise ConfigError(f"{note} cannot be read ({error}); give another --output") from error
 
 
-def write_origin(folder: Path, origin: Origin) -> None:
+def write_origin(folder: Path, origin: EvaluationOrigin) -> None:
     """Write the note; a kill leaves the former one or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.format(msgspec.json.encode(origin), indent=1) + b"\n"
@@ -146,7 +148,7 @@ def _has_responses(folder: Path) -> bool:
     return any(file.stat().st_size for file in (folder / FOLDER_NAME).glob("*.jsonl"))
 
 
-def _refuse_changes(folder: Path, known: Origin, now: Origin) -> None:
+def _refuse_changes(folder: Path, known: EvaluationOrigin, now: EvaluationOrigin) -> None:
     settings = _changes(known.settings, now.settings)
     changes = [f"{key} = {before!r} is now {value!r}" for key, before, value in settings]
     changes += [f"{file} has changed" for file, _, _ in _changes(known.files, now.files)]
@@ -168,7 +170,7 @@ def _changes(
     ]
 
 
-def _origin_of(config: RunConfig) -> Origin:
+def _origin_of(config: RunConfig) -> EvaluationOrigin:
     config = with_absolute_paths(config)
     settings = {
         key: value
@@ -177,7 +179,7 @@ def _origin_of(config: RunConfig) -> Origin:
     }
     # As the note holds it: JSON has no tuples.
     return msgspec.json.decode(
-        msgspec.json.encode(Origin(settings, _file_marks(config))), type=Origin
+        msgspec.json.encode(EvaluationOrigin(settings, _file_marks(config))), type=EvaluationOrigin
     )
 
 
@@ -196,6 +198,6 @@ def _file_marks(config: RunConfig) -> dict[str, list[int]]:
     files += [Path(one) for one in functions if one is not None]
     marks = {}
     for file in filter(Path.is_file, files):
-        found = file.stat()
-        marks[str(file)] = [found.st_size, found.st_mtime_ns]
+        status = file.stat()
+        marks[str(file)] = [status.st_size, status.st_mtime_ns]
     return marks

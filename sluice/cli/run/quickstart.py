@@ -175,9 +175,9 @@ def mark_run_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run folder {folder}: is a file; give another folder")
     if not (folder / MARKER).is_file():
-        if folder.is_dir() and (found := min((file.name for file in folder.iterdir()), default="")):
+        if folder.is_dir() and (name := min((file.name for file in folder.iterdir()), default="")):
             raise ConfigError(
-                f"run folder {folder}: holds {found!r} and no {MARKER}, so sluice did not make it "
+                f"run folder {folder}: holds {name!r} and no {MARKER}, so sluice did not make it "
                 "and will not replace results in it; give a folder that is empty or does not "
                 "exist, or delete this one"
             )

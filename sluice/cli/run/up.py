@@ -49,7 +49,7 @@ from sluice.telemetry.metrics import forget_target, forget_targets
 logger = logging.getLogger(__name__)
 
 # A trainer may begin to listen just now, or be busy.
-_SAVE = RetryPolicy(patience_s=5.0, most_s=0.5)
+_SAVE = RetryPolicy(patience_s=5.0, max_s=0.5)
 
 ENDPOINTS_NAME = "endpoints.json"
 """In the run's folder while it is active: where clients in any language reach its services."""

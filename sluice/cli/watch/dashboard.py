@@ -29,7 +29,7 @@ from sluice.report.summary import ended_summary, summarize, write_summary
 from sluice.safe_text import printable
 
 _NICE, _CONNECT_S = 10, 2.0
-_FEWEST, _AXIS_POINTS = 2, 400
+_MIN_RUNS, _AXIS_POINTS = 2, 400
 _BY = {"step": "step {:,}", "tokens": "{:,} tokens", "seconds": "{:,} s"}
 _NONE = "-"
 
@@ -193,7 +193,7 @@ def compare(
       sluice compare runs/one runs/two
       sluice compare runs/* --json
     """
-    if len(runs) < _FEWEST:
+    if len(runs) < _MIN_RUNS:
         raise typer.BadParameter("give at least two runs", param_hint="RUN RUN...")
     for run in runs:
         refuse_missing(run)
@@ -201,16 +201,16 @@ def compare(
             raise DataError(
                 f"run: {run} holds no {METRICS_NAME}; give folders of runs that trained a step"
             )
-    found = compare_folders(runs, _AXIS_POINTS if as_json else NO_POINTS)
+    comparison = compare_folders(runs, _AXIS_POINTS if as_json else NO_POINTS)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        _print(found)
+        _print(comparison)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(comparison: dict[str, Any]) -> None:
     console = output_console()
-    names = [printable(run["name"]) for run in found["runs"]]
+    names = [printable(run["name"]) for run in comparison["runs"]]
 
     def table(title: str, first: str, rows: list[tuple[str, Sequence[str]]]) -> None:
         if rows:
@@ -222,7 +222,7 @@ def _print(found: dict[str, Any]) -> None:
         "",
         [
             (row["name"], [_text(value, row["kind"]) for value in row["values"]])
-            for row in found["figures"]
+            for row in comparison["figures"]
         ],
     )
     for measure in ("accuracy", "reward"):
@@ -232,16 +232,16 @@ def _print(found: dict[str, Any]) -> None:
             "after",
             [
                 (_BY[row["by"]].format(row["at"]), [_text(v, "number") for v in row[measure]])
-                for row in found["progress"]
+                for row in comparison["progress"]
                 if any(value is not None for value in row[measure])
             ],
         )
     table(
         "Configuration",
         "key",
-        [(row["key"], [v or _NONE for v in row["values"]]) for row in found["differences"]],
+        [(row["key"], [v or _NONE for v in row["values"]]) for row in comparison["differences"]],
     )
-    if not found["differences"]:
+    if not comparison["differences"]:
         console.print("The configurations are the same.")
 
 

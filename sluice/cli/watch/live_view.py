@@ -207,10 +207,10 @@ class LiveView:
 
     def log_line(self, name: str, line: str) -> None:
         """Print a service's line if it is a warning, an error, or all are shown."""
-        found = parse_line(line)
-        if found is not None and name in self._messages:
-            self._messages[name] = found.message
-            if found.logger == RpcServer.__module__:
+        parsed = parse_line(line)
+        if parsed is not None and name in self._messages:
+            self._messages[name] = parsed.message
+            if parsed.logger == RpcServer.__module__:
                 self._up.add(name)
         if self._detail == "logs" or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))

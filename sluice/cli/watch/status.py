@@ -29,7 +29,7 @@ from sluice.report.run_record import METRICS_NAME
 from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME
 
-_MOST_ROWS_A_SERVICE = 8
+_MAX_ROWS_PER_SERVICE = 8
 
 
 def status(
@@ -93,13 +93,15 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
     location = locate_run(run)
-    found = None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
-    if found is None:
+    explanation = (
+        None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
+    )
+    if explanation is None:
         return False
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(explanation))
     else:
-        output_console().print(wait_table(found))
+        output_console().print(wait_table(explanation))
     return True
 
 
@@ -124,9 +126,9 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
     if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
         yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
     reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
-    for wait in reported[:_MOST_ROWS_A_SERVICE]:
+    for wait in reported[:_MAX_ROWS_PER_SERVICE]:
         yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
-    left_out = len(reported) - _MOST_ROWS_A_SERVICE
+    left_out = len(reported) - _MAX_ROWS_PER_SERVICE
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
     if not reported:
@@ -174,17 +176,17 @@ def runs(
     Example:
       sluice runs
     """
-    found = asyncio.run(_listed(started_runs(folder)))
+    listed = asyncio.run(_listed(started_runs(folder)))
     if as_json:
-        print_json({"runs": [asdict(one) for one in found]})
-    elif not found:
+        print_json({"runs": [asdict(one) for one in listed]})
+    elif not listed:
         typer.echo(f"no runs in {folder.absolute()}")
     else:
         print_table(
             output_console(),
             "",
             ("run", "state", "step", "accuracy", "started", "last step"),
-            map(_row, found),
+            map(_row, listed),
             right=("step", "accuracy", "started", "last step"),
         )
 

@@ -1,5 +1,5 @@
 """How sluice treats every key: it is honoured, mapped, without effect, or refused.
 
-In: `verl.toml` and `sluice.toml`, and the typed schema. Out: one `Entry` for each key, with
-meaning, type, default, advice, and what happens instead if the key is not honoured.
+In: `verl.toml` and `sluice.toml`, and the typed schema. Out: one `CatalogueEntry` for each key,
+with meaning, type, default, advice, and what happens instead if the key is not honoured.
 """

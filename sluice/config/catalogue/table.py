@@ -126,7 +126,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """A key of the catalogue.
 
     Attributes:
@@ -192,7 +192,7 @@ class Entry:
 
 
 @cache
-def catalogue() -> dict[str, Entry]:
+def catalogue() -> dict[str, CatalogueEntry]:
     """Return every entry by its path.
 
     Entries stand in the order of `SECTIONS`; in each, keys of the schema come first, in its order.
@@ -235,7 +235,7 @@ def _file(name: str) -> _File:
     return msgspec.convert(tomllib.loads(text), _File)
 
 
-def _rows() -> Iterator[tuple[str, Entry]]:
+def _rows() -> Iterator[tuple[str, CatalogueEntry]]:
     for section in (one for name in _FILES for one in _file(name).section):
         prefixes = [section.below] if isinstance(section.below, str) else section.below
         for prefix in prefixes:
@@ -244,7 +244,7 @@ def _rows() -> Iterator[tuple[str, Entry]]:
                 yield path, _entry(path, row, section)
 
 
-def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> Entry:
+def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> CatalogueEntry:
     shared = section or _CatalogueSection(below="", keys={})
     meaning, no_effect = row.meaning or shared.meaning, row.no_effect or shared.no_effect
     in_schema = not meaning
@@ -260,7 +260,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
         raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
     default = value_at(defaults(), keys, UNSET) if in_schema else ({} if row.block else row.default)
     silent = () if in_schema or row.block else (row.default,)
-    return Entry(
+    return CatalogueEntry(
         path=path,
         status=status,
         row_meaning=meaning,

@@ -300,11 +300,11 @@ def _replicas(settings: _Settings) -> None:
 @cache
 def _copied() -> dict[str, list[str]]:
     """Return the keys whose values another key takes over as they are, by that key."""
-    found: dict[str, list[str]] = {}
+    by_target: dict[str, list[str]] = {}
     for entry in catalogue().values():
         if entry.is_copied:
-            found.setdefault(entry.targets[0], []).append(entry.path)
-    return found
+            by_target.setdefault(entry.targets[0], []).append(entry.path)
+    return by_target
 
 
 def _copies(settings: _Settings) -> None:
@@ -361,13 +361,13 @@ def _asynchrony(settings: _Settings) -> None:
         )
 
 
-def _least_rate(settings: _Settings) -> None:
+def _min_lr(settings: _Settings) -> None:
     """Turn a least learning rate into a share of the peak."""
     for prefix in (f"{_ACTOR}.optim", "critic.optim"):
-        least = settings.given(f"{prefix}.min_lr")
-        if isinstance(least, int | float):
+        min_lr = settings.given(f"{prefix}.min_lr")
+        if isinstance(min_lr, int | float):
             peak = settings.number(f"{prefix}.lr")
-            settings.put(f"{prefix}.min_lr_ratio", min(1.0, least / peak))
+            settings.put(f"{prefix}.min_lr_ratio", min(1.0, min_lr / peak))
 
 
 def _retention(settings: _Settings) -> None:
@@ -458,7 +458,7 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _optimizer_offload,
     _transport,
     _asynchrony,
-    _least_rate,
+    _min_lr,
     _retention,
     _megatron_adapters,
     _group_scale,

@@ -10,7 +10,13 @@ from functools import cache
 
 from msgspec import UNSET
 
-from sluice.config.catalogue.table import Entry, catalogue, open_sections, short_forms, spellings
+from sluice.config.catalogue.table import (
+    CatalogueEntry,
+    catalogue,
+    open_sections,
+    short_forms,
+    spellings,
+)
 from sluice.config.problems import Problem
 from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
@@ -21,7 +27,7 @@ MANDATORY = "???"
 HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
-def find_key(path: KeyPath) -> Entry | None:
+def find_key(path: KeyPath) -> CatalogueEntry | None:
     """Return the entry of the key at `path` in sluice's spelling; `None` for a section or an
     unknown key.
 
@@ -39,7 +45,7 @@ def find_key(path: KeyPath) -> Entry | None:
     return None
 
 
-def _entry_above(path: KeyPath) -> Entry | None:
+def _entry_above(path: KeyPath) -> CatalogueEntry | None:
     for length in range(len(path) - 1, 0, -1):
         entry = catalogue().get(".".join(path[:length]))
         if entry is not None:
@@ -119,15 +125,17 @@ def refers_to(value: object, path: KeyPath) -> bool:
 
 def other_spellings(key: str) -> tuple[str, ...]:
     """Return the other accepted dotted paths of the key in sluice's spelling."""
-    found = []
+    spellings_of_key = []
     for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
             spelled = f"{other}{key[len(prefix) :]}"
             if canonical(tuple(spelled.split("."))) == tuple(key.split(".")):
-                found.append(spelled)
-    found += [short for short, full in short_forms().items() if full == key]
-    found += [other for other, prefix in spellings().items() if short_forms().get(prefix) == key]
-    return tuple(found)
+                spellings_of_key.append(spelled)
+    spellings_of_key += [short for short, full in short_forms().items() if full == key]
+    spellings_of_key += [
+        other for other, prefix in spellings().items() if short_forms().get(prefix) == key
+    ]
+    return tuple(spellings_of_key)
 
 
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:

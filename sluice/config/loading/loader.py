@@ -118,8 +118,8 @@ def _schema_part(settings: SettingsTree) -> dict[str, object]:
     """Return the values that the schema holds; others were checked and converted before."""
     kept = SettingsTree()
     for path, value in settings.leaves():
-        found = find_key(path)
-        if found is not None and found.in_schema:
+        entry = find_key(path)
+        if entry is not None and entry.in_schema:
             kept.set(path, value, path)
     return kept.values
 
@@ -154,20 +154,20 @@ class KeySettings:
 
     def value(self, key: str) -> object:
         """Return the value of a key of the catalogue; `None` if it is null."""
-        found = value_at(self._typed, key.split("."), self._as_set.get(key))
-        return catalogue()[key].default if found is None else found
+        typed = value_at(self._typed, key.split("."), self._as_set.get(key))
+        return catalogue()[key].default if typed is None else typed
 
     def whole(self, key: str) -> int:
         """Return the value of a key that takes whole numbers and is not null by default."""
-        found = self.whole_or_none(key)
-        assert found is not None
-        return found
+        number = self.whole_or_none(key)
+        assert number is not None
+        return number
 
     def whole_or_none(self, key: str) -> int | None:
         """Return the value of a key that takes whole numbers or null."""
-        found = self.value(key)
-        assert found is None or isinstance(found, int)
-        return found
+        number = self.value(key)
+        assert number is None or isinstance(number, int)
+        return number
 
     def flag(self, key: str) -> bool:
         """Return the value of a key that takes true and false; null counts as false."""
@@ -177,30 +177,30 @@ class KeySettings:
 def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
     """Remove every unknown key, wrong type and refused value; return each with its problem, in the
     user's spelling."""
-    found = [
+    wrong = [
         (path, problem)
         for path, value in tree.leaves()
         for problem in _leaf_problems(tree, path, value)
     ]
-    for path, _ in found:
+    for path, _ in wrong:
         tree.remove(path)
-    return found
+    return wrong
 
 
 def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:
-    found, written = find_key(path), tree.written(path)
-    if found is None:
+    entry, written = find_key(path), tree.written(path)
+    if entry is None:
         if not is_section(path):
             yield unknown_key(tuple(written.split(".")))
         elif value is not None:
             yield Problem(written, value, ": expected keys below it")
         return
-    if found.path == ".".join(path):
-        refusal = found.refusal_of(value)
+    if entry.path == ".".join(path):
+        refusal = entry.refusal_of(value)
         if refusal:
             yield Problem(written, value, f"is refused: {refusal}")
             return
-    yield from _type_problems(written, value, found.annotation)
+    yield from _type_problems(written, value, entry.annotation)
 
 
 def _type_problems(written: str, value: object, annotation: object) -> Iterator[Problem]:

@@ -78,8 +78,8 @@ def parse_override_value(text: str, source: str) -> object:
         value = reader.element()
         reader.end()
         return value
-    if found := _FUNCTION.match(start):
-        raise _call(found[1], source)
+    if match := _FUNCTION.match(start):
+        raise _call(match[1], source)
     return _word(text) if _PLAIN.fullmatch(text) else parse_word(start)
 
 
@@ -130,8 +130,8 @@ class _ValueReader:
             return self._list(depth)
         if first == "{":
             return self._mapping(depth)
-        if found := _FUNCTION.match(self._text, self._at):
-            raise _call(found[1], self._source)
+        if match := _FUNCTION.match(self._text, self._at):
+            raise _call(match[1], self._source)
         return self._matched(_INNER, "a value")
 
     def end(self) -> None:
@@ -140,25 +140,25 @@ class _ValueReader:
             raise self._wrong("nothing more")
 
     def _list(self, depth: int) -> list[object]:
-        found: list[object] = []
+        elements: list[object] = []
         self._take("[")
         while not self._took("]"):
-            found.append(self.element(depth + 1))
+            elements.append(self.element(depth + 1))
             self._separate("]")
-        return found
+        return elements
 
     def _mapping(self, depth: int) -> dict[Hashable, object]:
-        found: dict[Hashable, object] = {}
+        elements: dict[Hashable, object] = {}
         self._take("{")
         while not self._took("}"):
             first = self._text[self._at : self._at + 1]
             key = self._quoted(first) if first in _QUOTED else self._key()
-            if key in found:
+            if key in elements:
                 raise ConfigError(f"{self._source}: key {key!r} appears twice in one mapping")
             self._take(":")
-            found[key] = self.element(depth + 1)
+            elements[key] = self.element(depth + 1)
             self._separate("}")
-        return found
+        return elements
 
     def _key(self) -> Hashable:
         key = self._matched(_KEY, "a key")
@@ -166,20 +166,20 @@ class _ValueReader:
         return key
 
     def _matched(self, form: re.Pattern[str], expected: str) -> object:
-        found = form.match(self._text, self._at)
-        if found is None or not found[0].strip():
+        match = form.match(self._text, self._at)
+        if match is None or not match[0].strip():
             raise self._wrong(expected)
-        self._at = found.end()
-        return _word(found[0])
+        self._at = match.end()
+        return _word(match[0])
 
     def _quoted(self, quote: str) -> str:
-        found = _QUOTED[quote].match(self._text, self._at)
-        if found is None:
+        match = _QUOTED[quote].match(self._text, self._at)
+        if match is None:
             raise self._wrong("a second quote")
-        self._at = found.end()
+        self._at = match.end()
         self._skip()
         # Before a quote, and at the end, backslashes stand in pairs or with the quote.
-        return re.sub(rf"(?<!\\)\\++(?:{quote}|\Z)", lambda run: run[0][1::2], found[1])
+        return re.sub(rf"(?<!\\)\\++(?:{quote}|\Z)", lambda run: run[0][1::2], match[1])
 
     def _separate(self, end: str) -> None:
         if not self._took(",") and self._text[self._at : self._at + 1] != end:
@@ -197,8 +197,8 @@ class _ValueReader:
         return True
 
     def _skip(self) -> None:
-        found = _BLANKS.match(self._text, self._at)
-        self._at = found.end() if found else self._at
+        match = _BLANKS.match(self._text, self._at)
+        self._at = match.end() if match else self._at
 
     def _wrong(self, expected: str) -> ConfigError:
         pair = self._text[max(self._at - 1, 0) : self._at + 1]

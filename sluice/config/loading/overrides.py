@@ -71,17 +71,17 @@ def expand_overrides(items: Sequence[str], problems: list[Problem]) -> list[Over
     Raises:
         ConfigError: a file cannot be read, or a line of it is malformed or of a shell script.
     """
-    found: list[Override] = []
+    expanded: list[Override] = []
     for item in items:
         is_file = "=" not in item and not item.startswith("~") and Path(item).is_file()
         if is_file or item.startswith("@"):
-            found += read_override_file(Path(item.removeprefix("@")))
+            expanded += read_override_file(Path(item.removeprefix("@")))
             continue
         try:
-            found.append(parse_override(item))
+            expanded.append(parse_override(item))
         except ConfigError as error:
             problems.append(of_error(error))
-    return found
+    return expanded
 
 
 def is_override_file(path: Path) -> bool:
@@ -115,7 +115,7 @@ def read_override_file(path: Path) -> list[Override]:
         raise ConfigError(
             f"override file {path} cannot be read: {error}; give a text file of key=value lines"
         ) from error
-    found = []
+    overrides = []
     for number, line in enumerate(lines, 1):
         text = _without_comment(line).strip().removesuffix("\\").strip()
         if not text:
@@ -131,8 +131,8 @@ def read_override_file(path: Path) -> list[Override]:
                 f"{source}: {text!r} holds a shell variable; give the script itself, as a file "
                 "*.sh, or write the value"
             )
-        found.append(parse_override(_without_quotes(text), source))
-    return found
+        overrides.append(parse_override(_without_quotes(text), source))
+    return overrides
 
 
 def _without_comment(line: str) -> str:

@@ -116,8 +116,8 @@ def tree_of(document: Mapping[str, object]) -> SettingsTree:
         if refers_to(value, path):
             continue
         present = value_at(tree.values, path, UNSET)
-        found = find_key(path)
-        if found and found.in_schema and present not in (UNSET, value):
+        entry = find_key(path)
+        if entry and entry.in_schema and present not in (UNSET, value):
             message = f"and {'.'.join(spelled)} = {shown(value)} are one key"
             remedy = "keep one of the two"
             tree.problems.append(Problem(tree.written(path), present, message, remedy))
@@ -145,7 +145,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     resolver, resolved = _Resolver(tree, defaults), SettingsTree(problems=list(tree.problems))
     for path, value in tree.leaves():
         try:
-            found = resolver.resolve(value, (".".join(path),))
+            resolved_value = resolver.resolve(value, (".".join(path),))
         except ConfigError as error:
             entry = find_key(path)
             if entry is not None and entry.is_block and not entry.in_schema:
@@ -153,7 +153,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
             elif (wrong := of_error(error)) not in resolved.problems:
                 resolved.problems.append(wrong)
         else:
-            resolved.set(path, found, tree.spelled.get(path, path))
+            resolved.set(path, resolved_value, tree.spelled.get(path, path))
     for path, value in tree.leaves():
         if find_key(path) is None and flat_tree({".".join(path): value}).keys() <= resolver.used:
             resolved.remove(path)
@@ -166,9 +166,9 @@ def resolved_document(text: str, source: str) -> object:
     Raises:
         ConfigError: it is no YAML, or a reference has no value; it names `source`.
     """
-    found = parse_document(text, source)
-    tree = SettingsTree(dict(found)) if isinstance(found, Mapping) else SettingsTree()
-    return _Resolver(tree, {}).resolve(found, (source,))
+    document = parse_document(text, source)
+    tree = SettingsTree(dict(document)) if isinstance(document, Mapping) else SettingsTree()
+    return _Resolver(tree, {}).resolve(document, (source,))
 
 
 class _Resolver:
@@ -188,13 +188,13 @@ class _Resolver:
             inner = _REFERENCE.search(value)
             if inner is None:
                 return value.translate(_BACK)
-            found = self._look_up(inner[1].translate(_BACK).strip(), chain)
+            referenced = self._look_up(inner[1].translate(_BACK).strip(), chain)
             if inner[0] == value:
-                return found
+                return referenced
             before = value[: inner.start()]
-            if found is None and "${" not in before:  # within a reference, null is a default
+            if referenced is None and "${" not in before:  # within a reference, null is a default
                 raise _without_value(chain[-1], inner[1])
-            written = _written(found).translate(_ASIDE)
+            written = _written(referenced).translate(_ASIDE)
             value = f"{before}{written}{value[inner.end() :]}"
         return value
 
@@ -210,9 +210,9 @@ class _Resolver:
                 "and oc.select are known, so write the value itself"
             )
         path = _absolute((select[1] if select else key).strip(), chain[-1])
-        found = self._value(path, chain)
-        if found is not UNSET:
-            return found
+        value = self._value(path, chain)
+        if value is not UNSET:
+            return value
         if select is not None:
             return None if select[2] is None else parse_scalar(select[2].strip())
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
@@ -227,10 +227,10 @@ class _Resolver:
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )
         for source in self._sources:
-            found = value_at(source, proper, UNSET)
-            if found is not UNSET:
-                self.used.update(flat_tree({key: found}))
-                return self.resolve(found, (*chain, key))
+            value = value_at(source, proper, UNSET)
+            if value is not UNSET:
+                self.used.update(flat_tree({key: value}))
+                return self.resolve(value, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default
 

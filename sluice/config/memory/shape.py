@@ -295,13 +295,13 @@ def published_model(name: str) -> ModelContent:
     Raises:
         ConfigError: no such model is known; names those that are.
     """
-    found = published_name(name)
-    if found is None:
+    full_name = published_name(name)
+    if full_name is None:
         raise ConfigError(
             f"model {name!r} is neither a folder with a config.json nor one of "
             f"{', '.join(_models())}; give one of these"
         )
-    return {key: value for key, value in _models()[found].items() if key != _ENCODER}
+    return {key: value for key, value in _models()[full_name].items() if key != _ENCODER}
 
 
 def published_shape(name: str) -> ModelShape:
@@ -311,8 +311,8 @@ def published_shape(name: str) -> ModelShape:
 
 def published_encoder(name: str) -> ModelContent:
     """Return the `vision_config` of a published model; empty: it reads no images."""
-    found: ModelContent = _models().get(published_name(name) or "", {}).get(_ENCODER, {})
-    return found
+    encoder: ModelContent = _models().get(published_name(name) or "", {}).get(_ENCODER, {})
+    return encoder
 
 
 @cache

@@ -134,7 +134,7 @@ def _micro_tokens(config: RunConfig, *, ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class MemoryEstimate:
     """Bytes on one device in an update: of weights, gradients and moments, and of the rest."""
 
     state: float
@@ -154,10 +154,10 @@ class Guess:
         return (peak - self.state) / self.rest
 
 
-def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> Guess:
+def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> MemoryEstimate:
     """Guess the memory of the device that holds most."""
     head = 0.0 if layout.adapter_rank else _HEAD_BYTES * shape.embedding_parameters / layout.tensor
-    return Guess(
+    return MemoryEstimate(
         _state(shape, layout), _gathered(shape, layout) + _activations(shape, layout) + head
     )
 

@@ -102,13 +102,13 @@ def all_problems(
     """
     if config.sluice.sources:
         check = partial(_rule_problems, settings=settings, shape=shape)
-        found = list(source_problems(config, check))
+        problems = list(source_problems(config, check))
     else:
-        found = _rule_problems(config, settings, shape)
-    found += named("critic", idle_critic_problems(config, settings))
+        problems = _rule_problems(config, settings, shape)
+    problems += named("critic", idle_critic_problems(config, settings))
     if files:
-        found += named("files", file_problems(config))
-    return found
+        problems += named("files", file_problems(config))
+    return problems
 
 
 def _rule_problems(
@@ -116,14 +116,14 @@ def _rule_problems(
 ) -> list[Problem]:
     """Return the broken rules of a run without sources, or of one source."""
     sizes = verl_sizes(config, settings.of(config))
-    found = [*verl_problems(sizes), *engine_problems(sizes)]
+    problems = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(config, sizes, shape)
+        problems += shape_problems(config, sizes, shape)
         for name, of_model in _OF_MODEL.items():
-            found += named(name, of_model(config, shape))
+            problems += named(name, of_model(config, shape))
     for name, check in _CHECKS.items():
-        found += named(name, check(config))
-    return found
+        problems += named(name, check(config))
+    return problems
 
 
 def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
@@ -174,7 +174,7 @@ def _critic_layout(config: RunConfig) -> Iterator[Problem]:
 
 
 def _group_size(config: RunConfig) -> Iterator[Problem]:
-    n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
+    n, max_n = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
     if n == 1 and derived.advantage_estimator(config).needs_others:
         yield Problem(
@@ -191,8 +191,8 @@ def _group_size(config: RunConfig) -> Iterator[Problem]:
             "set n to 2 or more, or switch the filter off",
         )
     for name, value in _group_sizes(config):
-        if value > most:
-            too_many = f"is more than sluice.rollout.max_n = {most}"
+        if value > max_n:
+            too_many = f"is more than sluice.rollout.max_n = {max_n}"
             yield Problem(name, value, too_many, "raise max_n")
     yield from group_capacity_problems(config)
 
@@ -457,21 +457,21 @@ def _watchdog(config: RunConfig) -> Iterator[Problem]:
 
 
 def _message_size(config: RunConfig) -> Iterator[Problem]:
-    needed, most = derived.largest_message_mb(config), derived.message_mb(config)
-    if needed > most:
+    needed, max_mb = derived.largest_message_mb(config), derived.message_mb(config)
+    if needed > max_mb:
         samples = derived.rows_per_batch(config)
         less = (
             f"is less than the {needed} MiB that one sample, or the outline of a train batch of "
             f"{samples} samples, can reach"
         )
         overrides = ("sluice.max_message_mb=null",)
-        yield Problem("sluice.max_message_mb", most, less, "leave it out", overrides)
+        yield Problem("sluice.max_message_mb", max_mb, less, "leave it out", overrides)
     images = config.sluice.limits.max_prompt_images_mb
-    if images is not None and images > most // 2:
+    if images is not None and images > max_mb // 2:
         yield Problem(
             "sluice.limits.max_prompt_images_mb",
             images,
-            f"is more than half of the {most} MiB a message may have; the other half is for the "
+            f"is more than half of the {max_mb} MiB a message may have; the other half is for the "
             "prompt's text",
             f"lower it, or set sluice.max_message_mb = {2 * images}",
         )

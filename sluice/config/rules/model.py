@@ -79,15 +79,15 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     if not shape.experts:
         yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
     elif derived.replays_engine_routing(config):
-        tokens, most = derived.max_row_tokens(config.data), derived.message_mb(config)
+        tokens, max_mb = derived.max_row_tokens(config.data), derived.message_mb(config)
         taken = tokens * shape.expert_bytes_per_token
         # Beside them: ids, logprobs and sampled text of the response, and ids of the prompt.
         taken += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
         needed = (taken >> 20) + 1  # beside a little else
-        if needed > most:
+        if needed > max_mb:
             yield Problem(
                 "sluice.max_message_mb",
-                most,
+                max_mb,
                 f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
                 overrides=(f"sluice.max_message_mb={needed}",),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sluice.algorithm.groups.filter import LEAST_SAMPLES
+from sluice.algorithm.groups.filter import MIN_SAMPLES
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
 from sluice.config import derived
 from sluice.config.derived import on_policy_fill
@@ -43,14 +43,14 @@ def longest_interval_ms(config: RunConfig) -> float:
 def straggler_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield each limit that would end a group that makes progress."""
     reward, interval_ms = config.sluice.reward, config.sluice.reward.partial_interval_ms
-    least_s = INTERVALS_BEFORE_A_STALL * interval_ms / 1000
-    if reward.stall_timeout_s < least_s:
+    min_s = INTERVALS_BEFORE_A_STALL * interval_ms / 1000
+    if reward.stall_timeout_s < min_s:
         yield Problem(
             f"{_REWARD_KEY}.stall_timeout_s",
             reward.stall_timeout_s,
             f"with {_REWARD_KEY}.partial_interval_ms = {interval_ms}: a group that makes progress "
             "would count as stalled",
-            f"set stall_timeout_s to at least {least_s:g}, {INTERVALS_BEFORE_A_STALL} intervals",
+            f"set stall_timeout_s to at least {min_s:g}, {INTERVALS_BEFORE_A_STALL} intervals",
         )
     longest, budget = derived.max_resp_len(config), reward.group_token_budget
     if budget is not None and budget < longest:
@@ -76,8 +76,10 @@ def strategy_notes(config: RunConfig) -> Iterator[Problem]:
         parts = [_ON_POLICY[on_policy_fill(config)]]
     if name is StrategyName.ROUNDS:
         wave = config.data.gen_batch_size or config.data.train_batch_size
-        most = config.algorithm.filter_groups.max_num_gen_batches
-        bound = f"at most {most} for a batch" if most > 0 else "any number for a batch"
+        max_batches = config.algorithm.filter_groups.max_num_gen_batches
+        bound = (
+            f"at most {max_batches} for a batch" if max_batches > 0 else "any number for a batch"
+        )
         parts = [
             f"waves of {wave} prompts, {bound}, each awaited whole; kept groups beyond the batch "
             "are thrown away, as in verl"
@@ -134,12 +136,12 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
     key, probes = f"{_SAMPLING_KEY}.probe_samples", sampling.probe_samples
     if not StrategyName(sampling.strategy).uses_probes:
         return
-    if probes < LEAST_SAMPLES:
+    if probes < MIN_SAMPLES:
         yield Problem(
             key,
             probes,
             ": one sample does not show whether the group is mixed",
-            f"set it to {LEAST_SAMPLES} or more (4 of 16 is usual)",
+            f"set it to {MIN_SAMPLES} or more (4 of 16 is usual)",
         )
     if probes >= n:
         yield Problem(

@@ -39,9 +39,11 @@ def run_security_problems(config: RunConfig) -> list[Problem]:
             hosts.append(advertised_host(endpoint))
         except ConfigError:
             continue  # the checks of endpoints report it
-    found = [p for host in hosts for p in server_problems(services.security, host)]
+    problems = [p for host in hosts for p in server_problems(services.security, host)]
     # Three services share the files, so each problem comes up to three times.
-    return list({problem.text: problem for problem in (*found, *_page_problems(config))}.values())
+    return list(
+        {problem.text: problem for problem in (*problems, *_page_problems(config))}.values()
+    )
 
 
 def _page_problems(config: RunConfig) -> Iterator[Problem]:

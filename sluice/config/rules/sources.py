@@ -32,12 +32,12 @@ def source_problems(
     of_run, configs = check_source(without), source_configs(config)
     of_sources = {name: check_source(one) for name, one in configs.items()}
     shared = {problem.statement for problem in of_run}
-    for found in of_sources.values():
-        shared &= {problem.statement for problem in found}
+    for problems in of_sources.values():
+        shared &= {problem.statement for problem in problems}
     yield from (problem for problem in of_run if problem.statement in shared)
-    for name, found in of_sources.items():
+    for name, problems in of_sources.items():
         yield from named("sources", _name_problems(config, name))
-        for problem in errors(found):
+        for problem in errors(problems):
             if problem.statement not in shared:
                 message = f"{problem.message} (in {SOURCES_KEY}.{name})"
                 yield replace(problem, message=message, overrides=())

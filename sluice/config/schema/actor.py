@@ -210,7 +210,7 @@ class FsdpConfig(Section, frozen=True):
 
     use_torch_compile: bool = False
     """Compile each decoder layer except its attention and the products of its experts, if the
-    trainer has own layers for the family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of
+    trainer has native layers for the family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of
     experts and vision models); for a policy also the arithmetic on logits.
     """
 

@@ -35,7 +35,7 @@ def field_text(section: type[Section], name: str) -> str:
 @cache
 def _texts(module: str) -> Mapping[tuple[str, str], str]:
     """Return the texts of a module on one line each, by class and field."""
-    found = {}
+    texts = {}
     # Python keeps no text below an attribute, so it has to be read from the source.
     for section in ast.parse(inspect.getsource(sys.modules[module])).body:
         if not isinstance(section, ast.ClassDef):
@@ -46,5 +46,5 @@ def _texts(module: str) -> Mapping[tuple[str, str], str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(words))),
                 ):
-                    found[section.name, name] = " ".join(words.split())
-    return found
+                    texts[section.name, name] = " ".join(words.split())
+    return texts

@@ -21,9 +21,9 @@ from sluice.config.schema.section import (
     Section,
     Share,
 )
-from sluice.vision.image_limits import DEFAULT_LIMITS, MOST_PIXELS
+from sluice.vision.image_limits import DEFAULT_LIMITS, MAX_PIXELS
 
-MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
+MAX_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -208,7 +208,7 @@ class LimitsConfig(Section, frozen=True):
     max_prompt_images_mb: PositiveInt | None = None
     """All encoded images of one prompt, MiB; none: 16, or a quarter of a message if less."""
 
-    max_image_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = DEFAULT_LIMITS.max_pixels
+    max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_PIXELS)] = DEFAULT_LIMITS.max_pixels
     """Width times height of an image, read from its header before it is decoded."""
 
     max_client_images_mb: PositiveInt = 512
@@ -669,7 +669,7 @@ class ServiceConfig(Section, frozen=True):
     sandbox: SandboxConfig = SandboxConfig()
     guards: GuardsConfig = GuardsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
+    max_message_mb: Annotated[int, Meta(ge=1, le=MAX_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 
     shutdown_grace_s: PositiveFloat = 15.0

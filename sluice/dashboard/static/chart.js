@@ -3,7 +3,7 @@
 
 import { element, setText, svg } from "./dom.js";
 
-const MOST_TABLE_ROWS = 200;
+const MAX_TABLE_ROWS = 200;
 const FONT = "12px system-ui, sans-serif";
 // Distances between the numbers of an axis that counts steps: 1, 2, 5, 10, 20, ...
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
@@ -83,7 +83,7 @@ export class Chart {
     this.#details.querySelector(".scroll")?.remove();
     if (!this.#details.open || !this.#drawing) return;
     const { head, rows } = this.#drawing.table();
-    const shown = rows.slice(-MOST_TABLE_ROWS);
+    const shown = rows.slice(-MAX_TABLE_ROWS);
     const left = rows.length - shown.length;
     const caption = left > 0 ? `${this.#caption}, the last ${shown.length} rows` : this.#caption;
     this.#details.append(

@@ -15,7 +15,7 @@ const OUTCOMES = [
   "surplus",
   "validation",
 ];
-const MOST_SCORES = 16;
+const MAX_SCORES = 16;
 const INVALID = 400;
 
 let listed = []; // groups of the list, as far as it was loaded
@@ -140,8 +140,8 @@ function checkbox(outcome) {
 }
 
 function row(group, place) {
-  const scores = group.scores.slice(0, MOST_SCORES).map((score) => short(score));
-  if (group.scores.length > MOST_SCORES) scores.push("…");
+  const scores = group.scores.slice(0, MAX_SCORES).map((score) => short(score));
+  if (group.scores.length > MAX_SCORES) scores.push("…");
   const button = element(
     "button",
     { type: "button", class: "open", "data-place": place },

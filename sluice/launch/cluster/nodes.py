@@ -98,7 +98,7 @@ class ServicePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeStatus:
     """The state of a node, as found for a service.
 
     Args:
@@ -114,7 +114,7 @@ class NodeFacts:
     problems: tuple[str, ...]
 
 
-def look_around(plan: ServicePlan, address: str) -> NodeFacts:
+def look_around(plan: ServicePlan, address: str) -> NodeStatus:
     """Prepare this node for a service, which includes writing the configuration."""
     problems = [_version_problem(plan), _unshared(plan)]
     environment: dict[str, str] = {}
@@ -132,10 +132,10 @@ def look_around(plan: ServicePlan, address: str) -> NodeFacts:
             "reward": "cpu",
         }
         environment = launch_environment(config, devices[plan.kind], endpoint, os.environ)
-    return NodeFacts(address, sys.executable, environment, tuple(filter(None, problems)))
+    return NodeStatus(address, sys.executable, environment, tuple(filter(None, problems)))
 
 
-def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) -> ServiceSpec:
+def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeStatus) -> ServiceSpec:
     """Return the specification of a service for its node.
 
     A replica listens at its node's address; trainer and reward service have theirs in the
@@ -205,7 +205,7 @@ class ServiceHost:
         return self._address, free_ports([self._address] * num_ports)
 
     async def look(self, plan: bytes) -> bytes:
-        """Prepare the node for a service; take a `ServicePlan` and return `NodeFacts`, as JSON."""
+        """Prepare the node for a service; take a `ServicePlan` and return `NodeStatus`, as JSON."""
         asked = msgspec.json.decode(plan, type=ServicePlan)
         return msgspec.json.encode(look_around(asked, self._address))
 
@@ -230,12 +230,12 @@ class ServiceHost:
         child = self._of(pid)
         if child is None:
             return [], True
-        found: list[str] = []
+        lines: list[str] = []
         some = asyncio.Event()
 
         async def read() -> None:
             async for line in child.lines():
-                found.append(line)
+                lines.append(line)
                 some.set()
 
         async with asyncio.TaskGroup() as tasks:
@@ -246,7 +246,7 @@ class ServiceHost:
             is_over = reading.done()
             reading.cancel()
             waiting.cancel()
-        return found, is_over
+        return lines, is_over
 
     async def ended(self, pid: int) -> int:
         """Return its exit code, once it has one."""

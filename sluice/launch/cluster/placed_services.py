@@ -23,7 +23,7 @@ from sluice.concurrency.waits import deadline
 from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, PeerDefectError, PeerError
-from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, spec_on
+from sluice.launch.cluster.nodes import NodeStatus, ServicePlan, spec_on
 from sluice.launch.cluster.placement import (
     Cluster,
     HostCalls,
@@ -109,7 +109,7 @@ class RemoteChild(Child):
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodePorts:
     """The node that a host is on, with free ports of its address."""
 
     address: str
@@ -178,7 +178,7 @@ class PlacedServices:
                     f"{shortage(plan, self._cluster.nodes())}\n{advice}".rstrip()
                 )
 
-    async def node_of(self, name: str, num_ports: int) -> NodePlace:
+    async def node_of(self, name: str, num_ports: int) -> NodePorts:
         """Return the node that will run a service.
 
         Raises:
@@ -200,7 +200,7 @@ class PlacedServices:
                 except PeerError:
                     await asyncio.sleep(_RETRY_S)
                     continue
-                return NodePlace(address, tuple(ports))
+                return NodePorts(address, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
         """Prepare every node for its service.
@@ -287,7 +287,7 @@ class PlacedServices:
                 raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
             return RemoteChild(spec.name, pid, placed.host)
 
-    async def _ready(self, placed: Placement) -> NodeFacts:
+    async def _ready(self, placed: Placement) -> NodeStatus:
         """Return the facts of a node that has everything the service needs, once there is one."""
         while True:
             while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
@@ -305,7 +305,7 @@ class PlacedServices:
                 logger.warning("%s cannot run on %s: %s", placed.name, facts.address, problem)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _look(self, placed: Placement) -> NodeFacts:
+    async def _look(self, placed: Placement) -> NodeStatus:
         """Return the facts that the host finds, once it answers.
 
         Raises:
@@ -316,13 +316,13 @@ class PlacedServices:
         while True:
             try:
                 facts = await placed.host.call("look", plan)
-                return msgspec.json.decode(facts, type=NodeFacts)
+                return msgspec.json.decode(facts, type=NodeStatus)
             except _UNFIT:
                 raise
             except PeerError:  # it is being started
                 await asyncio.sleep(_RETRY_S)
 
-    def _refuse_move(self, name: str, facts: NodeFacts) -> None:
+    def _refuse_move(self, name: str, facts: NodeStatus) -> None:
         known = self._addresses.get(name, facts.address)
         if known != facts.address:
             raise ConfigError(

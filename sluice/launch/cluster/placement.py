@@ -127,7 +127,7 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
     Raises:
         ConfigError: an entry has another form, or names a resource that Ray reserves.
     """
-    found: dict[Kind, dict[str, float]] = {}
+    demands: dict[Kind, dict[str, float]] = {}
     for text in given:
         service, _, demand = text.partition("=")
         name, _, amount = demand.rpartition(":")
@@ -142,8 +142,8 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
                 f"resources {text!r}: Ray keeps {name} for itself; take it out, or ask for "
                 f"{kind}={MEMORY}:BYTES"
             )
-        found.setdefault(kind, {})[name] = float(amount)
-    return found
+        demands.setdefault(kind, {})[name] = float(amount)
+    return demands
 
 
 def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
@@ -182,14 +182,14 @@ def _computing(threads: int, device: str | None, devices: int) -> Resources:
 def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
     """Return what a process takes; Ray refuses a bundle without anything."""
     given = extra.get(kind, {})
-    found = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
-    if not found:
+    demand = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
+    if not demand:
         options = " ".join(f"--resources {kind}={_as_text({name: 0.0})}" for name in given)
         raise ConfigError(
             f"{options}: nothing is left of what each {kind} process takes, and Ray places no "
             f"process that takes nothing; give a small amount, such as {kind}={CPU}:0.01"
         )
-    return found
+    return demand
 
 
 def _single(name: str, kind: Kind, resources: Resources) -> PlacementPlan:

@@ -78,8 +78,8 @@ class RayHost:
     def _is_dead(self) -> bool:
         from ray._private.state import actors
 
-        found = actors(actor_id=self.actor._actor_id.hex())
-        return str(found.get("State", "DEAD")) == "DEAD"
+        state = actors(actor_id=self.actor._actor_id.hex())
+        return str(state.get("State", "DEAD")) == "DEAD"
 
 
 class RayCluster:

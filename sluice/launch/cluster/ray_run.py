@@ -19,7 +19,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.errors import ConfigError
 from sluice.launch.cluster.nodes import endpoint_on
-from sluice.launch.cluster.placed_services import NodePlace, PlacedServices, SharedConfig
+from sluice.launch.cluster.placed_services import NodePorts, PlacedServices, SharedConfig
 from sluice.launch.cluster.placement import (
     Cluster,
     Demands,
@@ -31,7 +31,7 @@ from sluice.launch.cluster.placement import (
     replica_plan,
 )
 from sluice.launch.cluster.ray_cluster import ray_cluster
-from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan
+from sluice.launch.device_plan import DevicePlan, LaunchDevices, device_plan
 from sluice.launch.network_layout import Kind
 from sluice.launch.plan import LaunchPlan
 from sluice.launch.service_spec import (
@@ -128,7 +128,7 @@ def on_devices(
     if options.keys is None or kind is None or kind != other:
         return DevicePlan(config), options.extra
     by_node = tuple(int(node.total.get(kind, 0)) for node in nodes if node.total.get(kind, 0) >= 1)
-    devices = FoundDevices(kind, int(total.get(kind, 0)), are_elsewhere=True, by_node=by_node)
+    devices = LaunchDevices(kind, int(total.get(kind, 0)), are_elsewhere=True, by_node=by_node)
     plan = device_plan(config, options.keys, devices)
     if plan.lack and not plan.line:
         raise ConfigError(plan.lack)
@@ -143,13 +143,13 @@ def on_devices(
     return plan, {**options.extra, **halves}
 
 
-def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> RunConfig:
+def with_addresses(config: RunConfig, reward: NodePorts, trainer: NodePorts) -> RunConfig:
     """Return the configuration with trainer and reward service at their nodes' addresses."""
     service = config.sluice
 
-    def placed(endpoint: EndpointConfig, node: NodePlace) -> EndpointConfig:
-        found = endpoint_on(endpoint, node.address)
-        return msgspec.structs.replace(found, port=found.port or node.ports[0])
+    def placed(endpoint: EndpointConfig, node: NodePorts) -> EndpointConfig:
+        given = endpoint_on(endpoint, node.address)
+        return msgspec.structs.replace(given, port=given.port or node.ports[0])
 
     replace = msgspec.structs.replace
     return replace(

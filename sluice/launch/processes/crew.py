@@ -37,7 +37,7 @@ REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ProcessExit:
     """How one process ended. `was_asked`: after the crew had sent it a signal."""
 
     spec: ServiceSpec
@@ -49,11 +49,11 @@ class Exit:
 class CrewEnd:
     """All exits of one run of a crew, in order; `survivors`: members that SIGKILL did not end."""
 
-    exits: tuple[Exit, ...]
+    exits: tuple[ProcessExit, ...]
     survivors: tuple[str, ...] = ()
 
     @property
-    def cause(self) -> Exit:
+    def cause(self) -> ProcessExit:
         """The exit that the others followed from.
 
         A rank that loses another one may notice it and fail before the lost one's exit is seen, so
@@ -122,7 +122,7 @@ class Crew:
         Raises:
             ConfigError: a program cannot be run.
         """
-        exits: list[Exit] = []
+        exits: list[ProcessExit] = []
         one_has_ended = asyncio.Event()
         self._asked.clear()
         self._given_up = asyncio.Event()
@@ -134,10 +134,10 @@ class Crew:
                     logger.warning("%s cannot be started at present: %s", spec.name, error)
                     self._last_lines[spec.name].append(str(error))
                     # The code after which a policy restarts it, unlike an error of its own.
-                    return CrewEnd((Exit(spec, EXIT_STALLED, was_asked=False),))
+                    return CrewEnd((ProcessExit(spec, EXIT_STALLED, was_asked=False),))
                 if child is None:
                     # Dismissed while it was being started, or waited for capacity.
-                    return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
+                    return CrewEnd((ProcessExit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
             if self.released.is_set():  # while the last one was
                 self.kill()
@@ -177,7 +177,7 @@ class Crew:
         for child in list(self._running.values()):
             await child.wait()
 
-    def diagnosis(self, ended: Exit, when: str = "") -> str:
+    def diagnosis(self, ended: ProcessExit, when: str = "") -> str:
         """Return how a process ended, with its last lines."""
         again = f" after {self.restarts} restarts" if self.restarts else ""
         lines = "".join(f"\n  {line}" for line in self._last_lines[ended.spec.name])
@@ -197,13 +197,13 @@ class Crew:
         return child
 
     async def _watch(
-        self, spec: ServiceSpec, exits: list[Exit], one_has_ended: asyncio.Event
+        self, spec: ServiceSpec, exits: list[ProcessExit], one_has_ended: asyncio.Event
     ) -> None:
         child = self._running[spec.name]
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(self._forward(spec.name, child), name="output")
             code = await self._exit_code(child)
-            exits.append(Exit(spec, code, spec.name in self._asked))
+            exits.append(ProcessExit(spec, code, spec.name in self._asked))
             one_has_ended.set()
             child.kill()  # what it started and left behind
             await asyncio.wait([forwarding], timeout=_LAST_OUTPUT_S)
@@ -213,7 +213,7 @@ class Crew:
         code = await unless(self._given_up, child.wait())
         return -signal.SIGKILL if code is None else code
 
-    async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[Exit]) -> None:
+    async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[ProcessExit]) -> None:
         await one_has_ended.wait()
         # After an end in order the others are on their way out, after a failure they may hang.
         await asyncio.sleep(self._grace_s if exits[0].code == 0 else _COMPANIONS_S)

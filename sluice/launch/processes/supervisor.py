@@ -124,8 +124,8 @@ class Supervisor:
 
     def pid_of(self, name: str) -> int | None:
         """Return the process id of a running service."""
-        found = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)
-        return next(found, None)
+        pids = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)
+        return next(pids, None)
 
     def services(self) -> tuple[ServiceState, ...]:
         """Return all processes that run or wait for their restart, in the order of start."""

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from sluice.algorithm.episode_rules import (
-    Continued,
     EpisodeCounts,
     EpisodeRules,
     Observation,
+    TurnStart,
     continued,
     environment_of,
     same_prompt_key,
@@ -38,14 +38,14 @@ SECOND = (*FIRST, result("6"), said("6."))
 
 
 def test_the_longest_history_that_a_conversation_begins_with_is_continued() -> None:
-    assert continued([FIRST, SECOND], [*SECOND, MORE]) == Continued(1, (MORE,))
-    assert continued([FIRST, SECOND], [*FIRST, result("7")]) == Continued(0, (result("7"),))
+    assert continued([FIRST, SECOND], [*SECOND, MORE]) == TurnStart(1, (MORE,))
+    assert continued([FIRST, SECOND], [*FIRST, result("7")]) == TurnStart(0, (result("7"),))
 
 
 def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> None:
     replayed = said("", ToolCall("look", '{"deep":true,"jar":"C"}', "other"))
     new = result("6", "other")
-    assert continued([FIRST], [ASK, replayed, new]) == Continued(0, (new,))
+    assert continued([FIRST], [ASK, replayed, new]) == TurnStart(0, (new,))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> No
     ],
 )
 def test_a_conversation_that_continues_no_turn_is_a_root(messages: tuple[ChatMessage, ...]) -> None:
-    assert continued([FIRST], messages) == Continued(None, messages)
+    assert continued([FIRST], messages) == TurnStart(None, messages)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.routing import HEADROOM, MOST_GROWTH, FleetUse, replicas_needed, slots_needed
+from sluice.algorithm.routing import HEADROOM, MAX_GROWTH, FleetUse, replicas_needed, slots_needed
 
 SLOTS = st.integers(1, 10_000)
 SHARE = st.floats(0.0, 1.0)
@@ -18,8 +18,8 @@ def test_demand_is_the_work_over_the_time_in_which_the_trainer_did_not_wait(
 ) -> None:
     use = FleetUse(observed_s, starved * observed_s, used * slots * observed_s)
     found = slots_needed(use, slots)
-    assert 0.0 <= found <= MOST_GROWTH * slots
-    if starved < 1.0 and HEADROOM * used / (1.0 - starved) < MOST_GROWTH * 0.99:
+    assert 0.0 <= found <= MAX_GROWTH * slots
+    if starved < 1.0 and HEADROOM * used / (1.0 - starved) < MAX_GROWTH * 0.99:
         assert found == pytest.approx(HEADROOM * used * slots / (1.0 - starved))
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sluice.algorithm.publishing import (
-    MOST_TURNS,
+    MAX_TURNS,
     held_for_validation,
     may_overlap,
     swaps_at_once,
@@ -34,8 +34,8 @@ def test_up_to_eight_replicas_swap_one_after_another(replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [9, 16, 17, 100, 512])
 def test_a_larger_fleet_has_at_most_eight_turns(replicas: int) -> None:
     at_once = swaps_at_once(replicas, max_staleness=2)
-    assert math.ceil(replicas / at_once) <= MOST_TURNS
-    assert at_once <= math.ceil(replicas / MOST_TURNS)
+    assert math.ceil(replicas / at_once) <= MAX_TURNS
+    assert at_once <= math.ceil(replicas / MAX_TURNS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sluice.algorithm.routing import (
     AnnouncedReplica,
     MeanContext,
-    Offer,
+    ReplicaOffer,
     ReplicaRequirement,
     ReplicaRouter,
     ReplicaUse,
@@ -56,7 +56,7 @@ def expected(
     members: list[RoutedReplica],
     wanted: ReplicaRequirement,
     now: float,
-    taken: Collection[Offer] = (),
+    taken: Collection[ReplicaOffer] = (),
 ) -> RoutedReplica | None:
     untaken = [m for m in members if m.announced.offer not in taken]
     candidates = [m for m in untaken if has_capacity(m, wanted, now)]
@@ -149,8 +149,8 @@ def test_a_replica_that_leaves_the_validated_version_never_serves_it_whatever_it
 ):
     wanted = ReplicaRequirement(1, 3, 3)
 
-    def offer(version: int, use: ReplicaUse = ReplicaUse.ANY) -> Offer:
-        return Offer(version, use)
+    def offer(version: int, use: ReplicaUse = ReplicaUse.ANY) -> ReplicaOffer:
+        return ReplicaOffer(version, use)
 
     assert wanted.came_too_late([offer(2, ReplicaUse.TRAINING), offer(4)])
     assert not wanted.came_too_late([offer(2), offer(4)])  # it may get version 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.groups.stragglers import (
-    LEAST_ARRIVALS,
+    MIN_ARRIVALS,
     PARTIALS_PER_S,
     RateTable,
     StragglerRules,
@@ -65,20 +65,20 @@ def test_an_engine_that_works_for_others_is_no_sign_of_life_for_samples_with_a_s
 def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -> None:
     pace = begun(0, 1)
     pace.arrived({0: 50, 1: 50}, (), 20.0)  # whatever it waited for before
-    for arrival in range(1, LEAST_ARRIVALS):
+    for arrival in range(1, MIN_ARRIVALS):
         pace.arrived({0: 10, 1: 10}, (), 20.0 + arrival)
         assert pace.rate(20.0 + arrival) is None
-    pace.arrived({0: 10, 1: 10}, (), 20.0 + LEAST_ARRIVALS)
-    assert pace.rate(20.0 + LEAST_ARRIVALS) == pytest.approx(10)
+    pace.arrived({0: 10, 1: 10}, (), 20.0 + MIN_ARRIVALS)
+    assert pace.rate(20.0 + MIN_ARRIVALS) == pytest.approx(10)
     # Of 4 s of silence 1 s is usual.
-    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(80 / 14)
+    assert pace.rate(20.0 + 2 * MIN_ARRIVALS) == pytest.approx(80 / 14)
 
 
 def test_samples_that_end_between_two_reports_of_the_others_make_no_stream_slow() -> None:
     pace, rate = begun(*range(16)), 50
     for report_s in (5.0, 10.0):
         pace.arrived(dict.fromkeys(range(16), 5 * rate), (), report_s)
-    for number in range(LEAST_ARRIVALS):  # each brings its own last tokens alone
+    for number in range(MIN_ARRIVALS):  # each brings its own last tokens alone
         ended_s = 11.0 + number / 4
         pace.arrived({number: int((ended_s - 10) * rate)}, (number,), ended_s)
         assert pace.rate(ended_s) in (None, pytest.approx(rate, rel=0.02))
@@ -91,18 +91,18 @@ def test_samples_that_start_later_or_have_ended_do_not_lower_a_rate() -> None:
     pace.arrived({0: 1}, (), 0.0)
     pace.arrived({0: 10, 1: 7}, (), 1.0)
     pace.arrived({0: 10, 1: 10}, (0,), 2.0)
-    for seconds in range(3, 3 + LEAST_ARRIVALS):
+    for seconds in range(3, 3 + MIN_ARRIVALS):
         pace.arrived({1: 10}, (), float(seconds))
-    assert pace.rate(2.0 + LEAST_ARRIVALS) == pytest.approx(10)
+    assert pace.rate(2.0 + MIN_ARRIVALS) == pytest.approx(10)
 
 
 def test_samples_that_end_before_any_rate_is_known_tell_a_least_one() -> None:
     pace = begun(0, 1)
-    assert pace.least_rate() is None
+    assert pace.min_rate() is None
     pace.arrived({0: 10}, (0,), 2.0)
     pace.arrived({1: 20}, (1,), 3.0)
     assert pace.rate(3.0) is None
-    assert pace.least_rate() == pytest.approx(30 / 5)
+    assert pace.min_rate() == pytest.approx(30 / 5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sluice.cli import doctor as command
 from sluice.cli.main import commands
 from sluice.doctor.examination import CHECKS, Check
-from sluice.doctor.finding import Examined, Finding, fine, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem, warning
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -19,7 +19,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    def examine(_: Examined) -> tuple[Finding, ...]:
+    def examine(_: DoctorContext) -> tuple[Finding, ...]:
         return findings
 
     monkeypatch.setattr(command, "CHECKS", (Check("disk", "space", examine, needs_run=False),))

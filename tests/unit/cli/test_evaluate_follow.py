@@ -13,7 +13,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, KeptCheckpoints, follow_run
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, RetainedCheckpoints, follow_run
 from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
 from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
 
 def test_a_kept_model_takes_no_space_where_files_can_be_linked(run: Run) -> None:
     model = run.save(1, with_weights=True)
-    KeptCheckpoints(run.checkpoints, run.folder / "out").look()
+    RetainedCheckpoints(run.checkpoints, run.folder / "out").look()
     kept = run.folder / "out" / "global_step_1" / "model"
     assert (kept / "model.safetensors").samefile(model / "model.safetensors")
 
@@ -229,7 +229,7 @@ def test_a_model_is_copied_to_another_file_system(
 
     monkeypatch.setattr("os.link", refuse)
     model = run.save(1, with_weights=True)
-    kept = KeptCheckpoints(run.checkpoints, run.folder / "out")
+    kept = RetainedCheckpoints(run.checkpoints, run.folder / "out")
     kept.look()
     assert (kept.model(1) / "model.safetensors").read_text(encoding="utf-8") == "1"
     assert kept.model(1) != model

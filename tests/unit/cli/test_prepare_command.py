@@ -28,7 +28,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.launch.network_layout import KINDS, SERVICE_PORTS
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
@@ -110,7 +110,7 @@ def test_preparing_again_leaves_an_active_run_alone_and_begins_one_after_it_ende
     job = model_and_data(tmp_path / "job")
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
     assert "the run continues" in prepare("--run-dir", tmp_path / "run", *job)
-    SharedRun(tmp_path / "run").end(Ending("trainer", ()))
+    SharedRun(tmp_path / "run").end(RunEnding("trainer", ()))
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
 
 
@@ -125,7 +125,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
         file.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)
     assert all(file.is_file() for file in ends), "the run is active, and its files stay"
-    SharedRun(run_dir).end(Ending("trainer", ()))
+    SharedRun(run_dir).end(RunEnding("trainer", ()))
     prepare("--run-dir", run_dir, *job)
     assert not any(file.exists() for file in ends)
     assert not (run_dir / "processes").exists(), "its processes may note themselves elsewhere"
@@ -248,7 +248,7 @@ def test_the_notice_comes_when_a_run_begins_and_not_while_one_is_active(tmp_path
     run_at(run_dir, "3", AUTO, steps)
     assert locate(run_dir).trainer.total_training_steps == 3
     assert "without a step" not in prepare("--run-dir", run_dir, *job)
-    SharedRun(run_dir).end(Ending("trainer", ()))
+    SharedRun(run_dir).end(RunEnding("trainer", ()))
     assert "without a step" in prepare("--run-dir", run_dir, *job)
 
 

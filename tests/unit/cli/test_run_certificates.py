@@ -18,7 +18,7 @@ from sluice.cli.run.certificates import (
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.security import server_problems
 from sluice.errors import ConfigError
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.security.certificates import ends_of_validity
 from sluice.security.development_ca import DevelopmentCa, was_issued_by
 from tests.unit.cli.test_prepare_command import model_and_data, prepare
@@ -234,7 +234,7 @@ def test_an_active_run_keeps_its_certificates_and_the_next_one_gets_others(tmp_p
     before = contents(folder)
     assert "the run continues" in prepare("--secure", "--run-dir", run_dir, *job)
     assert contents(folder) == before
-    SharedRun(run_dir).end(Ending("trainer", ()))
+    SharedRun(run_dir).end(RunEnding("trainer", ()))
     assert "made again" in prepare("--secure", "--run-dir", run_dir, *job)
     assert contents(folder) != before
 

@@ -45,7 +45,7 @@ def test_a_deadline_that_is_no_time_is_refused(seconds: str) -> None:
 def test_without_its_package_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "sluice.openai_front.web_app", raising=False)
+    monkeypatch.delitem(sys.modules, "sluice.openai_server.web_app", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert "pip install 'sluice[openai-front]'" in refusal()
 

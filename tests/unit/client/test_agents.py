@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.ledger.leases import PostedEnd
 from sluice.client.agent_program import (
     AgentFailedError,
@@ -286,14 +286,14 @@ async def test_an_end_is_posted_again_when_the_reward_service_was_away(
 ) -> None:
     ends: list[PostedEnd] = []
 
-    def late(self: LeaseDesk, lease_id: str, end: PostedEnd) -> None:
+    def late(self: LeaseManager, lease_id: str, end: PostedEnd) -> None:
         ends.append(end)
         if len(ends) <= CALL_POLICIES["RewardService/EndEpisode"].attempts:
             raise NotReadyError("it restarts")
         now(self, lease_id, end)
 
-    now = LeaseDesk.end
-    monkeypatch.setattr(LeaseDesk, "end", late)
+    now = LeaseManager.end
+    monkeypatch.setattr(LeaseManager, "end", late)
     async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
         working = tasks.create_task(runner_of(run, tmp_path, "reward").run())
         group = await run.generator.generate(group_request(1))

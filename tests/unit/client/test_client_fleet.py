@@ -130,7 +130,7 @@ async def test_samples_that_wait_at_a_replica_for_a_slot_are_part_of_its_load() 
             await channels.close()
 
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 
 
 class FrozenTrainer(FleetTrainer):
@@ -229,7 +229,7 @@ async def test_replicas_that_are_all_full_are_asked_in_turn(
     async with token_replicas(*replicas) as addresses:
         for replica in replicas:
             replica.skip_time = skip_time
-        client = Client(addresses, RetryPolicy(first_s=0.01, most_s=0.01, patience_s=600.0))
+        client = Client(addresses, RetryPolicy(first_s=0.01, max_s=0.01, patience_s=600.0))
         with pytest.raises(ExhaustedError):
             await client.generate()
         await client.channels.close()

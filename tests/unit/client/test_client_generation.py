@@ -30,7 +30,7 @@ from sluice.rpc.metadata import MAX_NAME_LENGTH
 from sluice.rpc.retries import Retries, is_transient
 from tests.support.token_replica import PROMPT, SCORED, TokenReplica, text_of, token_replicas
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 TWO = GenerateOptions(n=2, sampling=Sampling(seed=11))
 
 
@@ -170,7 +170,7 @@ async def test_only_what_may_pass_is_tried_again(
             await client.generate("text")
     assert len(once.requests) == 1 + is_tried_again
     always = TokenReplica(breaks_after=0, code=code)
-    hasty = RetryPolicy(first_s=0.01, most_s=0.01, patience_s=0.02)
+    hasty = RetryPolicy(first_s=0.01, max_s=0.01, patience_s=0.02)
     async with token_replicas(always) as addresses, client_of(*addresses, policy=hasty) as client:
         with pytest.raises(kind):
             await client.generate("text")

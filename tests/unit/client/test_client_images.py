@@ -28,7 +28,7 @@ from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.token_replica import TokenReplica, token_replicas
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 TURNS = (ChatMessage("user", "<image>How many?"),)
 
 

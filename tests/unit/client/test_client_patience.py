@@ -63,7 +63,7 @@ async def test_a_call_that_breaks_as_soon_as_it_is_taken_up_is_one() -> None:
 async def test_tokens_of_samples_that_come_whole_count_as_progress() -> None:
     # One token a call: the failures together last longer than the patience, none of them does.
     replica = TokenReplica(breaks_after=1, length=12)
-    policy = RetryPolicy(first_s=0.1, most_s=0.1, patience_s=0.2)
+    policy = RetryPolicy(first_s=0.1, max_s=0.1, patience_s=0.2)
     async with (
         token_replicas(replica) as addresses,
         AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,

@@ -28,7 +28,7 @@ from tests.support.threaded_run import threaded_run
 from tests.support.token_replica import TokenReplica
 
 PROMPTS = [NewPrompt("a", (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 
 
 class LastingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -98,7 +98,7 @@ async def test_watching_the_steps_ends_with_its_client() -> None:
 
 @pytest.mark.parametrize("asks", ["submit", "score"])
 async def test_a_client_that_is_closed_between_two_tries_makes_no_other(asks: str) -> None:
-    patient = RetryPolicy(first_s=0.2, most_s=0.2, patience_s=3600.0)
+    patient = RetryPolicy(first_s=0.2, max_s=0.2, patience_s=3600.0)
     client = AsyncClient(RunAddress(reward="127.0.0.1:1"), policy=patient)
 
     def answer() -> Awaitable[object]:
@@ -130,7 +130,7 @@ async def test_a_closed_client_says_so() -> None:
         await client.score([ScoreItem("math_dapo", "4", "4")])
 
 
-PATIENT = RetryPolicy(first_s=600.0, most_s=600.0, patience_s=3600.0)
+PATIENT = RetryPolicy(first_s=600.0, max_s=600.0, patience_s=3600.0)
 
 
 @pytest.mark.parametrize("waits_for", ["tokens", "another try"])

@@ -14,7 +14,7 @@ from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunA
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.05)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.05)
 
 
 @dataclass
@@ -116,7 +116,7 @@ async def test_prompts_beyond_the_capacity_wait_and_each_is_reported_once() -> N
 
 
 async def test_an_outcome_lets_the_next_follow_without_a_pause() -> None:
-    policy = RetryPolicy(first_s=120.0, most_s=120.0)
+    policy = RetryPolicy(first_s=120.0, max_s=120.0)
     events = await submitted(SmallReward(capacity=5), 30, policy=policy)
     assert Counter(event.event for event in events) == {"accepted": 30, "trained": 30}
 
@@ -127,7 +127,7 @@ async def test_without_outcomes_prompts_wait_for_those_before_them_too() -> None
 
 
 async def test_prompts_wait_longer_than_the_patience_for_their_outcomes() -> None:
-    policy = RetryPolicy(first_s=0.01, most_s=0.05, patience_s=0.02)
+    policy = RetryPolicy(first_s=0.01, max_s=0.05, patience_s=0.02)
     events = await submitted(SmallReward(capacity=1, ends_after_s=0.2), 4, policy=policy)
     assert Counter(event.event for event in events) == {"accepted": 4, "trained": 4}
 

@@ -8,7 +8,7 @@ from sluice.client import PromptEvent, RetryPolicy
 from sluice.client.submission import RefusedPrompts
 from tests.support.clock import Clock
 
-POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
+POLICY = RetryPolicy(first_s=1.0, max_s=4.0, patience_s=60.0)
 
 
 def refusal(prompt_id: str) -> PromptEvent:
@@ -92,7 +92,7 @@ def test_pauses_double_up_to_the_longest_and_what_is_sent_in_vain_is_one_a_pause
 
 
 def test_a_policy_without_pauses_makes_no_loop() -> None:
-    held, clock = holding("a", policy=RetryPolicy(first_s=0.0, most_s=0.0))
+    held, clock = holding("a", policy=RetryPolicy(first_s=0.0, max_s=0.0))
     assert due(held) == ""
     clock.now_s += 0.02
     assert due(held) == ""

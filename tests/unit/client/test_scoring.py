@@ -19,7 +19,7 @@ from sluice.rpc.retries import Retries
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 
 
 @dataclass
@@ -27,17 +27,17 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     """Gives the response's number as its score, ``slow`` none; a response may be graded twice.
 
     Attributes:
-        most_items: a call with more of them never ends.
+        max_items: a call with more of them never ends.
         takes_s: seconds that any other lasts.
         waits_until: what each of the others waits for before.
         capacity: calls at once; further ones are refused.
         sizes: items of each call.
         num_cancelled: calls that were cancelled.
         num_refused: calls beyond the capacity.
-        num_open, most_open: calls under way, now and at most.
+        num_open, max_open: calls under way, now and at most.
     """
 
-    most_items: int = 1000
+    max_items: int = 1000
     takes_s: float = 0.0
     waits_until: Callable[[Scorers], bool] = lambda _: True
     capacity: int = 1000
@@ -45,7 +45,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     num_cancelled: int = 0
     num_refused: int = 0
     num_open: int = 0
-    most_open: int = 0
+    max_open: int = 0
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Score(self, request: Any, context: Any) -> Any:
@@ -55,9 +55,9 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
             raise ExhaustedError("calls are running")
         self.sizes.append(len(request.items))
         self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
+        self.max_open = max(self.max_open, self.num_open)
         try:
-            if len(request.items) > self.most_items:
+            if len(request.items) > self.max_items:
                 await asyncio.Event().wait()
             await asyncio.sleep(self.takes_s)
             while not self.waits_until(self):
@@ -101,7 +101,7 @@ async def client_of(service: Scorers) -> AsyncIterator[AsyncClient]:
 
 
 async def test_scores_come_in_order_from_several_calls_at_once() -> None:
-    service = Scorers(waits_until=lambda calls: calls.most_open == 4)
+    service = Scorers(waits_until=lambda calls: calls.max_open == 4)
     async with client_of(service) as client:
         outcomes = await client.score([*items(300), ScoreItem("math_dapo", "slow", "4")])
         assert await client.score([]) == []
@@ -110,7 +110,7 @@ async def test_scores_come_in_order_from_several_calls_at_once() -> None:
     assert outcomes[0].reward == 0.5
     assert outcomes[300] == Failed(FailureKind.SCORER_TIMEOUT, "10 s")
     assert sorted(service.sizes) == [13] + [16] * 18
-    assert service.most_open == 4
+    assert service.max_open == 4
 
 
 async def test_a_full_service_gets_fewer_calls_at_once_and_grades_all() -> None:
@@ -144,13 +144,13 @@ async def test_a_call_has_the_whole_time_of_the_caller() -> None:
     service = Scorers(takes_s=2.0)
     async with client_of(service) as client:
         assert scores(await client.score(items(3), deadline_s=200)) == [0, 1, 2]
-        service.most_items = 0
+        service.max_items = 0
         with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
             await client.score(items(3))
 
 
 async def test_the_callers_deadline_ends_the_scoring() -> None:
-    service = Scorers(most_items=0)
+    service = Scorers(max_items=0)
     async with client_of(service) as client:
         while len(service.sizes) < 2:  # a slow machine may not bring both calls in time
             with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
@@ -183,7 +183,7 @@ async def test_a_deadline_is_a_finite_time(deadline_s: float) -> None:
 
 
 async def test_scoring_ends_with_its_client() -> None:
-    service = Scorers(most_items=0)
+    service = Scorers(max_items=0)
     async with (
         serving(reward=service) as server,
         asyncio.timeout(60),

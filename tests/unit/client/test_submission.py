@@ -22,7 +22,7 @@ from sluice.rpc.policy import CallPolicy
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 
-QUICK = RetryPolicy(first_s=0.01, most_s=0.02)
+QUICK = RetryPolicy(first_s=0.01, max_s=0.02)
 
 
 def prompt(prompt_id: str, **extra: object) -> NewPrompt:
@@ -188,7 +188,7 @@ async def test_a_failure_of_the_callers_own_iterator_is_the_callers() -> None:
 
 async def test_a_service_that_stays_away_is_an_error_that_names_it() -> None:
     address = RunAddress(reward="127.0.0.1:1")
-    policy = RetryPolicy(first_s=0.01, most_s=0.01, patience_s=0.05)
+    policy = RetryPolicy(first_s=0.01, max_s=0.01, patience_s=0.05)
     async with AsyncClient(address, policy=policy) as client:
         with pytest.raises(PeerError, match=r"127\.0\.0\.1:1: failed while submitting prompts"):
             async for _ in client.submit([prompt("a")]):

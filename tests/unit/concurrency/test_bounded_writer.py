@@ -29,12 +29,12 @@ class Destination:
         self.before()
         self.batches.append(list(items))
 
-    def writer(self, most: int = 10_000, interval_s: float = 0.001) -> BoundedWriter[int]:
+    def writer(self, max_waiting: int = 10_000, interval_s: float = 0.001) -> BoundedWriter[int]:
         return BoundedWriter(
             "lines",
             "somewhere",
             self.write,
-            most=most,
+            max_waiting=max_waiting,
             batch=BATCH,
             interval_s=interval_s,
             break_off=self.is_broken_off.set,
@@ -68,7 +68,7 @@ def test_an_item_leaves_before_a_full_batch_is_there() -> None:
 def test_a_full_queue_drops_and_counts_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
     proceed = threading.Event()
     destination = Destination(before=lambda: proceed.wait(WAIT_S))
-    writer = destination.writer(most=10)
+    writer = destination.writer(max_waiting=10)
     writer.put(0)
     assert destination.arrived.acquire(timeout=WAIT_S)  # it hangs in the first write
     for number in range(25):
@@ -141,7 +141,7 @@ def test_any_error_costs_its_batch_and_no_more(
 def test_a_batch_of_one_is_written_at_once() -> None:
     destination = Destination()
     writer = BoundedWriter[int](
-        "lines", "somewhere", destination.write, most=2, batch=1, interval_s=3600
+        "lines", "somewhere", destination.write, max_waiting=2, batch=1, interval_s=3600
     )
     writer.put(1)
     assert destination.arrived.acquire(timeout=WAIT_S)
@@ -153,7 +153,7 @@ def test_with_sizes_the_bound_is_on_their_sum_and_one_item_always_waits() -> Non
     destination = Destination(before=lambda: opened.wait(WAIT_S))
     writer = BoundedWriter(
         *("lines", "somewhere", destination.write),
-        most=10,
+        max_waiting=10,
         batch=1,
         interval_s=0.001,
         size=lambda item: item,
@@ -172,7 +172,7 @@ def test_the_last_item_is_written_after_all_others_though_the_queue_is_full() ->
     opened = threading.Event()
     destination = Destination(before=lambda: opened.wait(WAIT_S))
     writer = BoundedWriter[int](
-        "lines", "somewhere", destination.write, most=2, batch=1, interval_s=0.001
+        "lines", "somewhere", destination.write, max_waiting=2, batch=1, interval_s=0.001
     )
     writer.put(1)
     assert destination.arrived.acquire(timeout=WAIT_S)  # being written
@@ -192,7 +192,7 @@ def test_a_write_that_fails_while_closing_is_the_last_one() -> None:
 
     destination = Destination(before=fail)
     writer = BoundedWriter[int](
-        "lines", "somewhere", destination.write, most=9, batch=1, interval_s=0.001,
+        "lines", "somewhere", destination.write, max_waiting=9, batch=1, interval_s=0.001,
         break_off=closing.set,
     )  # fmt: skip
     for item in (1, 2, 3):

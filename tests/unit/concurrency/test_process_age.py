@@ -35,10 +35,10 @@ def test_it_grows_with_the_clock() -> None:
     age_s = process_age_s()
     inner_s = time.monotonic()
     time.sleep(0.05)
-    least_s = time.monotonic() - inner_s
+    min_s = time.monotonic() - inner_s
     grown_s = process_age_s() - age_s
     # Whatever the machine does in between, the clock was read outside and inside of both.
-    assert least_s - 2 * _TICK_S <= grown_s <= time.monotonic() - outer_s + 2 * _TICK_S
+    assert min_s - 2 * _TICK_S <= grown_s <= time.monotonic() - outer_s + 2 * _TICK_S
 
 
 def test_where_nothing_tells_the_start_it_counts_from_the_import(

@@ -45,7 +45,7 @@ def test_waits_for_the_same_are_one_line_with_the_longest_first(clock: Clock) ->
                 ("rollout-1", 11.0, 2),
                 ("disk", 1.0, 1),
             ]
-            assert len(merged_waits(present_waits(), most=1)) == 1
+            assert len(merged_waits(present_waits(), max_lines=1)) == 1
 
 
 def test_what_came_restarts_the_wait(clock: Clock) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from sluice.config.catalogue.table import Entry, KeyStatus, catalogue, spellings
+from sluice.config.catalogue.table import CatalogueEntry, KeyStatus, catalogue, spellings
 from sluice.config.explain import explain_key
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
@@ -61,7 +61,7 @@ def test_mapped_keys_set_keys_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("entry", BESIDE, ids=lambda entry: entry.path)
-def test_the_default_of_a_key_beside_the_schema_has_its_type(entry: Entry) -> None:
+def test_the_default_of_a_key_beside_the_schema_has_its_type(entry: CatalogueEntry) -> None:
     msgspec.convert(entry.default, entry.annotation)
 
 
@@ -92,7 +92,7 @@ def message(*overrides: str) -> str:
     return str(raised.value)
 
 
-def another_value(entry: Entry) -> str:
+def another_value(entry: CatalogueEntry) -> str:
     """A value of the right type that is not the default."""
     if isinstance(entry.default, bool):
         return str(not entry.default)
@@ -102,14 +102,14 @@ def another_value(entry: Entry) -> str:
 
 
 @pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
-def test_a_refused_key_is_an_error_with_its_reason(entry: Entry) -> None:
+def test_a_refused_key_is_an_error_with_its_reason(entry: CatalogueEntry) -> None:
     found = message(f"++{entry.path}={another_value(entry)}")
     assert f"{entry.path} = " in found
     assert f"is refused: {entry.instead}" in found
 
 
 @pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
-def test_a_refused_key_may_be_null(entry: Entry) -> None:
+def test_a_refused_key_may_be_null(entry: CatalogueEntry) -> None:
     if entry.default is None:
         load_config(None, [f"++{entry.path}=null"])
 

@@ -38,17 +38,17 @@ def test_a_stream_lasts_as_long_as_its_longest_answer_at_ten_tokens_a_second() -
     assert generate_timeout_s(chosen) == 100
 
 
-@pytest.mark.parametrize(("engine", "least_s"), [("torch", 120), ("vllm", 600)])
+@pytest.mark.parametrize(("engine", "min_s"), [("torch", 120), ("vllm", 600)])
 def test_a_start_may_last_as_long_as_reading_the_model(
-    engine: str, least_s: float, tmp_path: Path
+    engine: str, min_s: float, tmp_path: Path
 ) -> None:
     keys = [f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.model.path={tmp_path}"]
     unknown = load_config(None, keys)
-    assert replica_wait_timeout_s(unknown) == least_s
+    assert replica_wait_timeout_s(unknown) == min_s
     assert command_timeout_s(unknown) == 120
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     known = load_config(None, keys)
-    assert replica_wait_timeout_s(known) == pytest.approx(least_s + 61, abs=1)
+    assert replica_wait_timeout_s(known) == pytest.approx(min_s + 61, abs=1)
     assert command_timeout_s(known) == pytest.approx(120 + 61, abs=1)
     chosen = load_config(
         None,

@@ -11,7 +11,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.memory.rollout import rollout_layout
 from sluice.config.memory.shape import ModelShape, published_shape
 from sluice.config.memory.training import (
-    Guess,
+    MemoryEstimate,
     TrainingLayout,
     activation_values,
     guessed_memory,
@@ -54,7 +54,7 @@ def too_small(gib: float, *overrides: str) -> list[Problem]:
     return list(engine_problems(read(*overrides), SHAPE, gib))
 
 
-def guess(*overrides: str) -> Guess:
+def guess(*overrides: str) -> MemoryEstimate:
     return guessed_memory(SHAPE, training_layout(read(*overrides)))
 
 

@@ -89,7 +89,7 @@ def test_a_line_beyond_the_bound_is_left_out_and_counted_and_the_next_is_read(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "lines"
-    tail = LineTail(file, chunk_bytes=8, most_line_bytes=32)
+    tail = LineTail(file, chunk_bytes=8, max_line_bytes=32)
     append(file, b"short\n" + b"x" * 100)
     assert taken(tail) == [b"short"]
     append(file, b"x" * 100 + b"\nlast\n")

@@ -20,7 +20,7 @@ SCRIPTS = {
     if ".min." not in path.name  # uPlot: the page's policy restricts it like our scripts
 }
 VOID = {"meta", "link", "input", "br"}
-LEAST_TEXT, LEAST_GRAPHIC = 4.5, 3.0  # WCAG 2.2, 1.4.3 and 1.4.11
+MIN_TEXT_CONTRAST, MIN_GRAPHIC_CONTRAST = 4.5, 3.0  # WCAG 2.2, 1.4.3 and 1.4.11
 ON_GROUND = ("text", "soft", "link", "good", "warn", "bad")
 PLOTTED = (
     "ink",
@@ -176,10 +176,10 @@ def test_text_and_drawings_stand_out_from_their_background(scheme: str) -> None:
     found = colours(light) if scheme == "light" else colours(light) | colours(dark)
     for behind in ("ground", "panel"):
         for name in ON_GROUND:
-            assert contrast(found[name], found[behind]) >= LEAST_TEXT, (name, behind)
+            assert contrast(found[name], found[behind]) >= MIN_TEXT_CONTRAST, (name, behind)
     for name in PLOTTED:
-        assert contrast(found[name], found["ground"]) >= LEAST_GRAPHIC, name
-    assert contrast(found["ground"], found["warn"]) >= LEAST_TEXT  # marked places
+        assert contrast(found[name], found["ground"]) >= MIN_GRAPHIC_CONTRAST, name
+    assert contrast(found["ground"], found["warn"]) >= MIN_TEXT_CONTRAST  # marked places
 
 
 def test_a_hidden_part_stays_hidden_whatever_its_style() -> None:

@@ -19,7 +19,7 @@ from sluice.dashboard.page import (
     parse_points,
     parse_text,
 )
-from sluice.dashboard.sample_browser import Cursor, SampleFilter
+from sluice.dashboard.sample_browser import PageCursor, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import GivenToken
@@ -44,7 +44,7 @@ def test_a_query_is_read() -> None:
     }
     outcomes = frozenset({ShownOutcome.ALL_WRONG, ShownOutcome.STALE})
     assert parse_filter(query) == SampleFilter(outcomes, 2, 9, -0.5, 1.0)
-    cursor = Cursor(3, 41)
+    cursor = PageCursor(3, 41)
     assert parse_cursor({"after": cursor_text(cursor) or ""}) == cursor
 
 

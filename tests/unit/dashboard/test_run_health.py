@@ -9,7 +9,7 @@ import pytest
 
 from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot, WatchedRule
-from sluice.dashboard.overview import RunFacts, RunVerdict, health_of, overview
+from sluice.dashboard.overview import RunHealthInputs, RunVerdict, health_of, overview
 from sluice.dashboard.step_history import StepHistory
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:1", "serving", 3, 8, 4, 100.0, 0.1)
@@ -22,7 +22,7 @@ RUN = RunSnapshot(
     replicas=(REPLICA, replace(REPLICA, name="rollout-1", state="pending")),
     metrics={},
 )
-WELL = RunFacts(
+WELL = RunHealthInputs(
     run=RUN,
     is_finished=False,
     step_s=3.0,
@@ -117,7 +117,7 @@ def test_a_run_that_gets_on_is_healthy() -> None:
         (replace(WELL, residual_share=-0.05), RunVerdict.ATTENTION, "5.0% of all tokens"),
     ],
 )
-def test_what_is_wrong_is_said(facts: RunFacts, verdict: RunVerdict, words: str) -> None:
+def test_what_is_wrong_is_said(facts: RunHealthInputs, verdict: RunVerdict, words: str) -> None:
     found = health_of(facts)
     assert found.verdict is verdict
     assert words in "; ".join(found.reasons)

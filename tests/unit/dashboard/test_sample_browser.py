@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sluice.dashboard import sample_browser
 from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.sample_browser import (
-    Cursor,
-    FoundGroup,
-    Page,
+    GroupPage,
+    ListedGroup,
+    PageCursor,
     SampleBrowser,
     SampleFilter,
     folders_of_run,
@@ -41,11 +41,11 @@ def read(browser: SampleBrowser) -> SampleBrowser:
     return browser
 
 
-def names(page: Page) -> list[str]:
+def names(page: GroupPage) -> list[str]:
     return names_of(page.groups)
 
 
-def names_of(groups: list[FoundGroup]) -> list[str]:
+def names_of(groups: list[ListedGroup]) -> list[str]:
     return [found.group.prompt_id for found in groups]
 
 
@@ -88,9 +88,9 @@ def test_groups_of_a_deleted_file_are_gone_and_the_others_stay(tmp_path: Path) -
     [
         (SampleFilter(first_step=2), ["3", "2"]),
         (SampleFilter(last_step=2), ["2", "1"]),
-        (SampleFilter(least_score=0.5), ["3"]),
-        (SampleFilter(most_score=-0.5), ["1"]),
-        (SampleFilter(least_score=-0.5, most_score=0.5), ["2"]),
+        (SampleFilter(min_score=0.5), ["3"]),
+        (SampleFilter(max_score=-0.5), ["1"]),
+        (SampleFilter(min_score=-0.5, max_score=0.5), ["2"]),
         (SampleFilter(outcomes=frozenset({ShownOutcome.STALE})), []),
     ],
 )
@@ -126,9 +126,9 @@ def test_pages_cover_the_list_once_while_groups_are_added(tmp_path: Path) -> Non
     add_groups(tmp_path, [a_group(str(n), step=1 + n // 4) for n in range(30)])
     browser = read(browser_of(tmp_path))
     seen: list[str] = []
-    after: Cursor | None = None
+    after: PageCursor | None = None
     for number in itertools.count():
-        page = browser.page(ALL, after=after, most=7)
+        page = browser.page(ALL, after=after, limit=7)
         seen += names(page)
         add_groups(tmp_path, [a_group(f"new {number}", step=100)])
         read(browser)
@@ -246,11 +246,11 @@ def test_walking_by_cursor_gives_every_match_once(steps: list[int], most: int) -
     with tempfile.TemporaryDirectory() as folder:
         add_groups(Path(folder), [a_group(str(n), step=step) for n, step in enumerate(steps)])
         browser = read(browser_of(Path(folder)))
-        whole = browser.page(ALL, most=50).groups
-        walked, page = [], browser.page(ALL, most=most)
+        whole = browser.page(ALL, limit=50).groups
+        walked, page = [], browser.page(ALL, limit=most)
         walked += page.groups
         while page.next is not None:
-            page = browser.page(ALL, after=page.next, most=most)
+            page = browser.page(ALL, after=page.next, limit=most)
             walked += page.groups
     assert names_of(walked) == names_of(whole)
     assert sorted(names_of(walked), key=int) == [str(n) for n in range(len(steps))]
@@ -259,7 +259,7 @@ def test_walking_by_cursor_gives_every_match_once(steps: list[int], most: int) -
 
 def test_a_full_index_forgets_the_oldest_and_keeps_its_numbers(tmp_path: Path) -> None:
     add_groups(tmp_path, [a_group(str(n), step=n) for n in range(25)])
-    browser = SampleBrowser({SampleSource.ARCHIVE: tmp_path / "samples"}, most_groups=10)
+    browser = SampleBrowser({SampleSource.ARCHIVE: tmp_path / "samples"}, max_groups=10)
     read(browser)
     assert 5 <= sum(browser.counts.values()) <= 10
     newest = browser.group(24)

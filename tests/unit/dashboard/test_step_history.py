@@ -65,7 +65,7 @@ def test_a_line_beyond_the_bound_counts_as_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(path: Path) -> LineTail:
-        return LineTail(path, chunk_bytes=64, most_line_bytes=256)
+        return LineTail(path, chunk_bytes=64, max_line_bytes=256)
 
     monkeypatch.setattr(step_history, "LineTail", short)
     (tmp_path / "metrics.jsonl").write_text("x" * 1000 + "\n", encoding="utf-8")
@@ -118,7 +118,7 @@ def test_the_phases_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
 def test_a_file_with_ever_new_names_fills_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_history, "_MOST_METRICS", 5)
+    monkeypatch.setattr(step_history, "_MAX_METRICS", 5)
     add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{f"name{n}": 1.0}) for n in range(1, 100)])
     history = StepHistory(tmp_path)
     read(history)

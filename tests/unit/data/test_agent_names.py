@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows
@@ -33,9 +33,9 @@ def read(path: Path) -> list[object]:
     files = open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
     (block,) = files.blocks
     return [
-        slab.decode(index, COLUMNS).extra_info.get("agent_name")
-        for slab in SlabReader().read(block, None)
-        for index in range(len(slab))
+        chunk.decode(index, COLUMNS).extra_info.get("agent_name")
+        for chunk in ChunkReader().read(block, None)
+        for index in range(len(chunk))
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.data.inspection import inspect_files
-from sluice.data.prepare import Preparation, Wishes, prepare
+from sluice.data.prepare import PrepareJob, PrepareOptions, prepare
 from sluice.data.prompt_files import (
     PromptFiles,
     open_prompt_files,
@@ -112,7 +112,7 @@ def test_a_row_written_in_another_way_is_a_copy_for_everyone_who_looks(
     assert kept.tolist() == [0, 1, 3]
     assert inspect_files(files).num_duplicates == 1
     output = tmp_path / "made.parquet"
-    order = Preparation("jsonl", paths, output, Wishes("train", "mine"), deduplicate=True)
+    order = PrepareJob("jsonl", paths, output, PrepareOptions("train", "mine"), deduplicate=True)
     assert prepare(order).num_duplicates == 1
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.data.prompt_files import SlabReader, first_row_with_images, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, first_row_with_images, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows
@@ -57,11 +57,11 @@ def test_a_later_line_with_images_is_refused_when_it_is_taken(tmp_path: Path) ->
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     columns = PromptColumns(refused_images="images")
     files = open_prompt_files([str(path)], columns, config_key="data.train_files")
-    (slab,) = SlabReader().read(files.blocks[0])
-    assert slab.decode(0, columns).messages[0].content == "a"
+    (chunk,) = ChunkReader().read(files.blocks[0])
+    assert chunk.decode(0, columns).messages[0].content == "a"
     with pytest.raises(DataError, match="row 1 holds images \\(column 'images'\\)"):
-        slab.decode(1, columns)
-    assert slab.decode(2, columns).messages[0].content == "c"
+        chunk.decode(1, columns)
+    assert chunk.decode(2, columns).messages[0].content == "c"
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -79,9 +79,9 @@ def test_a_row_with_other_media_is_refused_whatever_the_run_reads(
 
     def read(columns: PromptColumns) -> None:
         files = open_prompt_files([str(path)], columns, config_key="data.train_files")
-        (slab,) = SlabReader().read(files.blocks[0])
-        assert slab.decode(0, columns).messages[0].content == "a"
-        slab.decode(1, columns)
+        (chunk,) = ChunkReader().read(files.blocks[0])
+        assert chunk.decode(0, columns).messages[0].content == "a"
+        chunk.decode(1, columns)
 
     for columns in (PromptColumns(images="images"), PromptColumns(refused_images="images")):
         with pytest.raises(DataError, match=f"row 1 holds {column}, and no run reads them"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sluice.data.inspection import inspect_files
-from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.row_files import ROWS_PER_READ
 from sluice.errors import DataError
@@ -29,10 +29,10 @@ def read_truths(path: Path, selected: list[int] | None = None) -> list[int]:
     files = open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
     chosen = None if selected is None else np.asarray(selected, np.int64)
     return [
-        int(slab.decode(index, COLUMNS).ground_truth)
+        int(chunk.decode(index, COLUMNS).ground_truth)
         for block in files.blocks
-        for slab in SlabReader().read(block, chosen)
-        for index in range(len(slab))
+        for chunk in ChunkReader().read(block, chosen)
+        for index in range(len(chunk))
     ]
 
 
@@ -150,4 +150,4 @@ def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
     files = open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
     write_lines(path, prompt_rows(["a"]))
     with pytest.raises(DataError, match=r"a\.jsonl: is shorter than at the start"):
-        list(SlabReader().read(files.blocks[0]))
+        list(ChunkReader().read(files.blocks[0]))

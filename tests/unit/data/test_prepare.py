@@ -14,13 +14,13 @@ import pytest
 from sluice.data.prepare import (
     PUBLISHED_SETS,
     ROWS_PER_GROUP,
-    Preparation,
-    Prepared,
-    Wishes,
+    PrepareJob,
+    PrepareOptions,
+    PrepareResult,
     last_boxed,
     prepare,
 )
-from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.scoring import scorer_name
 from sluice.errors import DataError
@@ -60,24 +60,24 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def order(name: str, source: Path, **changes: Any) -> Preparation:
-    wishes = Wishes("train", PUBLISHED_SETS[name].data_source or "mine")
+def order(name: str, source: Path, **changes: Any) -> PrepareJob:
+    options = PrepareOptions("train", PUBLISHED_SETS[name].data_source or "mine")
     output = source.parent / "out" / "made.parquet"
-    return replace(Preparation(name, (source,), output, wishes), **changes)
+    return replace(PrepareJob(name, (source,), output, options), **changes)
 
 
-def made_rows(made: Preparation) -> list[PromptRow]:
+def made_rows(made: PrepareJob) -> list[PromptRow]:
     columns = PromptColumns(images="images")
     files = open_prompt_files([str(made.output)], columns, config_key="made")
-    slabs = [slab for block in files.blocks for slab in SlabReader().read(block)]
-    return [slab.decode(i, columns) for slab in slabs for i in range(len(slab))]
+    chunks = [chunk for block in files.blocks for chunk in ChunkReader().read(block)]
+    return [chunk.decode(i, columns) for chunk in chunks for i in range(len(chunk))]
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_every_published_set_becomes_a_file_the_loop_reads(tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "original.parquet", [ORIGINALS[name]])
     made = order(name, source)
-    assert prepare(made) == Prepared(num_read=1, num_written=1)
+    assert prepare(made) == PrepareResult(num_read=1, num_written=1)
     (row,) = made_rows(made)
     assert "1 + 1?" in row.messages[0].content
     assert row.messages[0].role == "user"
@@ -217,7 +217,7 @@ def test_copies_are_left_out_on_request_and_the_limit_counts_what_is_written(
     rows = [{"question": f"q{i % 5}", "answer": "#### 1"} for i in range(100)]
     source = write(tmp_path / "a.jsonl", rows)
     made = order("gsm8k", source, deduplicate=True)
-    assert prepare(made) == Prepared(num_read=100, num_written=5, num_duplicates=95)
+    assert prepare(made) == PrepareResult(num_read=100, num_written=5, num_duplicates=95)
     assert [row.extra_info["index"] for row in made_rows(made)] == [0, 1, 2, 3, 4]
     limited = order("gsm8k", source, deduplicate=True, limit=3)
     assert prepare(limited).num_written == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sluice.data.image_sources import ImageSource
-from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_files import ChunkReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -21,8 +21,8 @@ def images_of(tmp_path: Path, content: str, images: object) -> tuple[ImageSource
     rows[1]["images"] = images
     path = write_prompts(tmp_path / "a.parquet", rows)
     files = open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
-    (slab,) = SlabReader().read(files.blocks[0])
-    return slab.decode(1, files.columns).images
+    (chunk,) = ChunkReader().read(files.blocks[0])
+    return chunk.decode(1, files.columns).images
 
 
 def test_bytes_come_before_paths(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from tests.support.source_tree import ROOT
 
 FILES = ROOT / "deploy" / "helm" / "sluice" / "files"
@@ -51,7 +51,7 @@ def test_a_service_waits_for_a_run_that_has_begun_and_not_ended(
     assert "has not begun" in capsys.readouterr().err
     run = begun(tmp_path)
     assert wait.main(["run", str(tmp_path), "0.05"]) == 0
-    run.end(Ending("trainer", ()))
+    run.end(RunEnding("trainer", ()))
     assert wait.main(["run", str(tmp_path), "0.05"]) == 1
     assert "has ended" in capsys.readouterr().err
 

@@ -9,21 +9,21 @@ import pytest
 
 from sluice.doctor.examination import CHECKS, Check, examine
 from sluice.doctor.files import check_disk
-from sluice.doctor.finding import Examined, Finding, examined_run, fine
+from sluice.doctor.finding import DoctorContext, Finding, examined_run, fine
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import run_of, severities
 from tests.support.source_tree import ROOT
 
 
-def sound(_: Examined) -> list[Finding]:
+def sound(_: DoctorContext) -> list[Finding]:
     return [fine("all is well")]
 
 
-def refusing(_: Examined) -> list[Finding]:
+def refusing(_: DoctorContext) -> list[Finding]:
     raise ConfigError("the key = 3: too large; set it to 2")
 
 
-def broken(_: Examined) -> Iterator[Finding]:
+def broken(_: DoctorContext) -> Iterator[Finding]:
     yield fine("the first part")
     raise ZeroDivisionError("division by zero")
 
@@ -31,7 +31,7 @@ def broken(_: Examined) -> Iterator[Finding]:
 def test_a_check_that_hangs_is_a_problem_and_the_others_are_reported_before_it_ends() -> None:
     released = threading.Event()
 
-    def hanging(_: Examined) -> list[Finding]:
+    def hanging(_: DoctorContext) -> list[Finding]:
         released.wait(60)
         return []
 
@@ -56,7 +56,7 @@ def test_a_models_files_that_cannot_be_read_hold_up_no_check_that_needs_them_not
         asked.set()
         released.wait(60)
 
-    def shaped(one: Examined) -> list[Finding]:
+    def shaped(one: DoctorContext) -> list[Finding]:
         return [fine(str(one.shape))]
 
     monkeypatch.setattr("sluice.doctor.finding.find_shape", hanging)

@@ -19,7 +19,7 @@ from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
 from sluice.doctor.configuration import check_configuration
 from sluice.doctor.examination import CHECKS, Check, preflight
-from sluice.doctor.finding import Examined, Finding, opened_rows, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, opened_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
 from sluice.doctor.reward import check_reward
@@ -40,7 +40,7 @@ INVARIANT = "sluice.rollout.batch_invariant"
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    def examine(_: Examined) -> tuple[Finding, ...]:
+    def examine(_: DoctorContext) -> tuple[Finding, ...]:
         return findings
 
     checks = tuple(Check(name, "", examine, before_start=True) for name in ("one", "two"))
@@ -59,7 +59,7 @@ def test_each_problem_is_reported_once_and_a_warning_is_a_note(
 def test_a_check_that_is_late_refuses_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
-    def hanging(_: Examined) -> list[Finding]:
+    def hanging(_: DoctorContext) -> list[Finding]:
         released.wait(60)
         return []
 

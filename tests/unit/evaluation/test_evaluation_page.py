@@ -120,7 +120,7 @@ def test_prompts_that_differ_most_come_first_and_the_limit_leaves_out_the_others
 ) -> None:
     first = evaluation(tmp_path / "a", [graded(0, 0.0), graded(1, 0.0), graded(2, 1.0)])
     second = evaluation(tmp_path / "b", [graded(0, 0.0), graded(1, 0.5), graded(2, 0.0)])
-    text = page([first, second], tmp_path / "page.html", most_prompts=2)
+    text = page([first, second], tmp_path / "page.html", max_prompts=2)
     assert re.findall('class="position">(\\d+)<', text) == ["2", "1"]
     assert "1 more are in the evaluations" in text
 

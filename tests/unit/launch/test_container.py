@@ -22,7 +22,7 @@ from sluice.launch.container import EXIT_UNFORESEEN, main, services_of
 from sluice.launch.network_layout import KINDS, Kind, network_settings
 from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.service_contract import CONFIG_NAME, MARK_VARIABLE
 from tests.support.scripted_children import STUBBORN, WAIT_S, polite, spec
 
@@ -77,7 +77,7 @@ def when(holds: Callable[[], bool], act: Callable[[], object]) -> threading.Thre
 
 def test_the_trainer_that_reaches_its_last_step_ends_the_run_for_all(folder: Folder) -> None:
     assert folder.keep("trainer", spec("trainer", "print('done')", is_needed=True)) == 0
-    assert folder.run.ending() == Ending("trainer", ())
+    assert folder.run.ending() == RunEnding("trainer", ())
 
 
 def test_a_volume_that_fails_for_a_moment_ends_no_service(
@@ -93,7 +93,7 @@ def test_a_volume_that_fails_for_a_moment_ends_no_service(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     ends = when(
-        lambda: "ready" in folder.log("rollout"), lambda: folder.run.end(Ending("trainer", ()))
+        lambda: "ready" in folder.log("rollout"), lambda: folder.run.end(RunEnding("trainer", ()))
     )
     assert folder.keep("rollout", polite("rollout")) == 0
     ends.join()
@@ -113,7 +113,7 @@ runpy.run_module("sluice.launch.container", run_name="__main__")
     with Path("/dev/full").open("w") as full:
         kept = subprocess.run([sys.executable, "-c", program], stdout=full, check=False)
     assert kept.returncode == 0
-    assert folder.run.ending() == Ending("trainer", ())
+    assert folder.run.ending() == RunEnding("trainer", ())
 
 
 def test_an_error_of_the_launcher_itself_is_distinguished_from_a_failure_of_the_run(
@@ -131,7 +131,9 @@ def test_an_error_of_the_launcher_itself_is_distinguished_from_a_failure_of_the_
 def test_a_service_ends_in_order_with_its_run(
     folder: Folder, kind: Kind, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ends = when(lambda: "ready" in folder.log(kind), lambda: folder.run.end(Ending("trainer", ())))
+    ends = when(
+        lambda: "ready" in folder.log(kind), lambda: folder.run.end(RunEnding("trainer", ()))
+    )
     assert folder.keep(kind, polite(kind)) == 0
     ends.join()
     assert "bye" in folder.log(kind)
@@ -170,7 +172,7 @@ def test_a_replica_that_fails_permanently_ends_alone(folder: Folder) -> None:
 
 
 def test_a_launcher_that_is_started_after_the_end_starts_nothing(folder: Folder) -> None:
-    folder.run.end(Ending("trainer", ()))
+    folder.run.end(RunEnding("trainer", ()))
     assert [folder.keep(kind, spec(kind, FAILS)) for kind in KINDS] == [0, 0, 0]
     assert not (folder.path / "logs").exists()
 
@@ -178,7 +180,7 @@ def test_a_launcher_that_is_started_after_the_end_starts_nothing(folder: Folder)
 def test_after_a_failure_the_service_that_failed_and_the_trainer_say_so(
     folder: Folder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder.run.end(Ending("reward", ("reward ended with code 1",)))
+    folder.run.end(RunEnding("reward", ("reward ended with code 1",)))
     codes = {kind: folder.keep(kind, spec(kind, FAILS)) for kind in KINDS}
     assert codes == {"trainer": 1, "reward": 1, "rollout": 0}
     assert capfd.readouterr().err.count("reward ended with code 1") == len(KINDS)

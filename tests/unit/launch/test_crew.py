@@ -21,7 +21,7 @@ from sluice.errors import NotFoundError, NotReadyError
 from sluice.launch.processes import crew as crew_module
 from sluice.launch.processes import supervisor as supervisor_module
 from sluice.launch.processes.child import Child, ThisMachine
-from sluice.launch.processes.crew import CrewEnd, Exit
+from sluice.launch.processes.crew import CrewEnd, ProcessExit
 from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import (
     RESTARTS_AFTER_ERRORS_TOO,
@@ -121,7 +121,7 @@ def test_the_cause_is_the_end_in_order_then_a_signal_then_the_first_error() -> N
     leads, follows = ServiceSpec("trainer", (), ends_run=True), ServiceSpec("trainer-1", ())
 
     def cause(*exits: tuple[ServiceSpec, int, bool]) -> int:
-        return CrewEnd(tuple(Exit(*each) for each in exits)).cause.code
+        return CrewEnd(tuple(ProcessExit(*each) for each in exits)).cause.code
 
     assert cause((follows, 1, False), (leads, -9, False)) == -9
     assert cause((leads, 1, False), (follows, 2, False)) == 1

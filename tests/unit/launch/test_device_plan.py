@@ -26,7 +26,7 @@ from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, on_devices
-from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan, local_devices
+from sluice.launch.device_plan import DevicePlan, LaunchDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
 from tests.support.doctor_findings import run_of, severities
 from tests.support.source_tree import ROOT
@@ -204,8 +204,8 @@ def test_the_memory_of_a_cluster_s_devices_is_not_the_driver_host_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sluice.device.host.gpu_gib", lambda: 24.0)
-    assert FoundDevices("GPU", 8).gib == 24
-    assert FoundDevices("GPU", 8, are_elsewhere=True).gib is None
+    assert LaunchDevices("GPU", 8).gib == 24
+    assert LaunchDevices("GPU", 8, are_elsewhere=True).gib is None
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_gpu_that_is_shared_by_hand_stays_as_it_was_set() -> None:
 
 def test_one_npu_is_not_shared() -> None:
     run = read_run(None, [])
-    plan = device_plan(run.config, run.keys, FoundDevices("NPU", 1))
+    plan = device_plan(run.config, run.keys, LaunchDevices("NPU", 1))
     assert "takes 2 NPUs" in plan.lack
 
 
@@ -448,7 +448,7 @@ def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_pool_is_of_the_machines_that_have_the_most_devices_together(
     by_node: tuple[int, ...], pool: tuple[int, int]
 ) -> None:
-    nodes, each, _ = FoundDevices("GPU", 6, are_elsewhere=True, by_node=by_node).pool()
+    nodes, each, _ = LaunchDevices("GPU", 6, are_elsewhere=True, by_node=by_node).pool()
     assert (nodes, each) == (f"trainer.nnodes={pool[0]}", f"trainer.n_gpus_per_node={pool[1]}")
 
 
@@ -457,7 +457,7 @@ def test_the_page_about_ray_has_the_splits_that_launches_say() -> None:
     for name, row in DEVICES.items():
         run = read_run(LAUNCHES / f"{name}.overrides", [MODEL.format(row["model"])])
         kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
-        found = FoundDevices(kind, row["devices"], are_elsewhere=True)
+        found = LaunchDevices(kind, row["devices"], are_elsewhere=True)
         plan = device_plan(run.config, run.keys, found).config
         ranks, replicas = sizes(plan)
         nodes = run.config.trainer.nnodes

@@ -13,7 +13,7 @@ from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.launch.cluster.nodes import (
-    NodeFacts,
+    NodeStatus,
     ServicePlan,
     endpoint_on,
     look_around,
@@ -27,7 +27,7 @@ from sluice.launch.service_spec import placed_replica, placed_trainer
 
 ADDRESS = "10.0.0.7"
 TOOL_FILES = ("function_tool_path", "tool_config_path")
-FACTS = NodeFacts(ADDRESS, "/opt/venv/bin/python", {"HCCL_IF_IP": ADDRESS}, ())
+FACTS = NodeStatus(ADDRESS, "/opt/venv/bin/python", {"HCCL_IF_IP": ADDRESS}, ())
 
 
 class Node:

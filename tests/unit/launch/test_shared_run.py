@@ -11,7 +11,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
-from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.service_contract import TRACKER_NAME
 
 
@@ -43,7 +43,7 @@ def test_a_run_that_has_ended_or_failed_begins_again(
     mark = run.checkpoints_before()
     run.count_start("reward")
     saved(checkpoints, 5)
-    run.end(Ending("reward", failures))
+    run.end(RunEnding("reward", failures))
     assert not run.is_active
     run.begin(checkpoints)
     assert run.ending() is None
@@ -55,11 +55,11 @@ def test_how_a_run_ended_first_is_what_counts(tmp_path: Path) -> None:
     run = SharedRun(tmp_path)
     run.begin(tmp_path)
     assert run.ending() is None
-    run.end(Ending("reward", ("no memory",)))
-    run.end(Ending("trainer", ()))
-    assert run.ending() == Ending("reward", ("no memory",))
-    assert not Ending("reward", ("no memory",)).is_complete
-    assert Ending("trainer", ()).is_complete
+    run.end(RunEnding("reward", ("no memory",)))
+    run.end(RunEnding("trainer", ()))
+    assert run.ending() == RunEnding("reward", ("no memory",))
+    assert not RunEnding("reward", ("no memory",)).is_complete
+    assert RunEnding("trainer", ()).is_complete
 
 
 def stale(*_: object, **__: object) -> str:

@@ -20,8 +20,8 @@ from sluice.config.rules.checks import all_problems
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import TASKS, split_problems, write_dataset
 from sluice.recipes.folders import (
-    Made,
     Recipe,
+    RecipeAssets,
     all_recipes,
     own_files,
     recipe_named,
@@ -210,7 +210,7 @@ def test_a_tiny_file_wins_over_what_all_have(tmp_path: Path) -> None:
     )
     made, small = small_run(recipe)
     config = load_config(recipe.run, small)
-    assert made == Made("quickstart")
+    assert made == RecipeAssets("quickstart")
     assert (config.sluice.rollout.replicas, config.sluice.rollout.device) == (2, "cpu")
 
 
@@ -248,7 +248,7 @@ def test_a_recipes_program_makes_files_once_for_a_seed(tmp_path: Path, name: str
     (recipe.folder / "made.py").write_text(PROGRAM, encoding="utf-8")
     folder = tmp_path / name
     for seed in (1, 1, 2):
-        made = make_files(recipe, Made("made.py"), folder, seed, lambda _: None)
+        made = make_files(recipe, RecipeAssets("made.py"), folder, seed, lambda _: None)
     assert (folder / "calls").read_text() == "++"
     config = load_config(None, made)
     assert config.actor_rollout_ref.model.path == str(folder / "model")
@@ -258,4 +258,6 @@ def test_a_recipes_program_makes_files_once_for_a_seed(tmp_path: Path, name: str
 
 def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"made.task: no file .*made.py; name a task"):
-        make_files(recipe_at(tmp_path / "mine"), Made("made.py"), tmp_path, 0, lambda _: None)
+        make_files(
+            recipe_at(tmp_path / "mine"), RecipeAssets("made.py"), tmp_path, 0, lambda _: None
+        )

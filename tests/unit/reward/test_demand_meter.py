@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.metrics import DemandMeter, FleetFacts
+from services.reward.metrics import DemandMeter, FleetStatus
 from sluice.algorithm.routing import HEADROOM
 
-BUSY = FleetFacts(1, is_starved=False, slots_in_use=32, num_slots=64, num_replicas=4)
+BUSY = FleetStatus(1, is_starved=False, slots_in_use=32, num_slots=64, num_replicas=4)
 
 
 class Loop:
     """A loop whose facts a test sets."""
 
-    def __init__(self, facts: FleetFacts) -> None:
+    def __init__(self, facts: FleetStatus) -> None:
         self.facts = facts
         self.meter = DemandMeter(lambda: self.facts)
 

@@ -38,7 +38,7 @@ def groups_in(folder: Path) -> dict[str, SampledGroup]:
 
 def archiving(folder: Path, chars: int = 1000, **bounds: int) -> GroupLog:
     archive = SampleArchive(folder, 1 << 24)
-    return GroupLog(None, samples=archive, most_chars=chars, **bounds)
+    return GroupLog(None, samples=archive, max_chars=chars, **bounds)
 
 
 def add(log: GroupLog, prompt_id: str, text: str = "text") -> None:
@@ -53,7 +53,7 @@ async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_pa
         "algorithm": {"filter_groups": {"enable": True}},
     }
     samples = SampleArchive(tmp_path / "samples", 1 << 20)
-    log = GroupLog(tmp_path / "groups.jsonl", samples=samples, most_chars=1000)
+    log = GroupLog(tmp_path / "groups.jsonl", samples=samples, max_chars=1000)
     files = RunFiles(log=log)
     config = msgspec.convert(tree, RunConfig)
     async with running_app(config, ScriptedClient(), files=files) as app:
@@ -107,7 +107,7 @@ def test_texts_beyond_the_bound_are_left_out_and_counted(
         append(archive, lines)
 
     monkeypatch.setattr(SampleArchive, "append", wait)
-    log = archiving(tmp_path, 10_000, most_bytes=50_000)
+    log = archiving(tmp_path, 10_000, max_bytes=50_000)
     for number in range(20):
         add(log, str(number), "x" * 10_000)
     freed.set()
@@ -119,9 +119,9 @@ def test_texts_beyond_the_bound_are_left_out_and_counted(
 @pytest.mark.parametrize("letter", ["x", "字"])
 @pytest.mark.parametrize("samples", [4 * 4, 512 * 16, 2048 * 32])
 def test_the_texts_of_a_whole_batch_may_wait_for_the_archive(letter: str, samples: int) -> None:
-    most_chars = 16_384
-    text = shortened_middle(letter * 80_000, most_chars)
-    assert samples * sys.getsizeof(text) <= 1.01 * waiting_bytes(samples, most_chars)
+    max_chars = 16_384
+    text = shortened_middle(letter * 80_000, max_chars)
+    assert samples * sys.getsizeof(text) <= 1.01 * waiting_bytes(samples, max_chars)
 
 
 def test_a_text_that_is_no_unicode_costs_its_group_and_no_other(
@@ -146,7 +146,7 @@ def test_an_error_of_the_archive_is_logged_once_and_ends_nothing_else(
         raise error
 
     monkeypatch.setattr(SampleArchive, "append", fail)
-    log = GroupLog(tmp_path / "groups.jsonl", samples=SampleArchive(tmp_path, 1), most_chars=9)
+    log = GroupLog(tmp_path / "groups.jsonl", samples=SampleArchive(tmp_path, 1), max_chars=9)
     for number in range(150):
         add(log, str(number))
     log.close()
@@ -165,7 +165,7 @@ def test_a_disk_that_hangs_delays_the_end_for_a_deadline_only(
     freed = threading.Event()
     monkeypatch.setattr(SampleArchive, "append", lambda *_: freed.wait(60))
     monkeypatch.setattr(group_log, "LAST_S", 0.2)
-    log = GroupLog(tmp_path / "groups.jsonl", samples=SampleArchive(tmp_path, 1), most_chars=9)
+    log = GroupLog(tmp_path / "groups.jsonl", samples=SampleArchive(tmp_path, 1), max_chars=9)
     for number in range(150):
         add(log, str(number))
     ends_s = time.monotonic() + 60

@@ -57,7 +57,7 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
         tmp_path / "groups.jsonl",
         2,
         samples=SampleArchive(tmp_path / "samples", 1 << 20),
-        most_chars=2000,
+        max_chars=2000,
         environments=EnvironmentNames("jars", by_default=True),
     )
     log.observe(group_ended(client_prompt(), graded=graded))
@@ -211,7 +211,7 @@ def test_a_single_answer_of_an_episode_shows_what_it_read_and_where_its_time_wen
         step=1,
         ended_at=0.0,
         replicas=[],
-        most_chars=4000,
+        max_chars=4000,
     )
     (played_turn,), plain = shown.responses[0].turns, shown.responses[1].turns
     assert (played_turn.read, played_turn.seconds) == ("[user] Guess.", {"model": 2.0})
@@ -239,7 +239,7 @@ def test_the_texts_of_many_turns_stay_bounded(num_turns: int) -> None:
         step=1,
         ended_at=0.0,
         replicas=[],
-        most_chars=4000,
+        max_chars=4000,
     )
     turns = shown.responses[0].turns
     assert len(turns) == num_turns

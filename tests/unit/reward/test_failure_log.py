@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from services.reward.grading.scorer_main import frame_texts, place_of
-from services.reward.records.failures import COUNT_EVERY_S, MOST_REASONS, FailureLog, reason_of
+from services.reward.records.failures import COUNT_EVERY_S, MAX_REASONS, FailureLog, reason_of
 from sluice.types import Failed, FailureKind
 
 FRAMES = ("/data/mine.py:2 in compute_score: return extra[key]",)
@@ -82,11 +82,11 @@ def test_many_kinds_of_failures_share_one_line(caplog: pytest.LogCaptureFixture)
 
     for number in range(500):
         log.note(f"failed with {words(number)}", "samples", f"prompt {number}")
-    assert len(caplog.messages) == MOST_REASONS + 1
+    assert len(caplog.messages) == MAX_REASONS + 1
     now = COUNT_EVERY_S
     log.note("failed with words", "samples", "prompt 500")
     assert caplog.messages[-1] == (
-        f"more kinds of failures, such as failed with words: {501 - MOST_REASONS} samples so far"
+        f"more kinds of failures, such as failed with words: {501 - MAX_REASONS} samples so far"
     )
 
 

@@ -127,7 +127,7 @@ def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path
         for record in records:
             keep(ledger, record)
     with PromptLedger(path) as ledger:
-        assert [plain(one) for one in ledger.leases.found] == [plain(one) for one in records]
+        assert [plain(one) for one in ledger.leases.restored] == [plain(one) for one in records]
 
 
 def test_a_lease_that_cannot_be_read_costs_the_leases_of_its_prompt_alone(
@@ -142,7 +142,7 @@ def test_a_lease_that_cannot_be_read_costs_the_leases_of_its_prompt_alone(
         database.commit()
     for _ in range(2):
         with PromptLedger(path) as ledger:
-            assert [one.lease_id for one in ledger.leases.found] == ["c"]
+            assert [one.lease_id for one in ledger.leases.restored] == ["c"]
             assert ledger.num_pending == 2
     (warned,) = caplog.messages
     assert "a lease of prompt p0 cannot be read" in warned
@@ -158,7 +158,7 @@ def test_a_lease_keeps_the_prompt_of_its_group_once(tmp_path: Path) -> None:
         (size,) = database.execute("SELECT sum(length(body)) FROM lease_turns").fetchone()
     assert size < 10 * 500
     with PromptLedger(path) as ledger:
-        (record,) = ledger.leases.found
+        (record,) = ledger.leases.restored
         assert all((one.prompt_token_ids == prompt).all() for one in record.turns.values())
 
 
@@ -187,8 +187,8 @@ def test_leases_leave_with_their_prompt_its_attempt_or_its_trainer(
         ledger.leases.on_revoked = revoked.append
         leave(ledger)
     with PromptLedger(path) as ledger:
-        assert sorted(one.lease_id for one in ledger.leases.found) == left
-        assert all(len(one.turns) == 2 for one in ledger.leases.found)
+        assert sorted(one.lease_id for one in ledger.leases.restored) == left
+        assert all(len(one.turns) == 2 for one in ledger.leases.restored)
     assert ("p0" in revoked) == ("first" not in left)
     assert ("p1" in revoked) == ("other" not in left)
 
@@ -243,20 +243,20 @@ async def test_a_lease_continues_its_exact_tokens_and_a_sample_nobody_had_is_off
         assert other.sample_index != lease.sample_index
         assert other.lease_id != lease.lease_id
         await play(run, other.lease_id, 0.0)
-        found = await group
+        restored = await group
         prompts = run.engine.prompts
         assert run.desk.num_recalled_tokens == len(sampled)
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
-    rollout = found.rollouts[lease.sample_index]
+    rollout = restored.rollouts[lease.sample_index]
     assert rollout.outcome == Scored(1.0, 1.0, {"acc": 1.0})
     assert rollout.turns[0].token_ids.tolist() == sampled
     assert [one.parent for one in rollout.turns] == [None, 0]
     # One of its turns and both of its sibling's were sampled in this life.
     assert len(prompts) == 3
-    assert read_by(found.prompt_token_ids, rollout, 1) in prompts
+    assert read_by(restored.prompt_token_ids, rollout, 1) in prompts
     assert not rollout.turns[0].is_new_root
     assert versions[0] == 3
-    assert progress.num_received == sum(one.num_tokens for one in found.rollouts)
+    assert progress.num_received == sum(one.num_tokens for one in restored.rollouts)
 
 
 async def test_only_samples_that_are_trained_survive_and_no_other_continues_from_them(
@@ -327,13 +327,13 @@ async def test_a_sample_whose_end_was_posted_needs_no_program(tmp_path: Path) ->
     async with service(tmp_path, 1) as run:
         assert (await post(run, f"/s/{first.lease_id}/end", reward=1.0))[0] == 200
         assert (await post(run, f"/s/{first.lease_id}/end", reward=0.0))[0] == 409
-        found = await generated(run, 2)
+        restored = await generated(run, 2)
         assert run.engine.prompts == []
         assert run.generator.notes.tool_names == {"look"}
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
-    ended = found.rollouts[first.sample_index]
+    ended = restored.rollouts[first.sample_index]
     assert (ended.outcome, len(ended.turns)) == (Scored(1.0, 1.0, {"acc": 1.0}), 2)
-    failed = failure_of(found.rollouts[second.sample_index])
+    failed = failure_of(restored.rollouts[second.sample_index])
     assert (failed.kind, failed.detail) == (FailureKind.AGENT, "exit code 3")
 
 
@@ -355,8 +355,8 @@ async def test_a_failure_of_a_program_at_its_limit_lets_scorers_grade_also_after
     async with service(tmp_path, 1, max_assistant_turns=1) as run, asyncio.TaskGroup() as tasks:
         group = tasks.create_task(generated(run, 1))
         await fail(run)
-        (found,) = (await group).rollouts
-        assert (found.outcome, found.end) == (None, EpisodeEnd.MAX_TURNS)
+        (restored,) = (await group).rollouts
+        assert (restored.outcome, restored.end) == (None, EpisodeEnd.MAX_TURNS)
         assert run.engine.prompts == []
 
 
@@ -389,9 +389,9 @@ async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_
         await play(run, lives.lease_id, 1.0)
         assert not group.done()
         skip_time(600.0)
-        found = await group
-    assert found.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
-    failed = failure_of(found.rollouts[left.sample_index])
+        restored = await group
+    assert restored.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+    failed = failure_of(restored.rollouts[left.sample_index])
     assert (failed.kind, failed.detail[:15]) == (FailureKind.AGENT, "its runner left")
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from services.reward.episodes.drivers import EpisodeTask
-from services.reward.episodes.leases import MOST_WAITING, MOST_WAITING_BYTES
+from services.reward.episodes.leases import MAX_WAITING, MAX_WAITING_BYTES
 from services.reward.ledger.leases import PostedEnd
 from sluice.client.leases import LeasedSample
 from sluice.errors import (
@@ -178,7 +178,7 @@ async def test_the_first_end_counts(tmp_path: Path) -> None:
     assert found.rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
-@pytest.mark.parametrize(("size", "most"), [(1, MOST_WAITING), (MOST_WAITING_BYTES // 3, 3)])
+@pytest.mark.parametrize(("size", "most"), [(1, MAX_WAITING), (MAX_WAITING_BYTES // 3, 3)])
 async def test_few_requests_of_a_lease_wait_and_another_is_refused_until_one_is_answered(
     tmp_path: Path, size: int, most: int
 ) -> None:

@@ -14,7 +14,7 @@ from services.reward.metrics import (
     BatchHistory,
     DemandMeter,
     RewardMetrics,
-    fleet_facts,
+    fleet_status,
 )
 from sluice.algorithm.routing import ReplicaUse
 from sluice.config.loading.loader import load_config
@@ -40,7 +40,7 @@ MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
 def metrics_of(app: RewardApp) -> RewardMetrics:
     history = BatchHistory(1)
     app.counters.on_batch = history.formed
-    demand = DemandMeter(lambda: fleet_facts(app, history.num_formed))
+    demand = DemandMeter(lambda: fleet_status(app, history.num_formed))
     return RewardMetrics(app, history, demand, 2)
 
 
@@ -105,7 +105,7 @@ async def test_demand_counts_no_replica_that_is_held_for_a_validation() -> None:
     async with running_app(CONFIG, ScriptedClient()) as app:
         held = replica("a", 0, slots=4, use=ReplicaUse.VALIDATION)
         await app.loop.announce("trainer-1", 1, [held, replica("b", 1, slots=6)], None)
-        facts = fleet_facts(app, 0)
+        facts = fleet_status(app, 0)
         assert (facts.num_replicas, facts.num_slots) == (1, 6)
 
 
@@ -120,13 +120,13 @@ async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(app.loop.batches.take(1, 0, 60))
             await settled(lambda: app.loop.batches.num_asking > 0)
-            facts = fleet_facts(app, 0)
+            facts = fleet_status(app, 0)
             assert (facts.num_replicas, facts.num_slots, facts.slots_in_use) == (1, 6, 0)
             assert not facts.is_starved
             submit(app, [MIXED, MIXED])
-            await settled(lambda: fleet_facts(app, 0).slots_in_use > 0)
-            assert fleet_facts(app, 0).is_starved
+            await settled(lambda: fleet_status(app, 0).slots_in_use > 0)
+            assert fleet_status(app, 0).is_starved
             # A replica holds more sequences than slots, which count once.
-            assert fleet_facts(app, 0).slots_in_use <= 6
+            assert fleet_status(app, 0).slots_in_use <= 6
             opened.set()
-        assert not fleet_facts(app, 1).is_starved
+        assert not fleet_status(app, 1).is_starved

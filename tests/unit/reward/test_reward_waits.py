@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.reward.generation.request import for_prompt
-from services.reward.groups.loop import LoopFacts, awaited_now
+from services.reward.groups.loop import LoopStatus, awaited_now
 from services.reward.groups.settings import training_sampling, validation_sampling
 from services.reward.records.failures import YieldGuard
 from sluice.config.run import RunConfig
@@ -24,7 +24,7 @@ from tests.support.reward_app import (
     submit,
 )
 
-IDLE = LoopFacts(
+IDLE = LoopStatus(
     is_announced=True,
     num_replicas=1,
     leased_step=None,

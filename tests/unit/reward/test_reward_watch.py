@@ -13,10 +13,10 @@ import pytest
 import sluice
 from services.reward.app import RewardApp, RunFiles
 from services.reward.episodes.drivers import EpisodeTask
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.generation.request import GroupRequest, Purpose
 from services.reward.group_table import GroupTable
-from services.reward.metrics import fleet_facts, work_state
+from services.reward.metrics import fleet_status, work_state
 from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.reward.v1 import reward_pb2
@@ -117,7 +117,7 @@ async def test_an_agent_works_as_long_as_it_may_and_a_replica_only_as_long_as_it
     async def before(_name: str, _request: GroupRequest, _index: int) -> None:
         await gate.wait()
 
-    desk = LeaseDesk(files.ledger.leases)
+    desk = LeaseManager(files.ledger.leases)
     config = load_config(None, (*PLAYED, "sluice.environment.agents=true"))
     client = ScriptedClient(before_sample=before)
     async with (
@@ -163,7 +163,7 @@ async def test_a_validation_that_replicas_sample_hides_no_agent_that_training_wa
     async def before(_name: str, _request: GroupRequest, _index: int) -> None:
         await gate.wait()
 
-    desk = LeaseDesk(files.ledger.leases)
+    desk = LeaseManager(files.ledger.leases)
     config = load_config(None, (*PLAYED, "sluice.environment.agents=true"))
     client = ScriptedClient(before_sample=before)
     async with (
@@ -182,7 +182,7 @@ async def test_a_validation_that_replicas_sample_hides_no_agent_that_training_wa
         assert app.queue.is_busy
         assert work_state(app, 600.0).has_work
         assert [wait.phase for wait in work_state(app, 600.0).waits] == ["taking samples"]
-        assert not fleet_facts(app, 0).is_starved
+        assert not fleet_status(app, 0).is_starved
         gate.set()
         await validation
         asking.cancel()
@@ -203,7 +203,7 @@ async def test_an_environment_that_works_keeps_no_replica_busy() -> None:
         await settled(lambda: app.dispatcher.outside[Purpose.TRAINING].num_waiting == 2)
         assert not work_state(app, 600.0).has_work
         assert [wait.peer for wait in work_state(app, 600.0).waits] == ["environment"]
-        assert not fleet_facts(app, 0).is_starved
+        assert not fleet_status(app, 0).is_starved
         environments.opened.set()
         await asking
 

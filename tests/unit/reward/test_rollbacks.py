@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from services.reward.app import RewardApp, RunFiles
-from services.reward.episodes.leases import LeaseDesk
+from services.reward.episodes.leases import LeaseManager
 from services.reward.generation.request import GroupRequest
 from services.reward.ledger.leases import PostedEnd
 from services.reward.ledger.ledger import PromptLedger
@@ -115,17 +115,19 @@ async def test_a_repeated_announcement_of_a_rollback_drops_nothing_more() -> Non
 
 
 @asynccontextmanager
-async def leasing(file: Path, client: ScriptedClient) -> AsyncIterator[tuple[RewardApp, LeaseDesk]]:
+async def leasing(
+    file: Path, client: ScriptedClient
+) -> AsyncIterator[tuple[RewardApp, LeaseManager]]:
     """One life of a service whose samples programs lease."""
     own = {**TREE["sluice"], "environment": {"agents": True}}
     settings = msgspec.convert({**TREE, "sluice": own}, RunConfig)
     with PromptLedger(file) as ledger:
-        desk = LeaseDesk(ledger.leases)
+        desk = LeaseManager(ledger.leases)
         async with running_app(settings, client, None, RunFiles(ledger=ledger), desk) as app:
             yield app, desk
 
 
-async def play(desk: LeaseDesk, *, is_whole: bool) -> None:
+async def play(desk: LeaseManager, *, is_whole: bool) -> None:
     """Let a program play every sample; a group that is not whole waits for one end."""
     await settled(lambda: desk.num_offered == 4)
     async with desk.taking(4, 5.0) as leases:

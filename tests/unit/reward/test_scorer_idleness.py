@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.reward.grading import containment
 from services.reward.grading.containment import (
     MARK_VARIABLE,
-    MOST_IDLE_CPU_S,
+    MAX_IDLE_CPU_S,
     WINDOW_S,
     CpuReading,
     IdleCpu,
@@ -64,13 +64,13 @@ def test_a_process_that_was_asked_between_two_looks_is_judged_afresh() -> None:
 
 
 def test_a_share_too_small_for_one_look_is_found_within_the_window() -> None:
-    watch, step = IdleWatch(), MOST_IDLE_CPU_S / 3
+    watch, step = IdleWatch(), MAX_IDLE_CPU_S / 3
     found = [watch.burning({"a": reading(i, {SCORER: i * step})}) for i in range(5)]
     assert [bool(each) for each in found] == [False] * 4 + [True]
 
 
 def test_a_trickle_is_borne_for_ever() -> None:
-    watch, share = IdleWatch(), 0.9 * MOST_IDLE_CPU_S / (WINDOW_S + 1)
+    watch, share = IdleWatch(), 0.9 * MAX_IDLE_CPU_S / (WINDOW_S + 1)
     assert not any(watch.burning({"a": reading(i, {SCORER: i * share})}) for i in range(1000))
 
 

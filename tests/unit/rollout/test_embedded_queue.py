@@ -12,13 +12,13 @@ from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.loop import PrefillQueue, PrefillUnit, prefill_batches
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.sampling import sample_keys, uniforms
-from services.rollout.engines.threaded_engine import Pace
+from services.rollout.engines.threaded_engine import FlushPolicy
 from tests.support.causal_lms import request
 
 
 def _run(name: str) -> Any:
     """Stands for a request."""
-    pace = Pace(every_token=False, interval_s=None)
+    pace = FlushPolicy(every_token=False, interval_s=None)
     return SimpleNamespace(name=name, request=request(), pace=pace, images=None)
 
 

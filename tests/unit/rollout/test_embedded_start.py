@@ -85,7 +85,7 @@ async def first_step(loop: Loop) -> int:
 async def test_requests_that_come_one_after_another_begin_together_as_far_as_there_are_slots(
     monkeypatch: pytest.MonkeyPatch, others: int, together: int
 ) -> None:
-    monkeypatch.setattr(torch_engine, "_GATHER_MOST_S", 20.0)
+    monkeypatch.setattr(torch_engine, "_MAX_GATHER_S", 20.0)
     async with running() as (loop, post):
         post(joining(loop, post, others))
         assert await first_step(loop) == together

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded.decoder import KnownPrefix
+from services.rollout.engines.embedded.decoder import CachedPrefix
 from services.rollout.engines.embedded.engine import EmbeddedEngine
-from services.rollout.engines.embedded.kv_cache import KeptPrefixes
+from services.rollout.engines.embedded.kv_cache import PrefixCache
 from services.rollout.engines.protocol import GenerationRequest
 from tests.support.causal_lms import (
     chunks_of,
@@ -125,12 +125,12 @@ async def test_kept_prefixes_survive_new_weights_as_running_samples_caches_do(
         assert (reused > 0) is not recompute_kv
 
 
-def _prefix(tokens: Sequence[int]) -> KnownPrefix:
-    return KnownPrefix(np.array(tokens, np.int64), torch.zeros(1, 1, 2, len(tokens), 1))
+def _prefix(tokens: Sequence[int]) -> CachedPrefix:
+    return CachedPrefix(np.array(tokens, np.int64), torch.zeros(1, 1, 2, len(tokens), 1))
 
 
 def test_the_least_recently_used_prefix_leaves_first_and_the_bound_holds() -> None:
-    kept = KeptPrefixes(10)
+    kept = PrefixCache(10)
     kept.put("a", _prefix(range(4)))
     kept.put("b", _prefix(range(4)))
     assert kept.take("a", np.arange(3)) is not None  # a part: it stays
@@ -144,7 +144,7 @@ def test_the_least_recently_used_prefix_leaves_first_and_the_bound_holds() -> No
 
 
 def test_a_prefix_leaves_a_token_to_compute() -> None:
-    kept = KeptPrefixes(10)
+    kept = PrefixCache(10)
     kept.put("a", _prefix(range(5)))
     found = kept.take("a", np.arange(3))
     assert found is not None
@@ -154,7 +154,7 @@ def test_a_prefix_leaves_a_token_to_compute() -> None:
 
 
 def test_a_long_rest_behind_a_short_prefix_is_computed_as_a_whole_prompt() -> None:
-    kept = KeptPrefixes(20_000)
+    kept = PrefixCache(20_000)
     kept.put("a", _prefix(range(10)))
     assert kept.take("a", np.arange(20_000)) is None
     kept.put("b", _prefix(range(19_000)))
@@ -162,7 +162,7 @@ def test_a_long_rest_behind_a_short_prefix_is_computed_as_a_whole_prompt() -> No
 
 
 def test_a_prefix_that_is_continued_leaves_and_the_longest_one_is_taken() -> None:
-    kept = KeptPrefixes(20)
+    kept = PrefixCache(20)
     for tokens in ([1, 2, 3], [1, 2, 7, 8], [1]):
         kept.put("a", _prefix(tokens))
     lengths = []

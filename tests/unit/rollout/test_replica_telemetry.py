@@ -15,7 +15,7 @@ from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
 from sluice.rpc.server import RpcServer
 from sluice.telemetry.metric_names import instruments
-from sluice.telemetry.tracing import TRACER, Moment, TraceContext
+from sluice.telemetry.tracing import TRACER, Timestamp, TraceContext
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
 from tests.support.scripted_rollout import rollout_of
@@ -142,6 +142,6 @@ async def test_a_caller_that_leaves_leaves_no_span_open(tmp_path: Path) -> None:
 def test_without_a_recorded_call_samples_have_no_spans() -> None:
     ended = [rollout_of("a", 0, 0, 1, 8)]
     with traced() as kept, TRACER.unrecorded():
-        trace_samples(Moment.now(), ended)
-    trace_samples(Moment.now(), ended)
+        trace_samples(Timestamp.now(), ended)
+    trace_samples(Timestamp.now(), ended)
     assert kept.begun == 0

@@ -18,7 +18,7 @@ from services.rollout.engines.sglang.client import (
     sampling_parameters,
 )
 from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
-from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, TokenHold, held_samples
+from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, StreamThrottle, held_samples
 from services.rollout.engines.vendor_engines.request import SamplingChoice
 from sluice.errors import EngineError
 
@@ -104,7 +104,7 @@ def _sample(
 
 def test_the_scheduler_holds_the_tokens_of_running_samples_but_the_first_for_a_while() -> None:
     now_s = 0.0
-    hold = TokenHold(lambda: now_s)
+    hold = StreamThrottle(lambda: now_s)
     running, first, ended = _sample(4, 3), _sample(1, 0), _sample(4, 3, ended=True)
     streamed, other = _sample(4, 3, interval=EVERY_TOKEN), _sample(4, 3, stream=False)
     step = [running, first, ended, streamed, other]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
-from services.rollout.engines.threaded_engine import EngineState, StateClock
+from services.rollout.engines.threaded_engine import EngineState, StateTimer
 from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.concurrency.process import process_age_s
 from sluice.errors import WeightSyncError
@@ -57,7 +57,7 @@ def test_the_states_add_up_to_the_time_that_passed(
     elapsed_s: float, changes: list[tuple[EngineState, float]]
 ) -> None:
     time = Clock()
-    clock, expected = StateClock(elapsed_s, time), dict.fromkeys(map(str, EngineState), 0.0)
+    clock, expected = StateTimer(elapsed_s, time), dict.fromkeys(map(str, EngineState), 0.0)
     expected["starting"] += elapsed_s
     for state, seconds in changes:
         clock.enter(state)
@@ -68,7 +68,7 @@ def test_the_states_add_up_to_the_time_that_passed(
 
 def test_the_present_state_counts_up_to_the_moment_of_the_question() -> None:
     time = Clock()
-    clock = StateClock(2.0, time)
+    clock = StateTimer(2.0, time)
     clock.enter(EngineState.IDLE)
     time.now_s += 3.0
     assert clock.seconds_by_state()["idle"] == 3.0

@@ -140,10 +140,10 @@ class Utf8:
     """Each token is a byte of UTF-8."""
 
     def __init__(self) -> None:
-        self.most_tokens = 0
+        self.max_tokens = 0
 
     def decode(self, token_ids: TokenIds) -> str:
-        self.most_tokens = max(self.most_tokens, token_ids.size)
+        self.max_tokens = max(self.max_tokens, token_ids.size)
         return bytes(token_ids.tolist()).decode("utf-8", errors="replace")
 
 
@@ -199,7 +199,7 @@ def test_each_token_is_decoded_with_a_few_others_only(piece: bytes) -> None:
     text = StreamedText((), tokenizer.decode)
     for token in (piece * 200)[:200]:
         text.push([token])
-    assert tokenizer.most_tokens <= 24
+    assert tokenizer.max_tokens <= 24
 
 
 def all_or_none(token_ids: TokenIds) -> str:

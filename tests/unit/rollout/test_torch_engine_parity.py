@@ -103,7 +103,7 @@ async def test_logprobs_of_a_prompt_equal_a_full_forward_and_change_no_sample(
 async def test_logprobs_of_a_prompt_whose_logits_are_too_many_are_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "_MOST_PROMPT_LOGITS", 9 * VOCABULARY)
+    monkeypatch.setattr(embedded, "_MAX_PROMPT_LOGITS", 9 * VOCABULARY)
     model = reference_model(save_config("qwen3", tmp_path))
     async with running_engine(tmp_path, model) as engine:
         await generate(engine, replace(request([5] * 9), with_prompt_logprobs=True))

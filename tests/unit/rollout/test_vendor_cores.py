@@ -18,9 +18,9 @@ from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
-from services.rollout.engines.threaded_engine import Pace
+from services.rollout.engines.threaded_engine import FlushPolicy
 from services.rollout.engines.vendor_engines.engine import VendorCore
-from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
+from services.rollout.engines.vendor_engines.request import EngineDelta, SamplingChoice
 from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError
@@ -29,8 +29,8 @@ from tests.support.causal_lms import partial_sample, request
 
 _LAYOUT = CheckpointLayout(9, (), ())
 _NO_ANSWER = EngineError("no answer within 60 s")
-_EVERY_TOKEN = Pace(every_token=True, interval_s=None)
-_WHOLE = Pace(every_token=False, interval_s=None)
+_EVERY_TOKEN = FlushPolicy(every_token=True, interval_s=None)
+_WHOLE = FlushPolicy(every_token=False, interval_s=None)
 _HALF_WAY: dict[str, object] = {"error": "no space", "kind": "EngineError", "broken": True}
 _NOT_STAGED: dict[str, object] = {"error": "nothing is staged here", "kind": "WeightSyncError"}
 
@@ -52,7 +52,7 @@ class _Client:
     is_broken = False
 
     def __init__(self) -> None:
-        self.script: Sequence[Delta | Callable[[], None]] | None = None
+        self.script: Sequence[EngineDelta | Callable[[], None]] | None = None
         self.sent: list[_Sent] = []
         self.one_by_one: list[bool] = []
         self.called: list[str] = []
@@ -70,15 +70,15 @@ class _Client:
     def salts(self) -> list[str]:
         return [one.salt for one in self.sent]
 
-    async def _deltas(self) -> AsyncIterator[Delta]:
+    async def _deltas(self) -> AsyncIterator[EngineDelta]:
         for one in self.script or ():
-            if isinstance(one, Delta):
+            if isinstance(one, EngineDelta):
                 yield one
             else:
                 one()
         while self.script is None:
             await self.generating.wait()
-            yield Delta([5], [-0.5], None, 0, ())
+            yield EngineDelta([5], [-0.5], None, 0, ())
             await asyncio.sleep(0)
 
     async def _call(self, name: str) -> None:
@@ -130,18 +130,18 @@ class _VllmClient(_Client):
         *,
         images: None,
         known: Callable[[], int] | None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[EngineDelta]:
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas() if known is None or not self.held else self._at_the_end(known)
 
-    async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[Delta]:
+    async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[EngineDelta]:
         await self.may_end.wait()
         rest = self.held[known() :]
-        yield Delta(rest, [-0.5] * len(rest), "stop", 0)
+        yield EngineDelta(rest, [-0.5] * len(rest), "stop", 0)
 
-    def so_far(self, _name: str, known: int) -> Delta | None:
+    def so_far(self, _name: str, known: int) -> EngineDelta | None:
         rest = self.held[known:]
-        return Delta(rest, [-0.5] * len(rest), None, 0) if rest else None
+        return EngineDelta(rest, [-0.5] * len(rest), None, 0) if rest else None
 
     async def sleep(self) -> None:
         await self._call("sleep")
@@ -167,7 +167,7 @@ class _SglangClient(_Client):
         *,
         every_token: bool,
         images: None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[EngineDelta]:
         self.one_by_one.append(every_token)
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas()
@@ -211,7 +211,7 @@ class _Vendor:
         wanted: GenerationRequest | None = None,
         *,
         number: int = 0,
-        pace: Pace = _EVERY_TOKEN,
+        pace: FlushPolicy = _EVERY_TOKEN,
     ) -> tuple[ChunkStream, asyncio.Task[None]]:
         wanted = wanted or request(max_tokens=40)
         stream = ChunkStream("Vendor engine", len(wanted.sample_indexes))
@@ -223,7 +223,7 @@ class _Vendor:
         await self.core.cancel(run)
         await asyncio.wait([running])
 
-    async def whole(self, wanted: GenerationRequest, pace: Pace = _WHOLE) -> list[Any]:
+    async def whole(self, wanted: GenerationRequest, pace: FlushPolicy = _WHOLE) -> list[Any]:
         """Sample to the end; return the chunks as tokens, version and finish reason."""
         chunks: list[Any] = []
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -550,7 +550,7 @@ async def test_what_a_request_fails_of_reaches_its_caller(
         raise AttributeError("no logprobs_processor")
 
     monkeypatch.setattr(vendor.core, "so_far", changed)
-    pace = Pace(every_token=False, interval_s=0.01)
+    pace = FlushPolicy(every_token=False, interval_s=0.01)
     with pytest.raises(ExceptionGroup) as failed:
         await vendor.whole(request(max_tokens=40), pace)
     (error,) = failed.value.exceptions
@@ -559,7 +559,7 @@ async def test_what_a_request_fails_of_reaches_its_caller(
 
 
 async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
-    vendor.client.script = [Delta([5], [-0.5], "stop", 2)]
+    vendor.client.script = [EngineDelta([5], [-0.5], "stop", 2)]
     await vendor.whole(replace(request(samples=2), priority=-3))
     assert [one.priority for one in vendor.client.sent] == [-3, -3]
 
@@ -567,7 +567,7 @@ async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
 async def test_sglang_sends_single_tokens_only_of_streams_and_where_a_string_may_end_a_sample(
     sglang: _Vendor,
 ) -> None:
-    sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
+    sglang.client.script = [EngineDelta([5], [-0.5], "stop", 2)]
     wanted = request()
     stopped = replace(wanted, sampling=replace(wanted.sampling, stop=("x",)), decode=lambda _: "")
     await sglang.whole(wanted)
@@ -577,7 +577,7 @@ async def test_sglang_sends_single_tokens_only_of_streams_and_where_a_string_may
 
 
 async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:
-    sglang.client.script = [Delta([4], [-0.5], None, 2), Delta([5], [-0.5], "stop", 2)]
+    sglang.client.script = [EngineDelta([4], [-0.5], None, 2), EngineDelta([5], [-0.5], "stop", 2)]
     await sglang.whole(request(samples=12))
     names = [one.name for one in sglang.client.sent]
     assert len(set(names)) == 12
@@ -586,7 +586,7 @@ async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) 
 
 
 async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) -> None:
-    vllm.client.script = [Delta([5], [-0.5], "stop", 2)]
+    vllm.client.script = [EngineDelta([5], [-0.5], "stop", 2)]
     partial = partial_sample(0, [8])
     for wanted in (request(samples=3), request(seed=4), request(partials=(partial,))):
         await vllm.whole(wanted)
@@ -596,7 +596,7 @@ async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) 
 
 
 async def test_a_sample_that_sglang_continues_gets_its_own_random_numbers(sglang: _Vendor) -> None:
-    sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
+    sglang.client.script = [EngineDelta([5], [-0.5], "stop", 2)]
     partial = partial_sample(1, [8, 9])
     wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,))
     await sglang.whole(wanted)
@@ -612,10 +612,10 @@ def _over_a_swap(vendor: _Vendor, spans: tuple[Any, ...]) -> None:
         vendor.core.version = 2
 
     vendor.client.script = [
-        Delta([4], [-2.0], None, 2),
+        EngineDelta([4], [-2.0], None, 2),
         swapped,
-        Delta([5], [-2.5], None, 2),
-        Delta([6], [-3.0], "length", 2, spans),
+        EngineDelta([5], [-2.5], None, 2),
+        EngineDelta([6], [-3.0], "length", 2, spans),
     ]
 
 

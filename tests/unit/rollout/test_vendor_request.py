@@ -15,8 +15,8 @@ from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.settings import VendorSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.vendor_engines.request import (
-    Delta,
-    Pace,
+    EngineDelta,
+    FlushPolicy,
     RequestRun,
     VendorSample,
     VersionSpans,
@@ -25,9 +25,9 @@ from sluice.errors import EngineError
 from sluice.types import FinishReason, PromptLogprobs
 from tests.support.causal_lms import EOS, partial_sample, request
 
-_WHOLE = Pace(every_token=False, interval_s=None)
-_SINGLE = Pace(every_token=True, interval_s=None)
-_Script = Sequence[Delta | int | Exception | None]
+_WHOLE = FlushPolicy(every_token=False, interval_s=None)
+_SINGLE = FlushPolicy(every_token=True, interval_s=None)
+_Script = Sequence[EngineDelta | int | Exception | None]
 
 
 class _Vendor:
@@ -76,7 +76,7 @@ class _Vendor:
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
         return 100 * index + num_continued
 
-    def so_far(self, _run: RequestRun, sample: VendorSample) -> Delta | None:
+    def so_far(self, _run: RequestRun, sample: VendorSample) -> EngineDelta | None:
         if sample.index or not self.held:
             return None
         tokens, self.held = self.held, []
@@ -87,7 +87,7 @@ class _Vendor:
         if self.refusal is not None:
             raise self.refusal
 
-    async def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+    async def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]:
         self.begun.append(sample.index)
         self.asked.append(sample)
         self.open += 1
@@ -102,7 +102,7 @@ class _Vendor:
                     await self.may_continue.wait()
                 elif isinstance(one, int):
                     self.version = one
-                elif isinstance(one, Delta):
+                elif isinstance(one, EngineDelta):
                     yield one
                 elif sample.index == 0:
                     raise one
@@ -131,14 +131,16 @@ class _Chunks(ChunkStream):
         ]
 
 
-def _delta(tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, ...] = ()) -> Delta:
-    return Delta(tokens, [-0.5 * token for token in tokens], finish, 2, spans)
+def _delta(
+    tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, ...] = ()
+) -> EngineDelta:
+    return EngineDelta(tokens, [-0.5 * token for token in tokens], finish, 2, spans)
 
 
 def _run(
     vendor: _Vendor,
     wanted: GenerationRequest,
-    pace: Pace = _WHOLE,
+    pace: FlushPolicy = _WHOLE,
     on_post: Callable[[], None] = lambda: None,
 ) -> tuple[RequestRun, _Chunks]:
     chunks = _Chunks(on_post)
@@ -146,7 +148,7 @@ def _run(
 
 
 async def _ended(
-    script: _Script | _Vendor, wanted: GenerationRequest, pace: Pace = _WHOLE
+    script: _Script | _Vendor, wanted: GenerationRequest, pace: FlushPolicy = _WHOLE
 ) -> tuple[_Chunks, _Vendor]:
     vendor = script if isinstance(script, _Vendor) else _Vendor(script)
     run, chunks = _run(vendor, wanted, pace)
@@ -205,7 +207,7 @@ async def test_tokens_that_came_together_are_handed_on_one_by_one_when_asked_for
 
 async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_for() -> None:
     vendor = _Vendor([_delta([4]), 2, _delta([5]), None, _delta([6], "length")])
-    pace = Pace(every_token=False, interval_s=0.001)
+    pace = FlushPolicy(every_token=False, interval_s=0.001)
 
     def seen() -> None:
         # An interval may end before the second token comes.
@@ -219,7 +221,7 @@ async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_
 
 
 async def _with_held_tokens(
-    pace: Pace, use: Callable[[RequestRun, _Vendor, _Chunks], object], **wanted: Any
+    pace: FlushPolicy, use: Callable[[RequestRun, _Vendor, _Chunks], object], **wanted: Any
 ) -> tuple[_Chunks, _Vendor, RequestRun]:
     """Run one sample whose client holds tokens 5 and 6; then come what `use` does and token 9."""
     vendor = _Vendor([_delta([4]), None, _delta([9], "stop")])
@@ -247,7 +249,7 @@ async def test_held_tokens_are_of_the_version_that_serves_when_they_are_asked_fo
 
 
 async def test_held_tokens_are_handed_on_at_the_interval_asked_for() -> None:
-    pace = Pace(every_token=False, interval_s=0.001)
+    pace = FlushPolicy(every_token=False, interval_s=0.001)
     chunks, _, _ = await _with_held_tokens(pace, lambda *_: None)
     assert [one.token_ids.tolist() for one in chunks.chunks][-1] == [9]
     assert [int(token) for one in chunks.chunks[:-1] for token in one.token_ids] == [4, 5, 6]
@@ -393,7 +395,7 @@ async def test_giving_up_ends_samples_as_aborted_with_what_they_have_and_once_on
 
 @pytest.mark.parametrize("last", [_delta([5]), _delta([5], "stop")])
 async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_not_used(
-    last: Delta,
+    last: EngineDelta,
 ) -> None:
     vendor = _Vendor([_delta([4]), None, last])
     run, chunks = _run(vendor, request(), _SINGLE)

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
+from services.rollout.engines.vendor_engines.request import EngineDelta, SamplingChoice
 from services.rollout.engines.vllm import client as vllm_features
 from services.rollout.engines.vllm.client import (
     VllmClient,
@@ -135,7 +135,7 @@ def _output(tokens: list[int], logprobs: object, spans: object = None) -> Any:
     return SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=2)
 
 
-async def _sampled(client: VllmClient) -> list[Delta]:
+async def _sampled(client: VllmClient) -> list[EngineDelta]:
     async with aclosing(client.generate("0", [5, 9], "3", _CHOICE, 4)) as deltas:  # type: ignore[type-var]
         return [delta async for delta in deltas]
 
@@ -146,7 +146,7 @@ async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> Non
     client = VllmClient({"model": "m"})
     client._llm.outputs = (_output([6, 7], flat),)
     assert client.features == VllmFeatures("0.99", False, False, False)
-    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
+    assert await _sampled(client) == [EngineDelta([6, 7], [-0.5, -0.5], "length", 2, ())]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
     assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
     await client.tag_version("3")
@@ -163,7 +163,7 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     client._llm.outputs = (_output([6, 7], flat, spans),)
     assert client.features == VllmFeatures("0.99", True, True, False)
     reported = (("3", 0, 1), ("4", 1, 2))
-    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, reported)]
+    assert await _sampled(client) == [EngineDelta([6, 7], [-0.5, -0.25], "length", 2, reported)]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
     assert client._llm.ranks == [-4]
     assert client._llm.sampling[0].is_flat
@@ -246,15 +246,15 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
     install(_NewEngine, OutputProcessor=_Outputs, RequestState=_State)
     client = VllmClient({"model": "m"})
     client._llm.output_processor = _Outputs()
-    assert client.so_far("0", 0) == Delta([6, 7], [-0.5, -0.25], None, 2)
-    assert client.so_far("0", 1) == Delta([7], [-0.25], None, 2)
+    assert client.so_far("0", 0) == EngineDelta([6, 7], [-0.5, -0.25], None, 2)
+    assert client.so_far("0", 1) == EngineDelta([7], [-0.25], None, 2)
     assert client.so_far("0", 2) is None
     assert client.so_far("1", 0) is None, "its first token is still to come"
     flat = SimpleNamespace(start_indices=[0, 1, 2], logprobs=[-0.5, -0.25, -0.75])
     client._llm.outputs = (_output([6, 7, 8], flat),)
     stream = client.generate("0", [5], "3", _CHOICE, known=lambda: 2)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
-        assert [one async for one in deltas] == [Delta([8], [-0.75], "length", 2)]
+        assert [one async for one in deltas] == [EngineDelta([8], [-0.75], "length", 2)]
     await _sampled(client)  # wants every token
     assert [one.kind for one in client._llm.sampling] == [2, 1]
 

@@ -112,8 +112,8 @@ async def at_once(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-def limits(monkeypatch: pytest.MonkeyPatch, most_open: int, read_within_s: float) -> None:
-    monkeypatch.setattr(auth, "MOST_OPEN_CHECKS", most_open)
+def limits(monkeypatch: pytest.MonkeyPatch, max_open: int, read_within_s: float) -> None:
+    monkeypatch.setattr(auth, "MAX_OPEN_CHECKS", max_open)
     monkeypatch.setattr(auth, "_READ_WITHIN_S", read_within_s)
 
 

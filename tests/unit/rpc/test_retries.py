@@ -171,5 +171,5 @@ async def test_too_many_defects_in_a_row_are_the_last_error() -> None:
         raise GONE if len(tries) == 2 else broken
 
     with pytest.raises(PeerDefectError):
-        await Retries(RetryPolicy(first_s=0.0), most_defects=3).call(fail)
+        await Retries(RetryPolicy(first_s=0.0), max_defects=3).call(fail)
     assert len(tries) == 5

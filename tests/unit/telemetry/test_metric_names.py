@@ -15,7 +15,7 @@ from services.reward.records.statistics import SAMPLE_OUTCOMES, TokenUse
 from services.rollout.engines.threaded_engine import EngineState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
@@ -152,7 +152,7 @@ def test_every_name_in_the_docs_has_a_row(page: Path) -> None:
 
 def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
     config, batch = make_config(save_model(tmp_path)), make_batch()
-    learner = Learner(config, DataParallel(), total_steps=10).train_step(batch, 1)
+    learner = Learner(config, ParallelContext(), total_steps=10).train_step(batch, 1)
     emitted = step_metrics(
         1,
         batch,

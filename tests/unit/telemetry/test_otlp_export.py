@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from sluice.telemetry.otel import OtelRecorder, collector_queue
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName, TraceContext
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import Kept, collector
 
 CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
@@ -21,11 +21,11 @@ def test_a_collector_gets_spans_as_they_were_recorded(monkeypatch: pytest.Monkey
     with collector() as found:
         queue = collector_queue(found.address)
         TRACER.start(OtelRecorder({"service.name": "sluice-trainer"}, [kept, queue]), 1.0)
-        span = TRACER.child(CALLER, SpanName.ATTEMPT, {Key.STEP: 3}, SpanKind.CLIENT)
+        span = TRACER.child(CALLER, SpanName.ATTEMPT, {SpanAttribute.STEP: 3}, SpanKind.CLIENT)
         span.link([TraceContext(1, 2, is_sampled=True)])
         span.fail("lost")
         span.end()
-        TRACER.trace(SpanName.PROMPT, attributes={Key.PROMPT_ID: "p"}).end()
+        TRACER.trace(SpanName.PROMPT, attributes={SpanAttribute.PROMPT_ID: "p"}).end()
         TRACER.stop()
         queue.writer.close(WAIT_S)
     own = kept.spans

@@ -44,16 +44,16 @@ def held(folder: Path) -> list[int]:
 def test_the_archive_keeps_the_newest_lines_within_its_bound(
     tmp_path: Path, lines_at_once: int
 ) -> None:
-    folder, most_bytes = tmp_path / "samples", 8_000
-    archive = SampleArchive(folder, most_bytes)
+    folder, max_bytes = tmp_path / "samples", 8_000
+    archive = SampleArchive(folder, max_bytes)
     lines = [b"%06d" % number for number in range(1_000_000, 1_005_000)]
     for begin in range(0, len(lines), lines_at_once):
         archive.append(lines[begin : begin + lines_at_once])
         size = sum(path.stat().st_size for path in archive_files(folder))
-        assert size <= most_bytes + 8
+        assert size <= max_bytes + 8
     numbers = held(folder)
     assert numbers == list(range(1_005_000 - len(numbers), 1_005_000))
-    assert len(numbers) >= 0.75 * most_bytes / 8
+    assert len(numbers) >= 0.75 * max_bytes / 8
 
 
 def test_an_archive_that_is_taken_up_again_begins_a_file_and_keeps_the_others(
@@ -125,7 +125,7 @@ def test_a_group_is_kept_with_scores_failures_and_versions() -> None:
         step=5,
         ended_at=1.5,
         replicas=["a"],
-        most_chars=100,
+        max_chars=100,
     )
     again = msgspec.json.decode(msgspec.json.encode(kept), type=SampledGroup)
     first, second, third = again.responses
@@ -147,7 +147,7 @@ def test_a_group_without_responses_is_kept_with_its_prompt() -> None:
         step=None,
         ended_at=0.0,
         replicas=[],
-        most_chars=5,
+        max_chars=5,
     )
     assert kept.responses == []
     assert kept.prompt

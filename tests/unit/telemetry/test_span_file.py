@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from sluice.concurrency.threads import WriteError
 from sluice.telemetry.otel import OtelRecorder, SpanFile
-from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName, TraceContext
+from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import Kept, spans_in, traced
 
 RESOURCE = {"service.name": "sluice-reward"}
@@ -29,7 +29,12 @@ def spans(count: int) -> list[ReadableSpan]:
 
 
 def test_a_span_is_read_back_as_it_was_recorded(tmp_path: Path) -> None:
-    attributes = {Key.STEP: 2**40, Key.DETAIL: "ü", "share": 0.5, "is_last": True}
+    attributes = {
+        SpanAttribute.STEP: 2**40,
+        SpanAttribute.DETAIL: "ü",
+        "share": 0.5,
+        "is_last": True,
+    }
     kept = Kept()
     TRACER.start(OtelRecorder(RESOURCE, [kept]), 1.0)
     try:
@@ -86,7 +91,7 @@ def test_a_file_that_cannot_be_written_is_the_exporters_error(tmp_path: Path) ->
 
 def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path) -> None:
     path, some = tmp_path / "traces.jsonl", spans(3)
-    file = SpanFile(path, most_bytes=10)
+    file = SpanFile(path, max_bytes=10)
     file.append(some)
     size = path.stat().st_size
     with pytest.raises(WriteError, match=r"sluice\.telemetry\.traces\.file_mb"):

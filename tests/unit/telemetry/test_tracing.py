@@ -12,8 +12,8 @@ import pytest
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,
-    Key,
     RecordedSpan,
+    SpanAttribute,
     SpanName,
     TraceContext,
 )
@@ -32,7 +32,7 @@ def test_without_tracing_every_span_is_the_same_nothing() -> None:
     assert TRACER.unrecorded() is NOTHING
     assert TRACER.current() is None
     with NOTHING as span:
-        span.set({Key.STEP: 1})
+        span.set({SpanAttribute.STEP: 1})
         span.link([CALLER])
         span.fail("no")
     assert NOTHING.context is None
@@ -165,7 +165,7 @@ def test_the_same_time_in_another_trace_links_to_where_it_was_spent() -> None:
         with TRACER.trace(SpanName.TRAIN_STEP) as span:
             pass
         assert isinstance(span, RecordedSpan)
-        span.again_under(CALLER, {Key.STEP: 3})
+        span.again_under(CALLER, {SpanAttribute.STEP: 3})
     own, other = kept.spans
     assert (other.start_ns, other.duration_ns) == (own.start_ns, own.duration_ns)
     assert (other.context.trace_id, other.parent_id) == (CALLER.trace_id, CALLER.span_id)

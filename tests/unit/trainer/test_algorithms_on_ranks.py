@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.run import RunConfig
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config, save_model
@@ -74,10 +74,10 @@ def train(learner: Learner) -> tuple[dict[str, float], torch.Tensor]:
 def test_ranks_train_like_one(model_folder: Path, name: str) -> None:
     config = configured(model_folder, ALGORITHMS[name])
 
-    def build(parallel: DataParallel) -> Learner:
+    def build(parallel: ParallelContext) -> Learner:
         return Learner(config, parallel, total_steps=10)
 
-    expected, weights = train(build(DataParallel()))
+    expected, weights = train(build(ParallelContext()))
     (first, first_weights), (second, second_weights) = on_ranks(2, build, train)
     assert torch.equal(first_weights, second_weights)
     torch.testing.assert_close(first_weights, weights, atol=2e-5, rtol=1e-4)

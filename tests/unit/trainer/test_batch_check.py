@@ -137,7 +137,7 @@ def test_a_run_that_wants_most_of_a_group_refuses_half_of_one() -> None:
     half = batch(good("p"), group("q", rollout(0, 5), rollout(1, 5)))
     check_batch(half, TERMS, STEP)
     with pytest.raises(PeerError, match=r"batch b-1, group q: 2 samples, expected 3\.\.4"):
-        check_batch(half, replace(TERMS, least_share=0.75), STEP)
+        check_batch(half, replace(TERMS, min_share=0.75), STEP)
 
 
 def test_an_estimator_with_baselines_refuses_a_group_without_one() -> None:

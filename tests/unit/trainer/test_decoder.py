@@ -16,14 +16,14 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 from services.trainer.learner.model import forward, loading
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
+from services.trainer.learner.model.decoder import DecoderLayer, use_native_layers
 from services.trainer.learner.model.forward import TokenPass, response_values, token_outputs
 from services.trainer.learner.model.loading import load_critic, load_policy
 from sluice.algorithm import token_statistics as head_statistics
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from tests.support.layer_parity import (
-    MOST_ERROR,
+    MAX_ERROR,
     TEMPERATURE,
     gradients,
     pack,
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def own_layers(model: nn.Module) -> list[DecoderLayer]:
+def native_layers(model: nn.Module) -> list[DecoderLayer]:
     return [one for one in model.modules() if isinstance(one, DecoderLayer)]
 
 
@@ -85,10 +85,10 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(name: str, tmp_
     for recomputes in (False, True):
         settings = ModelConfig(path=str(tmp_path), enable_gradient_checkpointing=recomputes)
         own = load_policy(settings, FLOAT32, max_tokens=28).model
-        assert len(own_layers(own)) == model.config.num_hidden_layers
+        assert len(native_layers(own)) == model.config.num_hidden_layers
         logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
-        assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+        assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MAX_ERROR
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][0] != "qwen3_moe"])
@@ -102,9 +102,9 @@ def test_in_bfloat16_logprobs_are_those_of_transformers_layers_to_the_bit(
     model.save_pretrained(tmp_path)
     settings, precision = ModelConfig(path=str(tmp_path)), FsdpConfig(model_dtype="bfloat16")
     found = [load_policy(settings, precision, max_tokens=28).model]
-    monkeypatch.setattr(loading, "use_own_layers", lambda *_, **__: None)
+    monkeypatch.setattr(loading, "use_native_layers", lambda *_, **__: None)
     found.append(load_policy(settings, precision, max_tokens=28).model)
-    assert [bool(own_layers(one)) for one in found] == [True, False]
+    assert [bool(native_layers(one)) for one in found] == [True, False]
     own, theirs = (token_outputs(one, TokenPass(pack(parity_rows()))) for one in found)
     assert torch.equal(own.logprobs, theirs.logprobs)
 
@@ -123,7 +123,7 @@ def test_padding_changes_nothing(
     assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 512)
     logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
-    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MAX_ERROR
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at inputs
@@ -144,7 +144,7 @@ def test_compiled_layers_compute_the_same_and_share_their_code(
     micro_batch = pack(parity_rows())
     logprobs = token_outputs(own, TokenPass(micro_batch, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
-    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MAX_ERROR
     compiled = [one.co_name for one in get_compilation_metrics() if one.co_name]
     assert "_heads" in compiled
     assert len(set(compiled)) == len(compiled)  # once, for both layers
@@ -155,7 +155,7 @@ def test_a_critic_has_the_values_of_transformers_layers(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     torch.manual_seed(0)
     own = load_critic(ModelConfig(path=str(folder)), FLOAT32, max_tokens=28).model
-    assert own_layers(own)
+    assert native_layers(own)
     micro_batch = pack(parity_rows())
     values = response_values(own, micro_batch)
     plain_critic = type(own).from_pretrained(folder, num_labels=1, attn_implementation="eager")
@@ -183,7 +183,7 @@ def test_names_and_saved_files_are_those_of_transformers(tmp_path: Path) -> None
     ("family", "reason"),
     [("mistral", "MistralForCausalLM .* the family has no own ones"), ("qwen3", "their gate is n")],
 )
-def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
+def test_what_the_native_layers_do_not_compute_trains_with_transformers_layers(
     family: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model(family)
@@ -191,7 +191,7 @@ def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
         model.base_model.layers[1].self_attn.gate = nn.Linear(32, 4)
     before = list(model.modules())
     with caplog.at_level(logging.INFO):
-        use_own_layers(model)
+        use_native_layers(model)
     assert list(model.modules()) == before
     (record,) = caplog.records
     assert re.search(reason, record.getMessage())
@@ -203,7 +203,7 @@ def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> No
     exact.set_attn_implementation(PACKED_ATTENTION)
     theirs = copy.deepcopy(exact).bfloat16()
     own = copy.deepcopy(theirs)
-    use_own_layers(own)
+    use_native_layers(own)
     micro_batch = pack(parity_rows())
     with torch.no_grad():
         expected, *found = (

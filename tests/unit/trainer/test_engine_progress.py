@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.fleet.members import EngineProgress, EngineSign
+from services.trainer.fleet.members import EngineActivity, EngineProgress
 
 STALL_S = 10.0
 
 
-def sign(tokens: int = 0, turns: int = 1, *, work: bool = True) -> EngineSign:
-    return EngineSign(tokens, turns, work)
+def sign(tokens: int = 0, turns: int = 1, *, work: bool = True) -> EngineActivity:
+    return EngineActivity(tokens, turns, work)
 
 
-def followed(*signs: tuple[float, EngineSign]) -> EngineProgress:
+def followed(*signs: tuple[float, EngineActivity]) -> EngineProgress:
     progress = EngineProgress(signs[0][1], signs[0][0])
     for now_s, each in signs[1:]:
         progress = progress.after(each, now_s, STALL_S)

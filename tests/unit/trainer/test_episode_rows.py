@@ -14,7 +14,7 @@ from services.trainer.learner.batch.packed_rows import TrainingRow, training_row
 from services.trainer.learner.batch.train_batch import BatchCut, batch_table, own_rows, split_batch
 from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.forward import TokenPass, token_outputs
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import piece_tokens, plan_micro_batches, whole_groups
 from sluice.types import TrainGroup
@@ -28,7 +28,7 @@ from tests.support.episodes import (
     make_episodes,
 )
 from tests.support.layer_parity import (
-    MOST_ERROR,
+    MAX_ERROR,
     TEMPERATURE,
     gradients,
     pack,
@@ -64,7 +64,7 @@ def test_each_sampled_token_weighs_once_as_in_a_pass_over_its_own_turn(family: s
     packed = pack(rows)
     logprobs = token_outputs(model, TokenPass(packed, TEMPERATURE)).logprobs
     torch.testing.assert_close(logprobs.detach(), plain_logprobs, atol=1e-5, rtol=1e-5)
-    assert worst_error(gradients(model, weighed(logprobs, packed)), expected) <= MOST_ERROR
+    assert worst_error(gradients(model, weighed(logprobs, packed)), expected) <= MAX_ERROR
 
 
 def test_blocks_without_a_mask_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_every_sampled_token_is_in_the_mask_and_counted_once() -> None:
         num = rollout.num_tokens
         assert row.tolist() == [True] * num + [False] * (row.numel() - num)
     cut = BatchCut(mini_batch_groups=6, token_budget=None, rows_per_micro=24)
-    (mini_batch,) = split_batch(batch.groups, cut, DataParallel(), step=1, device=CPU)
+    (mini_batch,) = split_batch(batch.groups, cut, ParallelContext(), step=1, device=CPU)
     (micro_batch,) = mini_batch.micro_batches
     assert mini_batch.counts.tokens == int(table.mask.sum()) == micro_batch.labels.numel()
     assert mini_batch.counts.rows == 24
@@ -165,7 +165,7 @@ def test_the_value_of_a_row_is_that_of_its_first_token() -> None:
 def test_micro_batches_keep_the_budget_and_all_paths_of_a_sample(budget: int) -> None:
     batch = make_episode_batch()
     cut = BatchCut(mini_batch_groups=3, token_budget=budget, rows_per_micro=None)
-    mini_batches = split_batch(batch.groups, cut, DataParallel(), step=1, device=CPU)
+    mini_batches = split_batch(batch.groups, cut, ParallelContext(), step=1, device=CPU)
     packed = [one for mini_batch in mini_batches for one in mini_batch.micro_batches]
     for micro_batch in packed:
         if micro_batch.num_rows > 1:
@@ -184,7 +184,7 @@ def test_micro_batches_keep_the_budget_and_all_paths_of_a_sample(budget: int) ->
 def test_lengths_alone_tell_a_rank_which_samples_it_reads(whole_groups: bool, budget: int) -> None:
     batch = make_episode_batch()
     cut = BatchCut(3, budget, None, shuffle_seed=1, whole_groups=whole_groups)
-    parallel = DataParallel()
+    parallel = ParallelContext()
     outline = own_rows(outline_of(batch).groups, cut, parallel, step=2)
     assert outline == own_rows(batch.groups, cut, parallel, step=2)
 

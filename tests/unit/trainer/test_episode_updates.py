@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.batch.train_batch import batch_table
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import update_flops
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.config.memory.shape import find_shape
@@ -90,10 +90,10 @@ def test_ranks_with_their_own_episodes_train_like_one_with_all(
 ) -> None:
     config = made(model_folder, ON_RANKS[name])
 
-    def build(parallel: DataParallel) -> Learner:
+    def build(parallel: ParallelContext) -> Learner:
         return Learner(config, parallel, total_steps=10)
 
-    expected, weights = train(build(DataParallel()))
+    expected, weights = train(build(ParallelContext()))
     (first, first_weights), (second, second_weights) = on_ranks(2, build, train)
     assert torch.equal(first_weights, second_weights)
     torch.testing.assert_close(first_weights, weights, atol=2e-5, rtol=1e-4)
@@ -105,21 +105,21 @@ def test_ranks_with_their_own_episodes_train_like_one_with_all(
 @pytest.mark.parametrize("name", ["group relative", "sequence ratios", "critic"])
 def test_the_cut_into_micro_batches_does_not_matter(model_folder: Path, name: str) -> None:
     config = made(model_folder, ON_RANKS[name])
-    _, expected = train(Learner(config, DataParallel(), total_steps=10))
+    _, expected = train(Learner(config, ParallelContext(), total_steps=10))
     for budget in (24, 1000):
         actor = structs.replace(
             config.actor_rollout_ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=budget
         )
         policy = structs.replace(config.actor_rollout_ref, actor=actor)
         by_tokens = structs.replace(config, actor_rollout_ref=policy)
-        _, found = train(Learner(by_tokens, DataParallel(), total_steps=10))
+        _, found = train(Learner(by_tokens, ParallelContext(), total_steps=10))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_rewards_of_turns_change_nothing_unless_they_are_trained_on(model_folder: Path) -> None:
     config, found = made(model_folder, {}), []
     for batch in (make_episode_batch(), rewarded(make_episode_batch())):
-        learner = Learner(config, DataParallel(), total_steps=10)
+        learner = Learner(config, ParallelContext(), total_steps=10)
         learner.train_step(batch, 1)
         found.append(torch.cat([weight.flatten() for _, weight in learner.named_weights()]))
     assert torch.equal(*found)
@@ -158,7 +158,7 @@ def test_the_gradient_is_that_of_the_written_out_loss_of_turns(
     parameters = [parameter for _, parameter in model.named_parameters()]
     gradients = torch.autograd.grad(loss / tokens, parameters)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     assert learner.train_step(batch, 1)["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
@@ -198,7 +198,7 @@ def test_operations_count_what_episodes_read(tmp_path: Path) -> None:
 
 def test_a_batch_reports_turns_roots_and_the_tokens_read(model_folder: Path) -> None:
     batch = make_episode_batch()
-    metrics = Learner(made(model_folder, {}), DataParallel(), 10).train_step(batch, 1)
+    metrics = Learner(made(model_folder, {}), ParallelContext(), 10).train_step(batch, 1)
     rollouts = [one for group in batch.groups for one in group.rollouts]
     read = sum(one.num_context_tokens for one in rollouts)
     prompts = sum(group.prompt_token_ids.size * 4 for group in batch.groups)

@@ -20,9 +20,9 @@ from services.trainer.learner.model.experts import (
     check_dividable,
     expert_blocks,
     routing_tape,
-    use_own_experts,
+    use_native_experts,
 )
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import ConfigError
 from tests.support import tiny_vision
 from tests.support.host_reads import HostReads
@@ -33,7 +33,7 @@ IDS = torch.arange(40)[None] * 7 % VOCABULARY
 
 def own_model(**changes: object) -> PreTrainedModel:
     model = make_model("qwen3_moe", **changes)
-    use_own_experts(model)
+    use_native_experts(model)
     return model
 
 
@@ -93,7 +93,7 @@ def test_the_text_of_a_vision_language_model_gets_them_too(tmp_path: Path) -> No
     model = tiny_vision.save_model("qwen3_vl_moe", tmp_path)
     names = model.state_dict().keys()
     expected = model(input_ids=IDS, use_cache=False).logits
-    use_own_experts(model)
+    use_native_experts(model)
     assert model.state_dict().keys() == names
     assert len(list(expert_blocks(model))) == 2
     torch.testing.assert_close(run(model), expected)
@@ -111,15 +111,15 @@ def test_the_router_computes_in_float32_whatever_the_weights_dtype() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[DataParallel]:
+def alone() -> Iterator[ParallelContext]:
     """A group of one rank."""
-    parallel = DataParallel()
+    parallel = ParallelContext()
     yield parallel
     parallel.close()
 
 
 def test_counts_are_exchanged_once_a_layer_and_not_again_where_it_is_recomputed(
-    alone: DataParallel, monkeypatch: pytest.MonkeyPatch
+    alone: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = own_model()
     mesh = alone.shard_mesh(1)
@@ -145,7 +145,7 @@ def test_counts_are_exchanged_once_a_layer_and_not_again_where_it_is_recomputed(
     assert exchanges == [1, 1, 2]  # all layers of a replayed pass at once
 
 
-def test_a_block_reads_only_divided_counts_on_the_host_and_once(alone: DataParallel) -> None:
+def test_a_block_reads_only_divided_counts_on_the_host_and_once(alone: ParallelContext) -> None:
     model = own_model()
     (block, *_) = expert_blocks(model)
     tokens = torch.randn(1, 30, 32, requires_grad=True)
@@ -190,7 +190,7 @@ def test_with_r2_each_micro_batch_chooses_its_experts_once_a_train_batch(
     for mode in ("disabled", "R2"):
         # Two mini-batches of two micro-batches each.
         config = make_config(folder, 4, router_replay={"mode": mode}, ppo_epochs=2)
-        learner = Learner(config, DataParallel(), total_steps=10)
+        learner = Learner(config, ParallelContext(), total_steps=10)
         with monkeypatch.context() as patch:
             patch.setattr(RoutingTape, "note", noted)
             learner.train_step(make_batch(4), 1)
@@ -238,7 +238,7 @@ def test_models_whose_experts_cannot_be_divided_are_refused(
             model = AutoModelForCausalLM.from_config(config)
     else:
         model = make_model(family)
-    use_own_experts(model)
+    use_native_experts(model)
     check_dividable(model, 1)
     with pytest.raises(ConfigError, match=message):
         check_dividable(model, size)
@@ -248,12 +248,12 @@ def test_ranks_of_a_copy_must_divide_into_those_of_experts(tmp_path: Path) -> No
     folder = save_model(tmp_path, "qwen3_moe")
     sharding = {"dtype": "float32", "expert_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"expert_parallel_size=2 does not divide the 1 "):
-        Learner(make_config(folder, fsdp_config=sharding), DataParallel(), total_steps=1)
+        Learner(make_config(folder, fsdp_config=sharding), ParallelContext(), total_steps=1)
 
 
-def test_routing_replay_needs_own_experts(tmp_path: Path) -> None:
+def test_routing_replay_needs_native_experts(tmp_path: Path) -> None:
     config = make_config(save_model(tmp_path), router_replay={"mode": "R2"})
     with pytest.raises(
         ConfigError, match=r"mode=R2: .* none for a qwen3 model; set it to disabled"
     ):
-        Learner(config, DataParallel(), total_steps=1)
+        Learner(config, ParallelContext(), total_steps=1)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import update_flops
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.device.cpu import CpuDevice
@@ -63,7 +63,7 @@ def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(tmp_path: Pat
     shape: ModelShape | None = find_shape(str(tmp_path))
     assert shape is not None
     for device in (CpuDevice(), RatedDevice()):
-        learner = Learner(config, DataParallel(), total_steps=10, device=device)
+        learner = Learner(config, ParallelContext(), total_steps=10, device=device)
         metrics = learner.train_step(make_batch(), 1)
         if device.peak_flops() is None:
             assert "perf/mfu/actor" not in metrics

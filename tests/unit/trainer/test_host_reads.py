@@ -15,7 +15,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import passes as model_passes
 from services.trainer.learner.model.experts import routing_tape
 from services.trainer.learner.model.passes import TokenPasses
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.types import TrainBatch
 from tests.support.host_reads import HostReads
 from tests.support.tiny_policy import make_batch, make_config, recomputing, save_model
@@ -33,7 +33,9 @@ def test_no_value_is_read_inside_a_micro_batch(
     case: str, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(save_model(tmp_path), **CASES[case])
-    learner = Learner(recomputing(config) if recomputes else config, DataParallel(), total_steps=10)
+    learner = Learner(
+        recomputing(config) if recomputes else config, ParallelContext(), total_steps=10
+    )
     reads, passes = watched_step(learner, monkeypatch)
     assert passes > 3
     assert reads == []
@@ -50,7 +52,7 @@ def test_no_value_is_read_inside_a_micro_batch(
 def test_a_layer_of_divided_experts_reads_once_where_it_chooses_and_never_where_it_repeats(
     mode: str, choosing: int, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, parallel = save_model(tmp_path, "qwen3_moe"), DataParallel()
+    folder, parallel = save_model(tmp_path, "qwen3_moe"), ParallelContext()
     config = make_config(folder, 4, router_replay={"mode": mode}, ppo_epochs=2)
     learner = Learner(recomputing(config) if recomputes else config, parallel, total_steps=10)
     mesh, tape = parallel.shard_mesh(1), routing_tape(learner._model)

@@ -19,10 +19,10 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
+from services.trainer.learner.model.decoder import DecoderLayer, use_native_layers
 from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
 from sluice.types import TrainGroup
@@ -129,7 +129,7 @@ def test_a_stage_without_the_vision_tower_decodes_no_images(
     assert torch.equal(later.position_ids, first.position_ids)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["transformers' layers", "own layers"])
+@pytest.mark.parametrize("own", [False, True], ids=["transformers' layers", "native layers"])
 def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool) -> None:
     directory, model = folder
     model.requires_grad_(True)
@@ -151,7 +151,7 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool
     trained = copy.deepcopy(model)
     trained.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
     if own:
-        use_own_layers(trained)
+        use_native_layers(trained)
     assert own == any(isinstance(one, DecoderLayer) for one in trained.modules())
     packed = token_outputs(trained, TokenPass(micro_batch, 0.7)).logprobs
     found = _gradients(trained, packed)
@@ -183,7 +183,7 @@ def test_a_step_trains_the_vision_tower_and_cutting_it_differently_changes_nothi
         {"use_kl_loss": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 90},
     ]
     whole, cut = [
-        _trained(Learner(make_config(one_family, **changes), DataParallel(), 10), one_family)
+        _trained(Learner(make_config(one_family, **changes), ParallelContext(), 10), one_family)
         for changes in cuts
     ]
     assert whole.keys() == before.keys()
@@ -202,7 +202,7 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
         config, actor_rollout_ref=structs.replace(config.actor_rollout_ref, model=model)
     )
     kept, recomputed = [
-        _trained(Learner(one, DataParallel(), 10), one_family, steps=1)
+        _trained(Learner(one, ParallelContext(), 10), one_family, steps=1)
         for one in (config, recomputing)
     ]
     for name, weight in kept.items():
@@ -216,13 +216,13 @@ def test_a_step_that_sums_gradients_once_may_begin_without_images(one_family: Pa
     reader = make_reader(one_family)
     batch = make_image_batch(reader, num_groups=2)
     groups = tuple(make_image_group(reader, seed, seed) for seed in range(2))
-    found = Learner(config, DataParallel(), 10).train_step(replace(batch, groups=groups), 1)
+    found = Learner(config, ParallelContext(), 10).train_step(replace(batch, groups=groups), 1)
     assert math.isfinite(found["actor/grad_norm"])
 
 
 def test_two_ranks_agree_with_one(one_family: Path) -> None:
     config = make_config(one_family, fsdp_config={"dtype": "float32", "fsdp_size": 1})
-    alone = _trained(Learner(config, DataParallel(), 10), one_family)
+    alone = _trained(Learner(config, ParallelContext(), 10), one_family)
 
     ranks = on_ranks(
         2, lambda rank: Learner(config, rank, 10), lambda one: _trained(one, one_family)
@@ -235,7 +235,7 @@ def test_two_ranks_agree_with_one(one_family: Path) -> None:
 def test_a_frozen_vision_tower_stays_as_it_is_and_the_rest_learns(one_family: Path) -> None:
     config = make_config(one_family, freeze_vision_tower=True)
     before = dict(AutoModelForImageTextToText.from_pretrained(one_family).named_parameters())
-    after = _trained(Learner(config, DataParallel(), 10), one_family, steps=1)
+    after = _trained(Learner(config, ParallelContext(), 10), one_family, steps=1)
     for name, weight in after.items():
         assert torch.equal(weight, before[name]) == name.startswith("model.visual."), name
 
@@ -243,13 +243,13 @@ def test_a_frozen_vision_tower_stays_as_it_is_and_the_rest_learns(one_family: Pa
 def test_freezing_the_vision_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
     config = make_config(save_text_model(tmp_path), freeze_vision_tower=True)
     with pytest.raises(ConfigError, match="reads no images"):
-        Learner(config, DataParallel(), 10)
+        Learner(config, ParallelContext(), 10)
 
 
 def test_images_for_a_text_model_are_refused_with_the_prompts_name(
     tmp_path: Path, one_family: Path
 ) -> None:
-    learner = Learner(make_config(save_text_model(tmp_path)), DataParallel(), 10)
+    learner = Learner(make_config(save_text_model(tmp_path)), ParallelContext(), 10)
     with pytest.raises(ConfigError, match="prompt prompt-1000 comes with images"):
         learner.train_step(make_image_batch(make_reader(one_family), seed=1), 1)
 
@@ -258,7 +258,7 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
     one_family: Path, tmp_path: Path
 ) -> None:
     config = make_config(one_family)
-    learner = Learner(config, DataParallel(), 10)
+    learner = Learner(config, ParallelContext(), 10)
     _trained(learner, one_family)
     learner.save(tmp_path / "actor")
     folder = tmp_path / "actor" / "huggingface"
@@ -273,7 +273,7 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
     ]
     np.testing.assert_array_equal(pixels[0]["pixel_values"], pixels[1]["pixel_values"])
 
-    resumed = Learner(config, DataParallel(), 10)
+    resumed = Learner(config, ParallelContext(), 10)
     resumed.load(tmp_path / "actor")
     batch = make_image_batch(make_reader(one_family), seed=3)
     learner.train_step(batch, 3)
@@ -283,6 +283,6 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
 
 
 def test_prompts_without_images_train_a_vision_language_model_too(one_family: Path) -> None:
-    learner = Learner(make_config(one_family), DataParallel(), 10)
+    learner = Learner(make_config(one_family), ParallelContext(), 10)
     metrics = learner.train_step(make_batch(), 1)
     assert np.isfinite(metrics["actor/grad_norm"])

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.run import RunConfig
 from sluice.errors import CheckpointError
@@ -65,7 +65,7 @@ def configured(
 
 
 def train(config: RunConfig, *batches: TrainBatch) -> tuple[Learner, dict[str, float]]:
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     metrics: dict[str, float] = {}
     for step, batch in enumerate(batches, start=1):
         metrics = learner.train_step(batch, step)
@@ -209,14 +209,14 @@ def test_the_critic_learns_the_returns(model_folder: Path) -> None:
     config = configured(
         model_folder, algorithm={"adv_estimator": "gae"}, critic={"cliprange_value": 100.0}
     )
-    learner = Learner(config, DataParallel(), total_steps=60)
+    learner = Learner(config, ParallelContext(), total_steps=60)
     losses = [learner.train_step(make_batch(4), step)["critic/vf_loss"] for step in range(1, 7)]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_policy_waits_until_the_critic_is_warm(model_folder: Path) -> None:
     config = configured(model_folder, algorithm={"adv_estimator": "gae"}, critic_warmup=3)
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     before = weights_of(learner)
     for step in (1, 2):
         assert "actor/grad_norm" not in learner.train_step(make_batch(4), step)
@@ -395,7 +395,7 @@ def test_the_policys_schedule_begins_with_its_first_update(model_folder: Path) -
         critic_warmup=2,
         optim={"lr": 0.5, "lr_warmup_steps": 4},
     )
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     found = [learner.train_step(make_batch(2), step).get("actor/lr") for step in range(1, 4)]
     assert found == [None, 0.0, 0.125]
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.experts import ExpertAdapter, RoutingTape, use_own_experts
+from services.trainer.learner.model.experts import ExpertAdapter, RoutingTape, use_native_experts
 from services.trainer.learner.model.forward import TokenPass, token_outputs
 from services.trainer.learner.model.lora import (
     adapted_layers,
@@ -28,7 +28,7 @@ from services.trainer.learner.model.lora import (
     without_adapters,
 )
 from services.trainer.learner.model.passes import idle_micro_batch
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -51,14 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_learner(folder: Path, model: dict[str, Any] | None = None, **actor: Any) -> Learner:
     config = adapting(make_config(folder, **actor), **{"lora_rank": 4, **(model or {})})
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 def adapted_model(family: str = "qwen3", *, own_experts: bool = True, **keys: Any) -> Any:
     """A tiny model with adapters whose B is not 0."""
     model = make_model(family)
     if own_experts:
-        use_own_experts(model)
+        use_native_experts(model)
     add_adapters(model, msgspec.convert({"lora_rank": 4, **keys}, ModelConfig), torch.float32)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -129,7 +129,7 @@ def test_any_rank_is_computed_for_experts_in_any_dtype(dtype: torch.dtype, rank:
 def test_adapters_of_experts_off_leave_the_model(tmp_path: Path) -> None:
     learner = make_learner(save_model(tmp_path, "qwen3_moe"))
     learner.train_step(make_batch(), 1)
-    model, tokens = learner._model, idle_micro_batch(CPU, DataParallel())
+    model, tokens = learner._model, idle_micro_batch(CPU, ParallelContext())
     plain = make_learner(tmp_path, {"exclude_modules": r".*\.experts\..*"})._model
     with torch.no_grad():
         trained = token_outputs(model, TokenPass(tokens)).logprobs
@@ -159,7 +159,7 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert first["actor/kl_loss"] < second["actor/kl_loss"]
     whole = make_learner(folder, use_kl_loss=True, kl_loss_coef=0.1)
     whole.train_step(make_batch(), 1)
-    model, tokens = whole._model, idle_micro_batch(CPU, DataParallel())
+    model, tokens = whole._model, idle_micro_batch(CPU, ParallelContext())
     with torch.no_grad(), without_adapters(model):
         found = token_outputs(model, TokenPass(tokens)).logprobs
     assert torch.equal(
@@ -286,7 +286,7 @@ def test_resuming_continues_bit_for_bit_from_files_without_the_model(
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(folder: Path, tmp_path: Path) -> None:
     make_learner(folder).save(tmp_path / "adapters" / "actor")
-    whole = Learner(make_config(folder), DataParallel(), total_steps=10)
+    whole = Learner(make_config(folder), ParallelContext(), total_steps=10)
     whole.save(tmp_path / "whole" / "actor")
     with pytest.raises(CheckpointError, match=r"holds adapters and the run trains all weights"):
         whole.load(tmp_path / "adapters" / "actor")

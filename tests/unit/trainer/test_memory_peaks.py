@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import MemoryPeaks
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
@@ -35,7 +35,7 @@ class CountingDevice(CpuDevice):
 
 
 def learner(folder: Path, device: CpuDevice, **actor: Any) -> Learner:
-    return Learner(make_config(save_model(folder), **actor), DataParallel(), 10, device)
+    return Learner(make_config(save_model(folder), **actor), ParallelContext(), 10, device)
 
 
 def test_every_phase_of_an_update_has_its_peak_and_none_waits_for_the_device(

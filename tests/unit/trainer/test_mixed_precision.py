@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch import micro_batch
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 Dtypes = set[torch.dtype]
@@ -22,7 +22,7 @@ Dtypes = set[torch.dtype]
 @pytest.fixture
 def learner(tmp_path: Path) -> Learner:
     config = make_config(save_model(tmp_path, "qwen3_moe"), fsdp_config={"dtype": "bfloat16"})
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 def layers(learner: Learner) -> Any:
@@ -98,7 +98,7 @@ def test_the_next_layer_is_gathered_when_a_layers_forward_begins(
 ) -> None:
     settings = {"dtype": "bfloat16", "forward_prefetch": prefetches}
     config = make_config(save_model(tmp_path), fsdp_config=settings)
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     gathered: set[FSDPParamGroup] = set()
     seen: list[int] = []
     unshard = FSDPParamGroup.unshard

@@ -14,7 +14,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import decoder
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
@@ -100,14 +100,14 @@ def test_bfloat16_is_refused_where_the_device_has_none(
         match=r"^actor_rollout_ref\.actor\.fsdp_config\.dtype=bfloat16.*cpu does not compute.*"
         rf"set actor_rollout_ref\.actor\.{remedy}",
     ):
-        Learner(config, DataParallel(), total_steps=1, device=OldDevice())
+        Learner(config, ParallelContext(), total_steps=1, device=OldDevice())
 
 
 def test_a_critics_bfloat16_is_refused_by_its_own_key(tmp_path: Path) -> None:
     config = with_critic(make_config(tmp_path / "no model"))
     config = replace(config, critic=replace(config.critic, fsdp=FsdpConfig(dtype="bfloat16")))
     with pytest.raises(ConfigError, match=r"^critic\.fsdp\.dtype=bfloat16: .*set critic\.fsdp\."):
-        Learner(config, DataParallel(), total_steps=1, device=OldDevice())
+        Learner(config, ParallelContext(), total_steps=1, device=OldDevice())
 
 
 def test_a_critic_with_a_head_of_another_name_is_refused(
@@ -116,12 +116,12 @@ def test_a_critic_with_a_head_of_another_name_is_refused(
     config = with_critic(make_config(save_model(tmp_path)))
     monkeypatch.setattr(decoder, "VALUE_HEADS", ("regressor",))
     with pytest.raises(ConfigError, match=r"^critic\.model\.path='.*': the head of a \w+ model"):
-        Learner(config, DataParallel(), total_steps=1)
+        Learner(config, ParallelContext(), total_steps=1)
 
 
 def test_float32_is_computed_on_every_device(tmp_path: Path) -> None:
     config = make_config(save_model(tmp_path), fsdp_config={"dtype": "float32"})
-    Learner(config, DataParallel(), total_steps=1, device=OldDevice())
+    Learner(config, ParallelContext(), total_steps=1, device=OldDevice())
 
 
 def test_the_references_memory_goes_back_once_its_weights_have_left(
@@ -134,7 +134,7 @@ def test_the_references_memory_goes_back_once_its_weights_have_left(
         FsdpConfig(dtype="float32"),
         device,
         64,
-        DataParallel(),
+        ParallelContext(),
         TransformerOverrides(),
     )
     to = type(reference._model).to

@@ -24,9 +24,9 @@ from services.trainer.learner.model.recompute import (
     recompute_as_configured,
     recompute_layers,
 )
-from services.trainer.learner.places import local_part
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import StateFiles
+from services.trainer.learner.tensor_layouts import local_part
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
@@ -58,7 +58,7 @@ def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_learner(folder: Path, **precision: object) -> Learner:
     config = make_config(folder, GROUPS, fsdp_config={"dtype": "float32", **precision})
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -261,7 +261,7 @@ def test_a_learner_takes_the_keys_and_adapters_with_them(folder: Path) -> None:
         {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
     ):
         config = adapting(make_config(folder, GROUPS), lora_rank=4, **keys)
-        learner = Learner(config, DataParallel(), total_steps=10)
+        learner = Learner(config, ParallelContext(), total_steps=10)
         metrics.append([learner.train_step(make_batch(GROUPS, seed=s), s) for s in (1, 2)])
     for found, expected in zip(*metrics, strict=True):
         assert found["actor/grad_norm"] == expected["actor/grad_norm"]
@@ -311,7 +311,7 @@ def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute
         held.clear()
         precision = {"dtype": "bfloat16", "param_offload": offloads}
         config = with_critic(make_config(folder, GROUPS, use_kl_loss=True, fsdp_config=precision))
-        current = Learner(config, DataParallel(), total_steps=10)
+        current = Learner(config, ParallelContext(), total_steps=10)
         found += [current.train_step(make_batch(GROUPS, seed=step), step) for step in (1, 2)]
         assert len(held) == 6
         assert all((size == 0) == offloads for size in held)
@@ -328,7 +328,7 @@ def test_adapters_reference_computes_before_the_policys_weights_leave_for_the_cr
     for offloads in (False, True):
         precision = {"dtype": "bfloat16", "param_offload": offloads}
         config = make_config(folder, GROUPS, use_kl_loss=True, fsdp_config=precision)
-        learner = Learner(with_critic(adapting(config, lora_rank=4)), DataParallel(), 10)
+        learner = Learner(with_critic(adapting(config, lora_rank=4)), ParallelContext(), 10)
         found.append([learner.train_step(make_batch(GROUPS, seed=step), step) for step in (1, 2)])
     for ours, theirs in zip(*found, strict=True):
         for name in ("actor/grad_norm", "actor/kl_loss", "critic/vf_loss"):
@@ -340,7 +340,7 @@ def with_offloading_critic(folder: Path, *, offloads: bool) -> Learner:
     keys = {"dtype": "bfloat16", "param_offload": offloads, "optimizer_offload": offloads}
     fsdp = structs.replace(config.critic.fsdp, **keys)
     config = structs.replace(config, critic=structs.replace(config.critic, fsdp=fsdp))
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 def critic_bytes(learner: Learner) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learner.places import Placed, TensorPiece
 from services.trainer.learner.policy_snapshots import PolicySnapshots
 from services.trainer.learner.rank_command import RankLeader
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
+from services.trainer.learner.tensor_layouts import TensorLayout, TensorShard
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
 from sluice.weights.snapshot import SnapshotBuffers
 
@@ -23,8 +23,8 @@ class HalfLearner:
     untrained_names: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        pieces = (TensorPiece((0,), (2,), (0,)), TensorPiece((2,), (2,), (1,)))
-        self.places = {"w": Placed((4,), torch.float32, pieces)}
+        pieces = (TensorShard((0,), (2,), (0,)), TensorShard((2,), (2,), (1,)))
+        self.layouts = {"w": TensorLayout((4,), torch.float32, pieces)}
         self.rows = 2
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -34,7 +34,7 @@ class HalfLearner:
         return [("w", torch.ones(self.rows))]
 
 
-class OtherRank(DataParallel):
+class OtherRank(ParallelContext):
     """Rank 0's end of two ranks; the other one answers a gathering by `freezes`."""
 
     world_size = 2

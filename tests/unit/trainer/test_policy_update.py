@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import passes
 from services.trainer.learner.model.forward import EntropyUse, TokenPass, token_outputs
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -33,7 +33,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, DataParallel(), total_steps=10)
+    return Learner(config, ParallelContext(), total_steps=10)
 
 
 def train(config: RunConfig, *batches: TrainBatch) -> tuple[Weights, dict[str, float]]:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from services.trainer.learner.rank_command import RankLeader
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import PeerError
 
 FOLDER = Path("folder")
 WAIT_S = 30.0
 
 
-class TwoRanks(DataParallel):
+class TwoRanks(ParallelContext):
     """Rank 0's end of two; the other one is busy."""
 
     world_size = 2

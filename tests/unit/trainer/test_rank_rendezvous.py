@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.trainer.learner.rank_rendezvous import RankPlace, RankRendezvous, rank_place
+from services.trainer.learner.rank_rendezvous import RankAddress, RankRendezvous, rank_place
 from sluice.errors import ConfigError, DeadlineError
 from tests.support.loopback import needs_ipv6
 
@@ -24,8 +24,8 @@ def free_port(host: str = HOST) -> int:
 
 
 def test_the_environment_gives_a_rank_its_place() -> None:
-    assert rank_place(ENVIRONMENT) == RankPlace(1, 2, "node-0", 7)
-    assert rank_place(ENVIRONMENT | {"MASTER_ADDR": "[::1]"}) == RankPlace(1, 2, "::1", 7)
+    assert rank_place(ENVIRONMENT) == RankAddress(1, 2, "node-0", 7)
+    assert rank_place(ENVIRONMENT | {"MASTER_ADDR": "[::1]"}) == RankAddress(1, 2, "::1", 7)
 
 
 @pytest.mark.parametrize("name", sorted(ENVIRONMENT))
@@ -61,7 +61,7 @@ def test_ranks_share_keys_once_all_are_there(host: str) -> None:
             other_waits.wait(MEETING_S)  # its address refuses connections until then
         else:
             other_waits.set()
-        return RankRendezvous(RankPlace(rank, 2, host, port), MEETING_S)
+        return RankRendezvous(RankAddress(rank, 2, host, port), MEETING_S)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(meet, (0, 1))
@@ -74,7 +74,7 @@ def test_ranks_share_keys_once_all_are_there(host: str) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    place = RankPlace(0, 2, HOST, free_port())
+    place = RankAddress(0, 2, HOST, free_port())
     with pytest.raises(DeadlineError, match=r"^trainer rank 1: no answer within 1 s while form"):
         RankRendezvous(place, 1.0)
     with socket.create_server((HOST, place.port)):  # and the port is free again
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address_and_what_came_instead() -> None:
-    place = RankPlace(1, 2, HOST, free_port())
+    place = RankAddress(1, 2, HOST, free_port())
     named = f"trainer rank 0 at {HOST}:{place.port}: no answer within 1 s while forming the .*"
     with pytest.raises(DeadlineError, match=named + "refused.*command_timeout_s"):
         RankRendezvous(place, 1.0)
@@ -90,6 +90,6 @@ def test_a_rank_0_that_does_not_come_is_named_with_its_address_and_what_came_ins
 
 def test_a_port_in_use_is_reported_at_once() -> None:
     with socket.create_server((HOST, 0)) as server:
-        place = RankPlace(0, 2, HOST, server.getsockname()[1])
+        place = RankAddress(0, 2, HOST, server.getsockname()[1])
         with pytest.raises(ConfigError, match="in use"):
             RankRendezvous(place, MEETING_S)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.trained_model import random_state, restore_random_state
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import StateFiles
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress
@@ -36,7 +36,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_learner(model: Path, precision: dict[str, object] = PRECISIONS[0]) -> Learner:
     optim = {"lr": 1e-2, "lr_warmup_steps": 2, "lr_scheduler_type": "linear"}
     config = make_config(model, GROUPS, optim=optim, fsdp_config=precision, shuffle=True)
-    return Learner(config, DataParallel(), total_steps=6)
+    return Learner(config, ParallelContext(), total_steps=6)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -226,7 +226,7 @@ def test_a_truncated_file_is_named_with_the_checkpoint_to_use_instead(
 Numbers = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
-def make_learner_ranks(parallel: DataParallel, model: Path, actor: Path | None) -> Learner:
+def make_learner_ranks(parallel: ParallelContext, model: Path, actor: Path | None) -> Learner:
     config = make_config(model, optim={"lr": 1e-2, "lr_warmup_steps": 2, "eps": 1e-2})
     learner = Learner(config, parallel, total_steps=6)
     if actor is not None:

@@ -25,9 +25,9 @@ from services.trainer.learner.batch.train_batch import (
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import PACKED_ATTENTION
 from services.trainer.learner.model.experts import Routing, RoutingTape, routing_tape
-from services.trainer.learner.model.experts import use_own_experts as use_own
+from services.trainer.learner.model.experts import use_native_experts as use_own
 from services.trainer.learner.model.forward import TokenPass, token_outputs
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import PeerError
 from sluice.types import Rollout, RoutedExperts, TrainGroup
@@ -211,7 +211,7 @@ def test_a_learner_replays_and_reports_it(tmp_path: Path, monkeypatch: pytest.Mo
 
     folder = save_model(tmp_path, "qwen3_moe")
     config = make_config(folder, 4, router_replay={"mode": "R3"}, ppo_epochs=2)
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     batch = routed(make_batch(4), EXPERTS)
     first = batch.groups[0]
     bare = replace(first, rollouts=tuple(one.with_routing(None) for one in first.rollouts))
@@ -291,7 +291,7 @@ def test_passes_pack_the_experts_of_their_layers_only() -> None:
     def packed_with(layers: slice | None) -> list[PackedRouting | None]:
         cut = BatchCut(2, None, 4, routed_layers=layers)
         (mini_batch,) = split_batch(
-            batch.groups, cut, DataParallel(), step=1, device=cpu, skipped=skipped
+            batch.groups, cut, ParallelContext(), step=1, device=cpu, skipped=skipped
         )
         return [one.routing for one in mini_batch.micro_batches]
 

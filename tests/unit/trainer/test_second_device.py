@@ -12,7 +12,7 @@ import torch
 from torch.optim import adam
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.losses.objective import LossAggregation
 from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.algorithm.rollout_correction.settings import REJECTION_OPTIONS
@@ -75,9 +75,9 @@ def test_no_tensor_of_an_update_stays_behind_on_the_host(
     small: dict[str, Any] = {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 8}
     config = configured(model_folder, **small, **CASES[case])
     batch = with_baselines(make_batch(2))
-    expected = Learner(config, DataParallel(), total_steps=10).train_step(batch, 1)
+    expected = Learner(config, ParallelContext(), total_steps=10).train_step(batch, 1)
     with second_device():
-        learner = Learner(config, DataParallel(), total_steps=10, device=SecondDevice())
+        learner = Learner(config, ParallelContext(), total_steps=10, device=SecondDevice())
         found = learner.train_step(batch, 1)
     assert found.keys() == expected.keys()
     if "critic/vf_loss" not in found:  # transformers draws a new value head otherwise there

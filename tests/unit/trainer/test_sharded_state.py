@@ -13,9 +13,9 @@ from safetensors import safe_open
 
 from services.trainer.learner import sharded_state
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.places import exchange_places
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import StateFiles, TensorFile, keep_step, write_state
+from services.trainer.learner.tensor_layouts import exchange_layouts
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_config, save_model
 
@@ -47,7 +47,7 @@ def test_ranks_write_one_part_after_the_other_until_all_have_done_theirs() -> No
 def test_a_rank_that_cannot_write_ends_the_work_of_all_and_is_named() -> None:
     done: list[str] = []
 
-    def work(parallel: DataParallel) -> str:
+    def work(parallel: ParallelContext) -> str:
         parts = parts_of(parallel.rank, done, fails_at=1 if parallel.rank else None)
         with pytest.raises(OSError) as caught:
             keep_step(parts, parallel, "saving")
@@ -62,7 +62,7 @@ def test_a_rank_that_cannot_write_ends_the_work_of_all_and_is_named() -> None:
 def test_ranks_without_a_common_folder_learn_that_they_need_one(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
 
-    def build(parallel: DataParallel) -> tuple[Learner, Path]:
+    def build(parallel: ParallelContext) -> tuple[Learner, Path]:
         return Learner(make_config(model), parallel, 6), tmp_path / f"{parallel.rank}" / "actor"
 
     def work(built: tuple[Learner, Path]) -> str:
@@ -108,8 +108,8 @@ def test_a_rank_reads_the_bytes_of_its_part_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = torch.rand(10, 6, 4)
-    alone = DataParallel()
-    places = exchange_places({"w": whole}, alone)
+    alone = ParallelContext()
+    places = exchange_layouts({"w": whole}, alone)
     keep_step(write_state(tmp_path, "state", {"w": whole}, places, alone), alone, "saving")
     monkeypatch.setattr(sharded_state, "safe_open", Counting)
     monkeypatch.setattr(sharded_state, "BUCKET_BYTES", 100)  # so that it takes several reads

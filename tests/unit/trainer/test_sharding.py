@@ -24,9 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
-from services.trainer.learner.places import exchange_places, local_part, place, region
-from services.trainer.learner.rank_rendezvous import RankPlace
-from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.rank_rendezvous import RankAddress
+from services.trainer.learner.ranks import ParallelContext, TorchDistributed
+from services.trainer.learner.tensor_layouts import (
+    exchange_layouts,
+    local_part,
+    local_region,
+    region,
+)
 from services.trainer.learner.weight_stream import cut_buckets
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.config.schema.actor import OptimConfig
@@ -57,7 +62,7 @@ def test_the_ranks_places_are_where_torch_cut_the_tensor(
     for rank in range(4):
         with _mesh(rank, (2, 2)) as mesh:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            assert torch.equal(local_part(tensor), whole[region(*place(tensor))])
+            assert torch.equal(local_part(tensor), whole[region(*local_region(tensor))])
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(61, (3, 2)), (7, (3, 2)), (17, (4, 2)), (8, (2, 2))])
@@ -78,7 +83,7 @@ def test_a_shard_of_uneven_rows_of_the_vocabulary_lies_where_both_cuts_put_it(
                 shape=whole.shape,
                 stride=whole.stride(),
             )
-            assert torch.equal(own, whole[region(*place(weight))])
+            assert torch.equal(own, whole[region(*local_region(weight))])
 
 
 class Alone(TorchDistributed):
@@ -90,7 +95,7 @@ class Alone(TorchDistributed):
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
         return [list(values)] * self.world_size
 
-    def _form(self, backend: str, place: RankPlace) -> None:
+    def _form(self, backend: str, place: RankAddress) -> None:
         size = place.world_size
         dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=size)
 
@@ -98,8 +103,8 @@ class Alone(TorchDistributed):
 def test_neighbors_cut_layers_and_the_next_ones_share_sequences_of_the_same_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    environment = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))
@@ -125,8 +130,8 @@ def _first_of_two_on_gpus(
     monkeypatch: pytest.MonkeyPatch, error: ErrorType
 ) -> Iterator[TorchDistributed]:
     """Return a rank in whose second group NCCL's watchdog found an error."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     with Alone() as ranks:
         ranks.divide(ParallelLayout(2, sequence=2))
@@ -206,7 +211,7 @@ def test_adamw_changes_a_ranks_own_parts_without_a_look_at_how_they_are_cut() ->
     with _mesh(1, (2,)) as mesh:
         ours, theirs = sharded(mesh, 0), sharded(mesh, 0)
         named = {str(number): one for number, one in enumerate(ours)}
-        optimizer = ModelOptimizer(named, config, 4, ShardedGradients(ours, DataParallel()))
+        optimizer = ModelOptimizer(named, config, 4, ShardedGradients(ours, ParallelContext()))
         reference = torch.optim.AdamW(
             theirs,
             lr=config.lr,
@@ -231,7 +236,7 @@ def test_adamw_changes_a_ranks_own_parts_without_a_look_at_how_they_are_cut() ->
     assert DTensor not in seen.types
 
 
-class Peer(DataParallel):
+class Peer(ParallelContext):
     """Rank 0 of two, which hears that the other one has the same part."""
 
     world_size = 2
@@ -244,10 +249,10 @@ def test_parts_that_do_not_make_their_tensor_are_refused_by_name() -> None:
     with _mesh(0, (2,)) as mesh:
         half = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(ConfigError, match=r"^w: the ranks' parts .* do not make its shape"):
-            exchange_places({"w": half}, Peer())
+            exchange_layouts({"w": half}, Peer())
 
 
-class OverlappingPeer(DataParallel):
+class OverlappingPeer(ParallelContext):
     """Rank 0 of two, which hears that the other one's rows begin a row too early."""
 
     world_size = 2
@@ -261,7 +266,7 @@ def test_parts_with_an_overlap_and_a_gap_are_refused_by_name() -> None:
     with _mesh(0, (2,)) as mesh:
         half = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(ConfigError, match=r"^w: the ranks' parts .* do not make its shape"):
-            exchange_places({"w": half}, OverlappingPeer())
+            exchange_layouts({"w": half}, OverlappingPeer())
 
 
 @given(
@@ -272,7 +277,7 @@ def test_buckets_hold_every_row_once_in_order_and_no_more_bytes_than_they_may(
     shapes: list[tuple[int, int]], bucket_bytes: int
 ) -> None:
     tensors = {f"{n}": torch.zeros(shape) for n, shape in enumerate(shapes)}
-    places = exchange_places(tensors, DataParallel())
+    places = exchange_layouts(tensors, ParallelContext())
     rows: dict[str, list[int]] = {name: [] for name in tensors}
     for bucket in cut_buckets(places, places, bucket_bytes):
         sizes = [(one.stop - one.start) * places[one.name].row_bytes for one in bucket]

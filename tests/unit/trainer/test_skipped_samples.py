@@ -10,7 +10,7 @@ import torch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import passes
 from services.trainer.learner.model.forward import token_outputs
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.advantages import zero_advantage_rows
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
@@ -36,7 +36,7 @@ def train(learner: Learner, *batches: TrainBatch) -> tuple[torch.Tensor, dict[st
 
 
 def train_alone(config: RunConfig, *batches: TrainBatch) -> tuple[torch.Tensor, dict[str, float]]:
-    return train(Learner(config, DataParallel(), total_steps=10), *batches)
+    return train(Learner(config, ParallelContext(), total_steps=10), *batches)
 
 
 @pytest.mark.parametrize("groups", [SOME, MOST, ALL], ids=["some", "most", "all"])
@@ -73,7 +73,7 @@ def test_two_ranks_share_what_is_left_and_train_like_one(model_folder: Path) -> 
     config = skipping(make_config(model_folder))
     batches = make_batch(), uniform(make_batch(seed=1), MOST)
 
-    def build(parallel: DataParallel) -> Learner:
+    def build(parallel: ParallelContext) -> Learner:
         return Learner(config, parallel, total_steps=10)
 
     expected, alone = train_alone(config, *batches)
@@ -91,4 +91,4 @@ def test_nothing_is_skipped_that_was_not_asked_for(model_folder: Path) -> None:
 def test_an_advantage_that_is_not_finite_is_not_skipped() -> None:
     nan = float("nan")
     advantages = torch.tensor([[0.0, 0.0], [nan, 0.0], [0.0, 1.0], [-0.0, 0.0]])
-    assert zero_advantage_rows(advantages, DataParallel()) == {0, 3}
+    assert zero_advantage_rows(advantages, ParallelContext()) == {0, 3}

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.config.run import RunConfig
@@ -41,7 +41,7 @@ def configured(model_folder: Path, **sources: dict[str, object]) -> RunConfig:
 def trained(
     config: RunConfig, batches: Sequence[TrainBatch]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    return worked(Learner(config, DataParallel(), total_steps=10), batches)
+    return worked(Learner(config, ParallelContext(), total_steps=10), batches)
 
 
 def worked(
@@ -125,7 +125,7 @@ def test_only_rows_with_a_divergence_pass_the_reference(
     assert passed == {"code"}
 
 
-class Noting(DataParallel):
+class Noting(ParallelContext):
     """A lone rank that notes what it exchanges."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def test_ranks_train_sources_like_one(model_folder: Path) -> None:
     config, batches = configured(model_folder, **settings), [of_sources(make_batch())]  # type: ignore[arg-type]
     expected, metrics = trained(config, batches)
 
-    def build(parallel: DataParallel) -> Learner:
+    def build(parallel: ParallelContext) -> Learner:
         return Learner(config, parallel, total_steps=10)
 
     for found, of_rank in on_ranks(2, build, lambda learner: worked(learner, batches)):

@@ -11,7 +11,7 @@ import torch
 
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
@@ -158,7 +158,7 @@ def test_rows_are_counted_for_the_rank_that_trains_them(
     cut = BatchCut(3, 64, None, seed, whole_groups)
     rows: list[int] = []
     for rank in range(num_ranks):
-        parallel = DataParallel()
+        parallel = ParallelContext()
         parallel.rank, parallel.world_size = rank, num_ranks
         mini_batches = split_batch(
             batch.groups,
@@ -178,7 +178,7 @@ def test_rows_are_counted_for_the_rank_that_trains_them(
 
 def test_one_rank_has_everything(tmp_path: Path) -> None:
     batch = make_batch()
-    learner = Learner(make_config(save_model(tmp_path)), DataParallel(), total_steps=10)
+    learner = Learner(make_config(save_model(tmp_path)), ParallelContext(), total_steps=10)
     metrics = learner.train_step(batch, 1)
     found = {name: value for name, value in metrics.items() if name.startswith("global_seqlen/")}
     total = sum(

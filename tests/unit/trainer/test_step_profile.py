@@ -11,7 +11,7 @@ import pytest
 from torch.profiler import profile
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import StepProfiler
 from sluice.config.explain import notices
 from sluice.config.loading.loader import load_config, settings_of
@@ -46,7 +46,7 @@ def test_a_step_of_the_list_leaves_a_trace_of_its_update_and_two_times(tmp_path:
         global_profiler=asked.global_profiler,
         actor_rollout_ref=msgspec.structs.replace(config.actor_rollout_ref, actor=actor),
     )
-    learner = Learner(config, DataParallel(), total_steps=10)
+    learner = Learner(config, ParallelContext(), total_steps=10)
     timed = [
         {name for name in learner.train_step(make_batch(), step) if name.endswith("_profile")}
         for step in (1, 2, 3)

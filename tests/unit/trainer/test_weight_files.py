@@ -15,8 +15,8 @@ from services.trainer.learner.model import export, weight_files
 from services.trainer.learner.model.loading import load_critic, load_policy
 from services.trainer.learner.model.sharding import fill_shards
 from services.trainer.learner.model.weight_files import WeightFiles
-from services.trainer.learner.places import exchange_places
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
+from services.trainer.learner.tensor_layouts import exchange_layouts
 from sluice.concurrency.waits import units_done
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -108,8 +108,8 @@ def test_every_bucket_of_a_model_that_is_published_in_another_form_is_progress(
     config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
     model = AutoModelForCausalLM.from_config(config)
     parts = {name: one.detach() for name, one in model.named_parameters()}
-    alone = DataParallel()
-    places = exchange_places(parts, alone)
+    alone = ParallelContext()
+    places = exchange_layouts(parts, alone)
     assert export.published_names(model, places) is None
     before = units_done()
     gathering = export.write_model(tmp_path, model, parts, places, alone)

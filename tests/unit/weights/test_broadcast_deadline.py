@@ -9,7 +9,7 @@ import pytest
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
-from sluice.weights.plan import MOST_HIDING_BUCKETS, hiding_bucket_bytes, plan_transfer
+from sluice.weights.plan import MAX_HIDING_BUCKETS, hiding_bucket_bytes, plan_transfer
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ def test_the_deadline_counts_the_buckets_that_a_sender_makes(size_mib: int) -> N
     sender = WeightSender(device=CpuDevice(), bucket_bytes=64 * MIB, timeout_s=3.0)
     with closing(sender):
         spec = sender.form_group(1, ["r0"], tensors)["r0"]
-    num_buckets = max(len(plan_transfer(tensors, spec.bucket_bytes).buckets), MOST_HIDING_BUCKETS)
+    num_buckets = max(len(plan_transfer(tensors, spec.bucket_bytes).buckets), MAX_HIDING_BUCKETS)
     expected = (num_buckets + 2) * 3.0  # a header, a trailer
     assert broadcast_deadline_s(tensors, 64 * MIB, 3.0) == expected
 

@@ -17,7 +17,7 @@ from sluice.weights.delta import ChangeReceivingPort, encode_update
 from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
-from sluice.weights.transfer import Base
+from sluice.weights.transfer import BaseVersion
 from tests.support.weight_digest import plain_digest
 
 _NEVER = threading.Event()
@@ -58,7 +58,7 @@ class _Ends:
         sender.join(_NEVER)
         joined.result(60)
 
-    def transfer(self, number: int, since: Base | None = None) -> StagedWeights:
+    def transfer(self, number: int, since: BaseVersion | None = None) -> StagedWeights:
         staging = self.pool.submit(self.receiver.stage, number)
         new = _buffer(number)
         update = None
@@ -85,8 +85,8 @@ def ends() -> Iterator[_Ends]:
         made.pool.shutdown()
 
 
-def _base(staged: StagedWeights) -> Base:
-    return Base(staged.version, staged.digest)
+def _base(staged: StagedWeights) -> BaseVersion:
+    return BaseVersion(staged.version, staged.digest)
 
 
 def test_a_chain_of_changes_ends_at_the_weights_that_were_meant(ends: _Ends) -> None:
@@ -109,7 +109,7 @@ def test_what_is_held_stays_as_it_is_while_later_versions_are_staged_and_thrown_
 
 def test_two_sets_of_weights_take_turns(ends: _Ends) -> None:
     addresses = set()
-    base: Base | None = None
+    base: BaseVersion | None = None
     for number in range(1, 7):
         staged = ends.transfer(number, since=base)
         ends.receiver.keep(staged)
@@ -122,11 +122,11 @@ def test_coding_ends_when_it_is_not_worth_it_or_when_asked_to() -> None:
     plan = plan_transfer(_SPECS, 4096)
     old, other = _buffer(1), _buffer(1)
     other.tensors["large"].mul_(1.7)
-    assert encode_update(plan, Base(1, "00"), old, other, _NEVER) is None
-    assert encode_update(plan, Base(1, "00"), old, _buffer(2), _NEVER) is not None
+    assert encode_update(plan, BaseVersion(1, "00"), old, other, _NEVER) is None
+    assert encode_update(plan, BaseVersion(1, "00"), old, _buffer(2), _NEVER) is not None
     stop = threading.Event()
     stop.set()
-    assert encode_update(plan, Base(1, "00"), old, _buffer(2), stop) is None
+    assert encode_update(plan, BaseVersion(1, "00"), old, _buffer(2), stop) is None
 
 
 def test_buffers_of_other_tensors_are_not_compared() -> None:
@@ -134,7 +134,7 @@ def test_buffers_of_other_tensors_are_not_compared() -> None:
     other_order = _buffer(1, tuple(reversed(_SPECS)))
     for old, new in ((other_order, _buffer(2)), (_buffer(2), other_order)):
         with pytest.raises(InvalidRequestError, match="the epoch's tensors"):
-            encode_update(plan, Base(1, "00"), old, new, _NEVER)
+            encode_update(plan, BaseVersion(1, "00"), old, new, _NEVER)
 
 
 @pytest.mark.parametrize("size", [0, 1 << 40])

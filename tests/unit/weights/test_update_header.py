@@ -7,10 +7,10 @@ import torch
 
 from sluice.types import TensorSpec
 from sluice.weights.plan import plan_transfer
-from sluice.weights.transfer import Base, UpdateHeader, header_bytes
+from sluice.weights.transfer import BaseVersion, UpdateHeader, header_bytes
 
 _PLAN = plan_transfer([TensorSpec("w", "float32", (3000,))], 4096)
-_BASE = Base(6, "0f" * 16)
+_BASE = BaseVersion(6, "0f" * 16)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ _BASE = Base(6, "0f" * 16)
     [
         UpdateHeader(7, (4096, 4096, 3808)),
         UpdateHeader(7, (12, 1 << 40, 0), _BASE, keep=True),
-        UpdateHeader(-1, (1, 2, 3), Base(0, "00" * 16)),
+        UpdateHeader(-1, (1, 2, 3), BaseVersion(0, "00" * 16)),
     ],
 )
 def test_a_header_comes_back_and_has_the_length_of_the_plan(header: UpdateHeader) -> None:

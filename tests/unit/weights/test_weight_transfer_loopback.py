@@ -29,7 +29,7 @@ from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
-from sluice.weights.transfer import Trailer
+from sluice.weights.transfer import UpdateTrailer
 from tests.support.retired_threads import wait_for_retired_threads
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
@@ -158,10 +158,10 @@ def test_bytes_that_do_not_give_the_senders_digest_are_refused(
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def other_digest(version: int, total_bytes: int, digests: tuple[bytes, ...]) -> Trailer:
-        return Trailer(version, total_bytes, (*digests[:-1], bytes(16)))
+    def other_digest(version: int, total_bytes: int, digests: tuple[bytes, ...]) -> UpdateTrailer:
+        return UpdateTrailer(version, total_bytes, (*digests[:-1], bytes(16)))
 
-    monkeypatch.setattr(sender_module, "Trailer", other_digest)
+    monkeypatch.setattr(sender_module, "UpdateTrailer", other_digest)
     _form(sender, receiver, pool)
     staging = pool.submit(receiver.stage, 1)
     sender.broadcast(buffer_of(_weights()), 1, _NEVER)

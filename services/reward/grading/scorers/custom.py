@@ -24,7 +24,7 @@ PACKAGE_PREFIX = "pkg://"
 FILE_PREFIX = "file://"
 CALL_KEYS = ("data_source", "solution_str", "ground_truth", "extra_info")
 KEY = "reward.custom_reward_function"
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 class CustomScorer:
@@ -56,8 +56,8 @@ async def _result(waiting: Awaitable[object]) -> object:
     return await waiting
 
 
-def _is_own_function(found: object, module: ModuleType) -> bool:
-    return inspect.isfunction(found) and found.__module__ == module.__name__
+def _is_own_function(value: object, module: ModuleType) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Scorer:
@@ -74,7 +74,7 @@ def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Sc
     function: object = getattr(module, name, None)
     if not callable(function):
         own = [n for n, one in vars(module).items() if _is_own_function(one, module)]
-        has = f", but {', '.join(own[:_MOST_NAMED])}" if own else ""
+        has = f", but {', '.join(own[:_MAX_NAMED])}" if own else ""
         raise ConfigError(
             f"{KEY}.name: {path} defines no function '{name}'{has}; define it or change the name"
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 TARGET = "target"
-MOST_TAGS = 10
+MAX_TAGS = 10
 SPAM_SHARE = 0.25
 
 _OPENING, _CLOSING = "<answer>", "</answer>"
@@ -34,7 +34,7 @@ def compute_score(solution: str, ground_truth: str) -> float:
     if all(answer != normalize(target) for target in targets(ground_truth)):
         return 0.0
     num_tags = max(solution.count(_OPENING), solution.count(_CLOSING))
-    return SPAM_SHARE if num_tags > MOST_TAGS else 1.0
+    return SPAM_SHARE if num_tags > MAX_TAGS else 1.0
 
 
 def last_tagged(text: str) -> str | None:

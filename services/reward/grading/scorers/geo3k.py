@@ -67,10 +67,10 @@ def has_form(solution: str) -> bool:
         return False
     start = len(_FORM_BEGINS)
     for part in _FORM_REST:
-        found = solution.find(part, start)
-        if found < 0:
+        index = solution.find(part, start)
+        if index < 0:
             return False
-        start = found + len(part)
+        start = index + len(part)
     return True
 
 

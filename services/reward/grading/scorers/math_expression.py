@@ -44,10 +44,10 @@ def tokens(text: str) -> list[str]:
         text = text.replace(old, new)
     if len(text) > MAX_CHARACTERS:
         raise NotAnExpressionError(f"more than {MAX_CHARACTERS} characters")
-    found = _TOKEN.findall(text)
-    if not found or "".join(found) != "".join(text.split()):
+    matches = _TOKEN.findall(text)
+    if not matches or "".join(matches) != "".join(text.split()):
         raise NotAnExpressionError(f"{text!r}: not only numbers, operators and letters")
-    return [token.removeprefix("\\") for token in found]
+    return [token.removeprefix("\\") for token in matches]
 
 
 def unknowns(symbols: list[str]) -> frozenset[str]:

@@ -106,9 +106,9 @@ def run_test(job: Job, given: object, limit_s: float) -> tuple[str, str]:
             os.close(reader)
 
 
-def _answer(child: int, reader: int, limit_s: float, most_bytes: int) -> tuple[str, str]:
+def _answer(child: int, reader: int, limit_s: float, max_bytes: int) -> tuple[str, str]:
     ends_s, output, status = time.monotonic() + limit_s, bytearray(), None
-    while len(output) <= most_bytes and time.monotonic() < ends_s:
+    while len(output) <= max_bytes and time.monotonic() < ends_s:
         if select.select([reader], [], [], _LOOK_S)[0]:
             chunk = os.read(reader, _CHUNK_BYTES)
             output += chunk
@@ -124,7 +124,7 @@ def _answer(child: int, reader: int, limit_s: float, most_bytes: int) -> tuple[s
             break
     timed_out = status is None
     _end(child, timed_out)
-    if len(output) > most_bytes:
+    if len(output) > max_bytes:
         return FAILED, ""
     if timed_out:
         return TIMED_OUT, ""

@@ -125,15 +125,15 @@ def cases_of(ground_truth: str) -> ProgramCases:
         DataError: it holds no tests.
     """
     try:
-        found = json.loads(ground_truth)  # integers of any size
+        cases = json.loads(ground_truth)  # integers of any size
     except (ValueError, RecursionError) as error:
         raise DataError(f"ground_truth is no JSON: {error}; {_FORM}") from error
-    inputs, outputs = _lists(found)
+    inputs, outputs = _lists(cases)
     if not inputs or len(inputs) != len(outputs):
         raise DataError(
             f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; {_FORM}"
         )
-    return ProgramCases(inputs, outputs, found.get("fn_name"))
+    return ProgramCases(inputs, outputs, cases.get("fn_name"))
 
 
 _FORM = (
@@ -142,9 +142,9 @@ _FORM = (
 )
 
 
-def _lists(found: object) -> tuple[list[object], list[object]]:
-    if isinstance(found, Mapping):
-        inputs, outputs = found.get("inputs"), found.get("outputs")
+def _lists(cases: object) -> tuple[list[object], list[object]]:
+    if isinstance(cases, Mapping):
+        inputs, outputs = cases.get("inputs"), cases.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list):
             return inputs, outputs
     raise DataError(f"ground_truth is no object with the lists inputs and outputs; {_FORM}")
@@ -213,21 +213,21 @@ def is_same_output(output: str, expected: str) -> bool:
     return len(filled) == len(wanted) and _are_close(filled, wanted)
 
 
-def _are_close(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    if all(map(str.isdigit, (*found, *wanted))):
+def _are_close(printed: Sequence[str], wanted: Sequence[str]) -> bool:
+    if all(map(str.isdigit, (*printed, *wanted))):
         return False  # integers have to be equal
     try:
         return all(
-            _is_close(float(one), float(other)) for one, other in zip(found, wanted, strict=True)
+            _is_close(float(one), float(other)) for one, other in zip(printed, wanted, strict=True)
         )
     except ValueError:
         return False
 
 
-def _is_close(found: float, wanted: float) -> bool:
-    if math.isinf(found) or math.isinf(wanted):
-        return found == wanted
-    return abs(found - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
+def _is_close(printed: float, wanted: float) -> bool:
+    if math.isinf(printed) or math.isinf(wanted):
+        return printed == wanted
+    return abs(printed - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
 
 
 def is_same_value(answer: str, expected: object) -> bool:

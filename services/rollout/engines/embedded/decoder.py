@@ -35,7 +35,7 @@ class PrefilledPrompts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownPrefix:
+class CachedPrefix:
     """The first tokens of a prompt, and a copy of their state.
 
     Attributes:
@@ -46,9 +46,9 @@ class KnownPrefix:
     tokens: TokenRow
     layers: torch.Tensor
 
-    def cut(self, length: int) -> KnownPrefix:
+    def cut(self, length: int) -> CachedPrefix:
         """Return the first `length` tokens, in the same memory."""
-        return KnownPrefix(self.tokens[:length], self.layers[:, :, :, :length])
+        return CachedPrefix(self.tokens[:length], self.layers[:, :, :, :length])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,9 @@ class Decoder(ABC):
             the prompt's state, and logits [tokens, vocab].
         """
 
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+    def extend(
+        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
+    ) -> PrefilledPrompts:
         """Compute the state of the tokens after each prompt's known prefix.
 
         Args:
@@ -105,7 +107,7 @@ class Decoder(ABC):
         """
         raise NotImplementedError("a decoder that keeps no prefix gets none")
 
-    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
+    def keep(self, row: int, tokens: TokenRow) -> CachedPrefix | None:
         """Return a copy of the state of a row's first `tokens`; ``None`` without state."""
         return None
 

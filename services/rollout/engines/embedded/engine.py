@@ -38,7 +38,7 @@ from services.rollout.engines.embedded.rows import EmbeddedRun
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
+from services.rollout.engines.threaded_engine import EngineCore, FlushPolicy, ThreadedEngine
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 # A sleep, not a timer: each request would wake this thread, and take the interpreter's turn from
 # the service's event loop, which needs it to let the next request in.
 _GATHER_S = 0.005
-_GATHER_MOST_S = 0.1
-_MOST_PROMPT_LOGITS = 1 << 30
+_MAX_GATHER_S = 0.1
+_MAX_PROMPT_LOGITS = 1 << 30
 
 _T = TypeVar("_T")
 
@@ -132,7 +132,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self,
         _number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: ImagePrompt | None,
     ) -> EmbeddedRun:
@@ -230,7 +230,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         if not self._has_turn and self.loop.has_work:
             self._has_turn = True
             if not self.loop.slots_busy:
-                self._gather_until_s = time.monotonic() + _GATHER_MOST_S
+                self._gather_until_s = time.monotonic() + _MAX_GATHER_S
                 self._num_gathered = 0
             asyncio.get_running_loop().call_soon(self._turn)
 
@@ -282,7 +282,7 @@ class EmbeddedEngine(ThreadedEngine[EmbeddedCore]):
 
     def _admit(self, request: GenerationRequest) -> None:
         super()._admit(request)
-        longest = _MOST_PROMPT_LOGITS // self.vocab_size
+        longest = _MAX_PROMPT_LOGITS // self.vocab_size
         if request.with_prompt_logprobs and request.prompt_token_ids.size > longest:
             raise InvalidRequestError(
                 f"request {request.request_id}: logprobs of a prompt of "

@@ -166,8 +166,8 @@ class GenericDecoder(SlotDecoder):
         model = self._model if to_end else self._model.base_model
         with kv_cache.slot_forward(forward):
             output = model(input_ids=token_ids, position_ids=positions, use_cache=False)
-        found: torch.Tensor = output[0]
-        return found
+        hidden: torch.Tensor = output[0]
+        return hidden
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)

@@ -5,7 +5,7 @@ are never repeated (grouped-query attention, Ainslie et al., 2023), and reads on
 the cache. Transformers models find the attention under `NAME`. They pass only the new tokens' keys
 and values; the running forward of this thread knows where these belong.
 
-A sample that ends leaves a copy of its keys and values in `KeptPrefixes`, under the name of its
+A sample that ends leaves a copy of its keys and values in `PrefixCache`, under the name of its
 conversation. A later prompt of that name takes what it shares with one of them, so that a retry, a
 branch and each of several agents find their part too. The copies lie beside the slots: what runs
 never waits for them.
@@ -30,8 +30,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.rollout.engines.embedded.decoder import (
+    CachedPrefix,
     Decoder,
-    KnownPrefix,
     PrefilledPrompts,
     Rows,
     TokenRow,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 CacheShape = tuple[int, int, int]
 """Layers, KV heads, head dim."""
 NAME = "sluice_slots"
-_MOST_MASKED = 1 << 27
+_MAX_MASK_ELEMENTS = 1 << 27
 """Most elements of the mask for new tokens after a known prefix; a whole prompt needs no mask."""
 
 
@@ -196,8 +196,10 @@ class SlotDecoder(Decoder):
         logits = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
         return PrefilledPrompts(tuple(forward.layers)), logits.flatten(0, -2)
 
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        extension = Extension(known, prompts, self._device)
+    def extend(
+        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
+    ) -> PrefilledPrompts:
+        extension = PrefixExtension(known, prompts, self._device)
         forward = PrefillForward(extension=extension)
         self._compute(extension.token_ids, extension.positions, forward)
         return PrefilledPrompts(tuple(forward.layers))
@@ -205,8 +207,8 @@ class SlotDecoder(Decoder):
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         self._cache.insert(prefilled, prompts, rows)
 
-    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
-        return KnownPrefix(tokens, self._cache.copy(row, len(tokens)))
+    def keep(self, row: int, tokens: TokenRow) -> CachedPrefix | None:
+        return CachedPrefix(tokens, self._cache.copy(row, len(tokens)))
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         self._cache.move(sources, targets, length)
@@ -267,7 +269,7 @@ def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> t
     return seen if window is None else seen & (places > positions[..., None] - window)
 
 
-class Extension:
+class PrefixExtension:
     """New tokens of prompts after their known prefixes.
 
     Args:
@@ -281,7 +283,7 @@ class Extension:
     """
 
     def __init__(
-        self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow], device: torch.device
+        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
     ) -> None:
         self._known = known
         starts = np.array([len(prefix.tokens) for prefix in known])
@@ -367,7 +369,7 @@ class PrefillForward:
 
     layers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     windowed: bool = False
-    extension: Extension | None = None
+    extension: PrefixExtension | None = None
 
     def add(
         self, keys: torch.Tensor, values: torch.Tensor, window: int | None
@@ -472,7 +474,7 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_, **__: None)
 
 
-class KeptPrefixes:
+class PrefixCache:
     """Kept prefixes by conversation name; the least recently used are dropped first.
 
     Args:
@@ -482,10 +484,10 @@ class KeptPrefixes:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._names: OrderedDict[KnownPrefix, str] = OrderedDict()
-        self._by_name: dict[str, list[KnownPrefix]] = {}
+        self._names: OrderedDict[CachedPrefix, str] = OrderedDict()
+        self._by_name: dict[str, list[CachedPrefix]] = {}
 
-    def put(self, name: str, prefix: KnownPrefix) -> None:
+    def put(self, name: str, prefix: CachedPrefix) -> None:
         """Keep a prefix, unless it alone exceeds the bound."""
         if len(prefix.tokens) > self.max_tokens:
             return
@@ -495,7 +497,7 @@ class KeptPrefixes:
         self._by_name.setdefault(name, []).append(prefix)
         self.num_tokens += len(prefix.tokens)
 
-    def take(self, name: str, tokens: TokenRow) -> KnownPrefix | None:
+    def take(self, name: str, tokens: TokenRow) -> CachedPrefix | None:
         """Return the longest kept beginning of `tokens`, which leaves at least one to compute;
         ``None``: there is none, or the rest is so long that the whole prompt is cheaper.
 
@@ -504,10 +506,10 @@ class KeptPrefixes:
         kept = self._by_name.get(name, ())
         shared, best = max(
             ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in kept),
-            key=lambda found: found[0],
+            key=lambda candidate: candidate[0],
             default=(0, None),
         )
-        is_dear = (len(tokens) - shared) * len(tokens) > _MOST_MASKED
+        is_dear = (len(tokens) - shared) * len(tokens) > _MAX_MASK_ELEMENTS
         if best is None or shared == 0 or is_dear:
             return None
         if shared == len(best.tokens):
@@ -522,7 +524,7 @@ class KeptPrefixes:
         self._by_name.clear()
         self.num_tokens = 0
 
-    def _remove(self, prefix: KnownPrefix) -> None:
+    def _remove(self, prefix: CachedPrefix) -> None:
         name = self._names.pop(prefix)
         self._by_name[name].remove(prefix)
         if not self._by_name[name]:
@@ -532,6 +534,6 @@ class KeptPrefixes:
 
 def _num_shared(first: TokenRow, second: TokenRow) -> int:
     """Return the length of the common prefix of two token rows."""
-    most = min(len(first), len(second))
-    differs = np.flatnonzero(first[:most] != second[:most])
-    return int(differs[0]) if differs.size else most
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if differs.size else length

@@ -19,12 +19,12 @@ import torch
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.decoder import (
+    CachedPrefix,
     Decoder,
-    KnownPrefix,
     PrefilledPrompts,
     TokenRow,
 )
-from services.rollout.engines.embedded.kv_cache import KeptPrefixes
+from services.rollout.engines.embedded.kv_cache import PrefixCache
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import EmbeddedRun, RowTable, RunningSample
 from services.rollout.engines.protocol import SampleChunk
@@ -198,7 +198,7 @@ class GenerationLoop:
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
         self._table = RowTable(settings.slots, settings.max_model_len)
         self._queue = PrefillQueue(settings.slots)
-        self._kept = KeptPrefixes(settings.kept_tokens)
+        self._kept = PrefixCache(settings.kept_tokens)
         self._plan = SamplingPlan()
         self._next_due = math.inf
         self.version: int | None = None
@@ -374,7 +374,7 @@ class GenerationLoop:
     def _prefill_units(self, new: Sequence[PrefillUnit]) -> None:
         """Compute the states of units, each from its longest kept prefix."""
         whole: list[PrefillUnit] = []
-        continued: list[tuple[PrefillUnit, KnownPrefix]] = []
+        continued: list[tuple[PrefillUnit, CachedPrefix]] = []
         for unit in new:
             self.prompt_tokens += len(unit.tokens) - 1
             # Equal image tokens do not imply equal images.

@@ -66,8 +66,8 @@ class RoutedDecoder(Decoder):
         """Return the experts of a pass that has ended, [rows, tokens, layers, k]."""
         chosen, self._chosen = self._chosen, []
         by_row = torch.stack(chosen, 1).unflatten(0, (rows, -1))
-        found: RoutedExperts = by_row.cpu().numpy().astype(self._experts.dtype)
-        return found
+        experts: RoutedExperts = by_row.cpu().numpy().astype(self._experts.dtype)
+        return experts
 
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
@@ -99,5 +99,5 @@ class RoutedDecoder(Decoder):
 
     def routing(self, row: int, length: int) -> RoutedExperts:
         """Return the experts of a row's first `length` tokens, [length, layers, k]."""
-        found: RoutedExperts = self._experts[row, :length].copy()
-        return found
+        experts: RoutedExperts = self._experts[row, :length].copy()
+        return experts

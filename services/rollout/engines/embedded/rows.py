@@ -19,7 +19,7 @@ from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sampling import uniforms
 from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineRun, Pace
+from services.rollout.engines.threaded_engine import EngineRun, FlushPolicy
 from sluice.vision.image_prompts import ImagePrompt
 
 _FIELDS = 6
@@ -40,7 +40,7 @@ class EmbeddedRun(EngineRun):
     def __init__(
         self,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: ImagePrompt | None = None,
     ) -> None:

@@ -34,7 +34,7 @@ import torch
 from services.rollout.engines.settings import installed, refuse_unknown
 from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokenizer, run_scheduler
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
-from services.rollout.engines.vendor_engines.request import Delta, SamplingChoice
+from services.rollout.engines.vendor_engines.request import EngineDelta, SamplingChoice
 from sluice.errors import ConfigError, EngineError, MissingPackageError, leaves
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePrompt
@@ -70,7 +70,7 @@ def sampling_parameters(choice: SamplingChoice, *, every_token: bool) -> dict[st
     }
 
 
-def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
+def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> EngineDelta:
     """Return the new tokens of an output of SGLang; some outputs repeat an earlier token.
 
     Args:
@@ -92,7 +92,7 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
             f"SGLang: {new} tokens of sample {request_id} came as {len(tokens)} token ids with "
             f"{len(logprobs)} logprobs"
         )
-    return Delta(
+    return EngineDelta(
         tokens,
         logprobs if new else [],
         reason.get("type"),
@@ -264,7 +264,7 @@ class SglangClient:
         *,
         every_token: bool = True,
         images: ImagePrompt | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[EngineDelta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
         Args:
@@ -415,8 +415,8 @@ def _sockets() -> set[Any]:
     """Return the sockets of SGLang's messages, which nothing lists, without second handles."""
     kind: Any = importlib.import_module("zmq").Socket
     # Not `isinstance`: it asks objects for their class, and some objects act on that.
-    found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return {one for one in found if not one._shadow}
+    sockets = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return {one for one in sockets if not one._shadow}
 
 
 def _close(sockets: Iterable[Any]) -> None:

@@ -28,7 +28,7 @@ from services.rollout.engines.sglang.settings import SglangSettings, sglang_sett
 from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
 from services.rollout.engines.vendor_engines.owner_watch import own_processes
-from services.rollout.engines.vendor_engines.request import Delta, RequestRun, VendorSample
+from services.rollout.engines.vendor_engines.request import EngineDelta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
@@ -86,7 +86,7 @@ class SglangCore(VendorCore):
         """Return a seed; a continued sample gets the random numbers that it would have had."""
         return stream_seed(request.sampling.seed, index, request.prompt_token_ids.size)
 
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]:
         # SGLang aborts all requests whose names begin with a given one; hence the dot at the end.
         name = f"{run.number}-{sample.index}."
         # A cache that other weights computed has another salt.

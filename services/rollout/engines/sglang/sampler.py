@@ -56,7 +56,7 @@ def sample_rows(
     temperatures: torch.Tensor,
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
-    most_candidates: int | None,
+    max_candidates: int | None,
     uniform: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token a row. Nothing here waits for the device.
@@ -66,7 +66,7 @@ def sample_rows(
         temperatures: [rows, 1], positive.
         top_ks: [rows] integers; 1 is greedy, the vocabulary's size or more is off.
         top_ps: [rows]; 1 is off.
-        most_candidates: at least the largest of `top_ks`; ``None`` if they are all off.
+        max_candidates: at least the largest of `top_ks`; ``None`` if they are all off.
         uniform: [rows] float64, see `uniform_rows`.
 
     Returns:
@@ -82,6 +82,6 @@ def sample_rows(
         greedy=greedy,
         top_k=kept[:, None],
         top_p=mass[:, None],
-        candidates=min(most_candidates or vocab, vocab),
+        candidates=min(max_candidates or vocab, vocab),
     )
     return sample_tokens(logits, plan, uniform)

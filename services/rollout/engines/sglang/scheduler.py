@@ -120,12 +120,12 @@ def _loadable(
     def without_memory(tensor: torch.Tensor | None) -> Any:
         if tensor is None:
             return None
-        found: Any = tensor.data.to("meta")
-        found.__class__ = type(tensor)
+        copied: Any = tensor.data.to("meta")
+        copied.__class__ = type(tensor)
         for name, value in vars(tensor).items():
             is_of_module = isinstance(value, MethodType) and value.__self__ is module
-            found.__dict__[name] = MethodType(value.__func__, copy) if is_of_module else value
-        return found
+            copied.__dict__[name] = MethodType(value.__func__, copy) if is_of_module else value
+        return copied
 
     return (
         {name: without_memory(one) for name, one in module._parameters.items()},
@@ -253,7 +253,7 @@ def _install_sampler() -> None:
     batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
 
 
-class TokenHold:
+class StreamThrottle:
     """Chooses the samples whose tokens are sent after a step.
 
     To send each token costs the scheduler a message and the client a pass for every sample and
@@ -296,26 +296,26 @@ def held_samples(scheduler: Any) -> list[Any]:
     Retracted ones wait in its queue, or are computed again a chunk at a time.
     """
     batches = (scheduler.running_batch, scheduler.last_batch)
-    found = [*scheduler.waiting_queue]
+    samples = [*scheduler.waiting_queue]
     if scheduler.chunked_req is not None:
-        found.append(scheduler.chunked_req)
-    found += [one for batch in batches if batch is not None for one in batch.reqs]
+        samples.append(scheduler.chunked_req)
+    samples += [one for batch in batches if batch is not None for one in batch.reqs]
     return [
         one
-        for one in {id(one): one for one in found}.values()
+        for one in {id(one): one for one in samples}.values()
         if one.stream and not one.finished() and len(one.output_ids) > one.send_token_offset
     ]
 
 
 def _install_hold() -> None:
-    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a question."""
+    """Make the scheduler hold tokens (`StreamThrottle`), and send them before any answer."""
     send_in_one_order()
     streamers: Any = importlib.import_module(
         "sglang.srt.managers.scheduler_components.output_streamer"
     )
     kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
     send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
-    hold = TokenHold()
+    hold = StreamThrottle()
 
     def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
         if chosen := hold.choose(samples):
@@ -355,9 +355,9 @@ def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
         positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
         logits = sampler._preprocess_logits(output.next_token_logits, info)
         uniform = uniform_rows(info.sampling_seed, positions)
-        most = info.max_top_k if info.need_top_k_sampling else None
+        max_top_k = info.max_top_k if info.need_top_k_sampling else None
         tokens, logprobs = sample_rows(
-            logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
+            logits, info.temperatures, info.top_ks, info.top_ps, max_top_k, uniform
         )
         if return_logprob:
             output.next_token_logprobs = logprobs

@@ -28,9 +28,9 @@ from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, VendorSettings
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, Pace
+from services.rollout.engines.threaded_engine import EngineCore, FlushPolicy
 from services.rollout.engines.vendor_engines.request import (
-    Delta,
+    EngineDelta,
     RequestRun,
     VendorSample,
     VersionSpans,
@@ -82,13 +82,13 @@ def check_files(folder: Path, described: CausalLM) -> None:
         CheckpointError: a file is missing or damaged, or lacks a tensor that the index names.
         ConfigError: other weights are missing.
     """
-    found = tensor_names(folder).keys()
+    names = tensor_names(folder).keys()
     in_files, state = checkpoint_names(described.model), described.model.state_dict()
     known = in_files(state).keys()
     own = in_files({spec.name: state[spec.name] for spec in described.layout.tensors})
-    missing = own.keys() - found
-    if not found or (missing and found <= known):
-        lacks = f"{len(missing)} weights, first {min(missing)}" if found else "*.safetensors"
+    missing = own.keys() - names
+    if not names or (missing and names <= known):
+        lacks = f"{len(missing)} weights, first {min(missing)}" if names else "*.safetensors"
         raise ConfigError(
             f"actor_rollout_ref.model.path={str(folder)!r} lacks {lacks}; copy the complete "
             "checkpoint"
@@ -201,14 +201,14 @@ class VendorCore(EngineCore[RequestRun]):
         """Return the seed of a sample that continues `num_continued` tokens."""
 
     @abstractmethod
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]:
         """Sample one sample; closing the iterator aborts it.
 
         Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
         that `so_far` returned.
         """
 
-    def so_far(self, _run: RequestRun, _sample: VendorSample) -> Delta | None:
+    def so_far(self, _run: RequestRun, _sample: VendorSample) -> EngineDelta | None:
         """Return the tokens of a running sample that `deltas` holds back, without waiting.
 
         ``None`` if there are no new ones.
@@ -253,7 +253,7 @@ class VendorCore(EngineCore[RequestRun]):
         self,
         number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> RequestRun:

@@ -20,7 +20,7 @@ import numpy as np
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineRun, Pace
+from services.rollout.engines.threaded_engine import EngineRun, FlushPolicy
 from sluice.errors import EngineError, leaves
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 
@@ -55,7 +55,7 @@ class SamplingChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class EngineDelta:
     """New tokens of one sample, from a vendor's engine.
 
     Attributes:
@@ -138,8 +138,8 @@ class _Core(Protocol):
     layout: CheckpointLayout
 
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int: ...
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]: ...
-    def so_far(self, run: RequestRun, sample: VendorSample, /) -> Delta | None: ...
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]: ...
+    def so_far(self, run: RequestRun, sample: VendorSample, /) -> EngineDelta | None: ...
     def serving_version(self) -> int: ...
     def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None: ...
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None: ...
@@ -160,7 +160,7 @@ class RequestRun(EngineRun):
         self,
         number: int,
         request: GenerationRequest,
-        pace: Pace,
+        pace: FlushPolicy,
         vendor: _Core,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
@@ -300,7 +300,7 @@ class RequestRun(EngineRun):
                 if self._take(sample, delta):
                     return  # closing the stream aborts the sample, unless it has ended
 
-    def _take(self, sample: VendorSample, delta: Delta) -> bool:
+    def _take(self, sample: VendorSample, delta: EngineDelta) -> bool:
         """Take new tokens of a sample; return whether no more are wanted.
 
         That is so if a string ends it, or if it ended while the tokens were on their way.
@@ -327,7 +327,7 @@ class RequestRun(EngineRun):
             self._hand_on([sample], None)
         return end is not None
 
-    def _count(self, sample: VendorSample, delta: Delta) -> None:
+    def _count(self, sample: VendorSample, delta: EngineDelta) -> None:
         prompt = cached = 0
         if not sample.prefill_known and delta.cached_tokens is not None:
             sample.prefill_known = True
@@ -336,7 +336,7 @@ class RequestRun(EngineRun):
         self.sampled += len(delta.token_ids)
 
     def _routing(
-        self, sample: VendorSample, delta: Delta, reason: FinishReason
+        self, sample: VendorSample, delta: EngineDelta, reason: FinishReason
     ) -> RoutedExperts | None:
         """Return the experts of a finished sample, if wanted and complete.
 
@@ -344,13 +344,13 @@ class RequestRun(EngineRun):
         changed within the sample and the cache was computed again, vLLM reports the first passes'
         experts, so samples of several versions have none.
         """
-        found = delta.routing
-        if found is None or not self.request.with_routing or reason is FinishReason.ABORTED:
+        routing = delta.routing
+        if routing is None or not self.request.with_routing or reason is FinishReason.ABORTED:
             return None
         if len(set(sample.versions)) > 1:
             return None
         tokens = len(sample.versions)
-        return found if tokens and len(found) == len(sample.prompt) + tokens - 1 else None
+        return routing if tokens and len(routing) == len(sample.prompt) + tokens - 1 else None
 
     def _hand_on(
         self,
@@ -373,11 +373,13 @@ class RequestRun(EngineRun):
     def _scored(self, index: int, sent: PromptLogprobs) -> SampleChunk:
         """Return a chunk with the prompt's logprobs, without those of continued tokens after it."""
         own = slice(self.request.prompt_token_ids.size - 1)
-        found = PromptLogprobs(sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own])
+        prompt_logprobs = PromptLogprobs(
+            sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own]
+        )
         version = self._vendor.serving_version()
         none = np.zeros(0, np.float32)
         return SampleChunk(
-            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=found
+            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=prompt_logprobs
         )
 
     def _end_of(self, index: int, reason: FinishReason) -> SampleChunk:

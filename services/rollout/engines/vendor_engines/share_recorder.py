@@ -103,8 +103,8 @@ def meta_copy(model: torch.nn.Module, tensors_of: TensorsOf) -> torch.nn.Module:
         copy.__dict__.update(own)
         return copy
 
-    found: torch.nn.Module = copied(model)
-    return found
+    copied_model: torch.nn.Module = copied(model)
+    return copied_model
 
 
 def recorded_share(
@@ -174,12 +174,12 @@ class _Reads(TorchDispatchMode):
 
     def share(self) -> WeightShare:
         """Return what was read. A tensor that was not, may have been kept: it is needed whole."""
-        found = {
+        cuts_of = {
             name: _cuts(boxes, tuple(self.tensors[name].shape))
             for name, boxes in self._boxes.items()
             if name not in self._whole
         }
-        return WeightShare(tuple((name, cuts) for name, cuts in sorted(found.items()) if cuts))
+        return WeightShare(tuple((name, cuts) for name, cuts in sorted(cuts_of.items()) if cuts))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         parts = _in_parts(self, func, args, kwargs or {})
@@ -246,7 +246,7 @@ def _box(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
 
 def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
     """Return cuts that have all boxes, and as little else as cuts can."""
-    found = []
+    kept_cuts = []
     for dimension, size in enumerate(shape):
         ranges: list[tuple[int, int]] = []
         for start, end in sorted({box[dimension] for box in boxes}):
@@ -255,10 +255,10 @@ def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
             else:
                 ranges.append((start, end))
         if ranges != [(0, size)]:
-            found.append(Cut(dimension, tuple((start, end - start) for start, end in ranges)))
-    while num_blocks(tuple(found)) > MAX_RANGES:
-        found.remove(max(found, key=lambda cut: len(cut.ranges)))
-    return tuple(found)
+            kept_cuts.append(Cut(dimension, tuple((start, end - start) for start, end in ranges)))
+    while num_blocks(tuple(kept_cuts)) > MAX_RANGES:
+        kept_cuts.remove(max(kept_cuts, key=lambda cut: len(cut.ranges)))
+    return tuple(kept_cuts)
 
 
 class ShareLoading:

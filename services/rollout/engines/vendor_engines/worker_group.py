@@ -137,8 +137,8 @@ class WorkerGroup:
             raise WeightSyncError("trainer", phase, str(error)) from error
         digest = combined_digest({name: bytes.fromhex(one) for name, one in parts.items()})
         self.staged = (version, digest)
-        most_bytes = max(one.received_bytes for one in staged)
-        return StagedVersion(version, digest, most_bytes, max(one.seconds for one in staged), parts)
+        max_bytes = max(one.received_bytes for one in staged)
+        return StagedVersion(version, digest, max_bytes, max(one.seconds for one in staged), parts)
 
     async def _outcomes(self, phase: str, method: str, *arguments: object) -> list[Answer]:
         """Begin a join or a stage and wait for the workers' threads; after a failure of one, all

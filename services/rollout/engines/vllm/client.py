@@ -21,7 +21,11 @@ import numpy as np
 
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.settings import installed, refuse_unknown
-from services.rollout.engines.vendor_engines.request import Delta, PromptImages, SamplingChoice
+from services.rollout.engines.vendor_engines.request import (
+    EngineDelta,
+    PromptImages,
+    SamplingChoice,
+)
 from sluice.errors import ConfigError, EngineError, InvalidRequestError, MissingPackageError
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePromptReader
@@ -67,14 +71,14 @@ def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: i
         InvalidRequestError: there are more or fewer runs.
     """
     collapsed: list[int] = []
-    found = 0
+    num_runs = 0
     for is_image, run in groupby(token_ids, key=lambda token: token == image_token_id):
         collapsed += [image_token_id] if is_image else run
-        found += is_image
-    if found != num_images:
+        num_runs += is_image
+    if num_runs != num_images:
         raise InvalidRequestError(
-            f"prompt: {num_images} images, but {found} runs of the image token {image_token_id}; "
-            "give each image a run of its own, with other tokens between them"
+            f"prompt: {num_images} images, but {num_runs} runs of the image token "
+            f"{image_token_id}; give each image a run of its own, with other tokens between them"
         )
     return collapsed
 
@@ -248,7 +252,7 @@ class VllmClient:
         *,
         images: PromptImages | None = None,
         known: Callable[[], int] | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[EngineDelta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
         Tokens come as vLLM samples them. With `known` they come at the end, where this version can
@@ -284,7 +288,7 @@ class VllmClient:
         except Exception as error:
             raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
 
-    def so_far(self, request_id: str, known: int) -> Delta | None:
+    def so_far(self, request_id: str, known: int) -> EngineDelta | None:
         """Return the tokens after the first `known` that are held of a running sample.
 
         ``None`` if there are no new ones.
@@ -296,7 +300,7 @@ class VllmClient:
             state = processor.request_states.get(name)
             if state and (token_ids := state.detokenizer.output_token_ids[known:]):
                 logprobs = _sampled_logprobs(state.logprobs_processor.logprobs, token_ids, known)
-                return Delta(token_ids, logprobs, None, state.num_cached_tokens)
+                return EngineDelta(token_ids, logprobs, None, state.num_cached_tokens)
         return None
 
     def _inputs(
@@ -447,12 +451,12 @@ def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
         )
 
 
-def _delta(output: Any, expert_layers: Sequence[int], known: int) -> Delta:
+def _delta(output: Any, expert_layers: Sequence[int], known: int) -> EngineDelta:
     (completion,) = output.outputs
     routing = getattr(completion, "routed_experts", None)  # in the last output: [tokens, layers, k]
     token_ids = list(completion.token_ids[known:])
     spans = getattr(completion, "weight_versions", None) or ()
-    return Delta(
+    return EngineDelta(
         token_ids,
         _sampled_logprobs(completion.logprobs, token_ids, known),
         completion.finish_reason if output.finished else None,

@@ -20,7 +20,7 @@ from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
 from services.rollout.engines.vendor_engines.owner_watch import own_processes
 from services.rollout.engines.vendor_engines.request import (
-    Delta,
+    EngineDelta,
     PromptImages,
     RequestRun,
     VendorSample,
@@ -111,7 +111,7 @@ class VllmCore(VendorCore):
         digest = hashlib.blake2b(text, digest_size=_SEED_BYTES).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[EngineDelta]:
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
         return self.client.generate(
             _request_id(run, sample),
@@ -123,7 +123,7 @@ class VllmCore(VendorCore):
             known=None if run.reads_tokens else sample.num_taken,
         )
 
-    def so_far(self, run: RequestRun, sample: VendorSample) -> Delta | None:
+    def so_far(self, run: RequestRun, sample: VendorSample) -> EngineDelta | None:
         """Return the tokens that vLLM's client has of a running sample beyond those taken."""
         return self.client.so_far(_request_id(run, sample), sample.num_taken())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from services.trainer.learner.batch.packed_rows import (
     AttendedSequence,
     PackedImages,
-    PlacedPiece,
+    PackedPiece,
     Positions,
     TrainingRow,
     pack_images,
@@ -96,8 +96,8 @@ class Gathering:
         more = positions[:0] if more is None else more
         unused = np.flatnonzero(back < 0)
         parts = [np.maximum(positions, 0), np.maximum(back, 0), unused, more, positions[more]]
-        found = [torch.from_numpy(one).to(device) for one in parts]
-        return cls(found[0], found[1], found[2], found[3], found[4])
+        tensors = [torch.from_numpy(one).to(device) for one in parts]
+        return cls(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4])
 
     @classmethod
     def of_all(cls, positions: Positions, number: int, device: torch.device) -> Gathering:
@@ -434,21 +434,21 @@ def pack_rows(
 
 
 def _pack_routing(
-    pieces: Sequence[PlacedPiece], num_tokens: int, share: SequenceShare | None
+    pieces: Sequence[PackedPiece], num_tokens: int, share: SequenceShare | None
 ) -> PackedRouting | None:
     """Pack the rows' experts like their tokens."""
-    found: list[tuple[int, RoutedExperts]] = []
+    placed: list[tuple[int, RoutedExperts]] = []
     for piece in pieces:
         # The prompt's experts are the same in all rows. An episode has none.
         places = [(piece.start, piece.first.prompt_routing)]
         places += [(paths[0].at.start, paths[0].row.routing) for paths in piece.rows.values()]
-        found += [(start, one) for start, one in places if one is not None]
-    if not found:
+        placed += [(start, one) for start, one in places if one is not None]
+    if not placed:
         return None
-    first = found[0][1]
+    first = placed[0][1]
     experts = np.zeros((num_tokens, *first.shape[1:]), first.dtype)
     known = np.zeros(num_tokens, np.bool_)
-    for start, one in found:
+    for start, one in placed:
         experts[start : start + len(one)] = one
         known[start : start + len(one)] = True
     by_layer = experts.transpose(1, 2, 0)

@@ -83,7 +83,7 @@ class AttendedSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedPath:
+class PackedPath:
     """A path of a row, and the packed positions of all of its tokens but the last.
 
     The last one is only a label: nothing is predicted after it.
@@ -111,7 +111,7 @@ class PlacedPath:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedPiece:
+class PackedPiece:
     """The prompt of a group at packed positions ``[start, start + length)``, and its rows' paths.
 
     The prompt has length 0 if no path follows it.
@@ -119,10 +119,10 @@ class PlacedPiece:
 
     start: int
     length: int
-    rows: Mapping[int, tuple[PlacedPath, ...]]  # by index in the mini-batch, in packed order
+    rows: Mapping[int, tuple[PackedPath, ...]]  # by index in the mini-batch, in packed order
 
     @property
-    def paths(self) -> list[PlacedPath]:
+    def paths(self) -> list[PackedPath]:
         """Return all paths, in packed order."""
         return [path for paths in self.rows.values() for path in paths]
 
@@ -179,33 +179,35 @@ def _routed(
     return None if experts is None or layers is None else experts[tokens, layers]
 
 
-def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PlacedPiece]:
+def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PackedPiece]:
     """Place each prompt once, then its rows' paths; leave out pieces and rows without paths."""
-    placed: list[PlacedPiece] = []
+    placed: list[PackedPiece] = []
     cursor = 0
     for piece in pieces:
-        paths = {index: found for index in piece.row_indices if (found := rows[index].paths())}
+        paths = {
+            index: row_paths for index in piece.row_indices if (row_paths := rows[index].paths())
+        }
         if not paths:
             continue
         start = cursor
-        if any(path.follows_prompt for found in paths.values() for path in found):
+        if any(path.follows_prompt for row_paths in paths.values() for path in row_paths):
             cursor += int(rows[piece.row_indices[0]].prompt_token_ids.size)
         length = cursor - start
-        of_rows: dict[int, tuple[PlacedPath, ...]] = {}
-        for index, found in paths.items():
+        of_rows: dict[int, tuple[PackedPath, ...]] = {}
+        for index, row_paths in paths.items():
             own = []
-            for path in found:
+            for path in row_paths:
                 shared = length if path.follows_prompt else 0
                 at = AttendedSequence(start, shared, cursor, int(path.token_ids.size) - 1)
-                own.append(PlacedPath(rows[index], path, at))
+                own.append(PackedPath(rows[index], path, at))
                 cursor += at.length
             of_rows[index] = tuple(own)
-        placed.append(PlacedPiece(start, length, of_rows))
+        placed.append(PackedPiece(start, length, of_rows))
     return placed
 
 
 def packed_inputs(
-    pieces: Sequence[PlacedPiece], images: Mapping[int, ImagePrompt]
+    pieces: Sequence[PackedPiece], images: Mapping[int, ImagePrompt]
 ) -> tuple[Positions, Positions]:
     """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
 
@@ -305,13 +307,13 @@ def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]
     """Return the rank that encodes each image: consecutive images, with about equal numbers of
     tokens."""
     middles = 2 * np.cumsum(sizes) - sizes
-    found: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
-    return found
+    ranks_of_images: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
+    return ranks_of_images
 
 
 def _common(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
     """Return for each rank how many numbers of this rank's interval in `ours` lie in that rank's
     in `theirs`."""
     first, end = np.maximum(theirs[:-1], ours[rank]), np.minimum(theirs[1:], ours[rank + 1])
-    found: list[int] = np.maximum(end - first, 0).tolist()
-    return found
+    shared: list[int] = np.maximum(end - first, 0).tolist()
+    return shared

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
@@ -67,7 +67,7 @@ def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor
     The reward of a turn without tokens is placed at the last token before it.
     """
     rollouts = [one for group in batch.groups for one in group.rollouts]
-    found: dict[tuple[int, int], float] = {}
+    by_token: dict[tuple[int, int], float] = {}
     for row, rollout in enumerate(rollouts):
         if all(turn.reward is None for turn in rollout.turns):
             continue
@@ -75,23 +75,23 @@ def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor
         for turn in rollout.turns:
             end += turn.token_ids.size
             column = max(end - 1, 0)
-            found[row, column] = found.get((row, column), 0.0) + (turn.reward or 0.0)
-    if not found:
+            by_token[row, column] = by_token.get((row, column), 0.0) + (turn.reward or 0.0)
+    if not by_token:
         return None
     values = np.zeros((len(rollouts), width), np.float32)
-    for place, reward in found.items():
+    for place, reward in by_token.items():
         values[place] = reward
     return torch.from_numpy(values).to(device)
 
 
 def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
     missing = float("nan")
-    found = [
+    baselines = [
         missing if group.baseline_reward is None else group.baseline_reward
         for group in batch.groups
         for _ in group.rollouts
     ]
-    return torch.tensor(found, dtype=torch.float32, device=device)
+    return torch.tensor(baselines, dtype=torch.float32, device=device)
 
 
 def reward_components(
@@ -147,10 +147,10 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
             )
             for one in group.rollouts
         ]
-        for name, tokens, found in parts:
-            if found is None or is_absent(found):
+        for name, tokens, routing in parts:
+            if routing is None or is_absent(routing):
                 continue
-            if wrong := _wrong_experts(tokens, found, shape):
+            if wrong := _wrong_experts(tokens, routing, shape):
                 raise PeerError(
                     "reward service",
                     "handing out a batch",
@@ -159,26 +159,26 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
                 )
 
 
-def _wrong_experts(tokens: int, found: RoutedExperts, shape: RoutingShape | None) -> str:
+def _wrong_experts(tokens: int, experts: RoutedExperts, shape: RoutingShape | None) -> str:
     if shape is None:
         return "experts for a model without any"
     expected = (tokens, shape.layers, shape.per_token)
-    if found.shape != expected:
-        return f"experts {found.shape} instead of [tokens, layers, experts per token] {expected}"
-    if found.dtype != expert_dtype(shape.num_experts):
-        return f"experts in {found.dtype} for {shape.num_experts} experts in a layer"
-    if (highest := int(found.max())) >= shape.num_experts:
+    if experts.shape != expected:
+        return f"experts {experts.shape} instead of [tokens, layers, experts per token] {expected}"
+    if experts.dtype != expert_dtype(shape.num_experts):
+        return f"experts in {experts.dtype} for {shape.num_experts} experts in a layer"
+    if (highest := int(experts.max())) >= shape.num_experts:
         return f"expert {highest} of {shape.num_experts}"
-    ends = np.sort(found[[0, -1]], axis=-1)  # all tokens would take too long
+    ends = np.sort(experts[[0, -1]], axis=-1)  # all tokens would take too long
     if (ends[..., 1:] == ends[..., :-1]).any():
         return "a token has an expert twice in a layer"
     return ""
 
 
 def gather_tokens(
-    found: Iterable[tuple[MicroBatch, Tensor]],
+    outputs: Iterable[tuple[MicroBatch, Tensor]],
     table: BatchTable,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     phase: str,
 ) -> Tensor:
     """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
@@ -187,7 +187,7 @@ def gather_tokens(
     mask.
     """
     values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
-    for micro_batch, tokens in found:
+    for micro_batch, tokens in outputs:
         values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
     parallel.sum_rows(values, phase)
     return values
@@ -233,7 +233,7 @@ class BatchCut:
 def split_batch(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     *,
     step: int,
     device: torch.device,
@@ -260,7 +260,7 @@ def split_batch(
 def own_rows(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     *,
     step: int,
     skipped: Container[int] = (),
@@ -293,7 +293,7 @@ class _Shares:
 def _divided(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     step: int,
     skipped: Container[int],
 ) -> Iterator[_Shares]:
@@ -317,7 +317,7 @@ def _divided(
 def _mini_batch(
     shares: _Shares,
     cut: BatchCut,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
 ) -> MiniBatch:

@@ -142,10 +142,10 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _GatheringContext, of_places: Tensor) -> tuple[Tensor, None]:
-        found = ctx.gathering
-        gradient = of_places.index_select(0, found.back).index_fill_(0, found.unused, 0.0)
-        if found.more.numel():
-            gradient.index_add_(0, found.of_more, of_places.index_select(0, found.more))
+        gathering = ctx.gathering
+        gradient = of_places.index_select(0, gathering.back).index_fill_(0, gathering.unused, 0.0)
+        if gathering.more.numel():
+            gradient.index_add_(0, gathering.of_more, of_places.index_select(0, gathering.more))
         return gradient, None
 
 

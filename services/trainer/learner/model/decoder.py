@@ -1,7 +1,7 @@
 """The trainer's own decoder layers, which replace those of transformers.
 
 transformers builds, reads and saves a model, which keeps its class, configuration, embeddings,
-rotary embedding, last norm and head. `use_own_layers` replaces each decoder layer by a
+rotary embedding, last norm and head. `use_native_layers` replaces each decoder layer by a
 `DecoderLayer` with the same parameters: names, tied weights and weight files stay those of
 transformers. One class covers all `FAMILIES`, with biases and query and key norms as options.
 Vision towers keep their layers.
@@ -61,26 +61,26 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
+def use_native_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
     """Replace the decoder layers of a model in place; leave a model of another family as it is.
 
     Args:
         model: built by transformers, its weights read or not; not sharded yet.
         compiled: compile what a layer does before and after attention.
     """
-    found = [
+    replaceable = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if _class(layer) in FAMILIES
     ]
-    unknown = sorted({part for _, _, layer in found for part in _unknown(layer)})
-    if not found or unknown:
+    unknown = sorted({part for _, _, layer in replaceable for part in _unknown(layer)})
+    if not replaceable or unknown:
         reason = f"their {', '.join(unknown)} is new" if unknown else "the family has no own ones"
         reason += "; use_torch_compile does not compile them" if compiled else ""
         logger.info("%s trains with transformers' layers: %s", type(model).__name__, reason)
         return
-    for parent, name, layer in found:
+    for parent, name, layer in replaceable:
         own = DecoderLayer(layer)
         if compiled:
             own.compile_parts()
@@ -150,8 +150,8 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def _after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.self_attn.output(attended)
-        found: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return found
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 class Attention(nn.Module):
@@ -167,10 +167,10 @@ class Attention(nn.Module):
         self.scaling: float = theirs.scaling
         self.sliding_window: int | None = getattr(theirs, "sliding_window", None)
         self.tensor: TensorShare | None = None
-        self.q_proj = own_linear(theirs.q_proj)
-        self.k_proj = own_linear(theirs.k_proj)
-        self.v_proj = own_linear(theirs.v_proj)
-        self.o_proj = own_linear(theirs.o_proj)
+        self.q_proj = native_linear(theirs.q_proj)
+        self.k_proj = native_linear(theirs.k_proj)
+        self.v_proj = native_linear(theirs.v_proj)
+        self.o_proj = native_linear(theirs.o_proj)
         self.q_norm = self.k_norm = None
         if hasattr(theirs, "q_norm"):
             self.q_norm, self.k_norm = FloatRmsNorm(theirs.q_norm), FloatRmsNorm(theirs.k_norm)
@@ -221,8 +221,8 @@ class Attention(nn.Module):
     def output(self, attended: Tensor) -> Tensor:
         """Return what attention adds to this rank's tokens, [1, t, width], from [1, T, heads,
         dim]."""
-        found: Tensor = self.o_proj(attended.flatten(2))
-        return found if self.tensor is None else self.tensor.scatter(found)
+        projected: Tensor = self.o_proj(attended.flatten(2))
+        return projected if self.tensor is None else self.tensor.scatter(projected)
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -240,9 +240,9 @@ class GatedMlp(nn.Module):
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
         super().__init__()
         self.tensor: TensorShare | None = None
-        self.gate_proj = own_linear(theirs.gate_proj)
-        self.up_proj = own_linear(theirs.up_proj)
-        self.down_proj = own_linear(theirs.down_proj)
+        self.gate_proj = native_linear(theirs.gate_proj)
+        self.up_proj = native_linear(theirs.up_proj)
+        self.down_proj = native_linear(theirs.down_proj)
         self.act_fn: nn.Module = theirs.act_fn
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -250,8 +250,8 @@ class GatedMlp(nn.Module):
         if self.tensor is not None:
             hidden = self.tensor.gather(hidden)
         gated = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
-        found: Tensor = self.down_proj(gated)
-        return found if self.tensor is None else self.tensor.scatter(found)
+        output: Tensor = self.down_proj(gated)
+        return output if self.tensor is None else self.tensor.scatter(output)
 
 
 def _mlp(theirs: nn.Module) -> nn.Module:
@@ -271,8 +271,8 @@ def own_part(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight
     gradients = [Partial() if one.is_replicate() else one for one in weight.placements]
-    found: Tensor = weight.to_local(grad_placements=gradients)
-    return found
+    local: Tensor = weight.to_local(grad_placements=gradients)
+    return local
 
 
 def value_head(model: nn.Module) -> nn.Module | None:
@@ -301,12 +301,12 @@ class Linear(nn.Linear):
         return linear(hidden, own_part(weight), own)
 
 
-def own_linear(theirs: nn.Linear) -> Linear:
+def native_linear(theirs: nn.Linear) -> Linear:
     """Return a layer with the same parameters."""
     # Without memory: it takes over the parameters of the other layer.
-    found = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")
-    found.weight, found.bias = theirs.weight, theirs.bias
-    return found
+    ours = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")
+    ours.weight, ours.bias = theirs.weight, theirs.bias
+    return ours
 
 
 class FloatRmsNorm(nn.Module):

@@ -124,11 +124,11 @@ class RoutingTape:
         Args:
             routings: one for each pass, in order; the same number on all ranks.
         """
-        found = [(one, layer) for one in routings for layer in sorted(one.experts)]
-        if not found:
+        pairs = [(one, layer) for one in routings for layer in sorted(one.experts)]
+        if not pairs:
             return
-        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in found])
-        for (one, layer), rows in zip(found, self._exchanged(counts), strict=True):
+        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in pairs])
+        for (one, layer), rows in zip(pairs, self._exchanged(counts), strict=True):
             one.rows[layer], one.is_exchanged = rows, True
 
     def note(self, layer: int, experts: Tensor) -> None:
@@ -284,11 +284,11 @@ class Experts(nn.Module):
         down = _products(inner, own_part(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
 
-    def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def _adapted(self, projection: str, output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         if projection not in self.each or not self.each[projection].is_on:
-            return found
+            return output
         added: Tensor = self.each[projection](rows, ends)
-        return found + added
+        return output + added
 
 
 class SparseExperts(nn.Module):
@@ -336,9 +336,9 @@ class SparseExperts(nn.Module):
         places = torch.empty_like(order)  # the rows of each token
         places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places, token = places.view(experts.shape), order // self.num_chosen
-        spread: Tensor = _Spread.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
-        found = self._computed(spread, rows)
-        combined: Tensor = _Combine.apply(found, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Dispatch.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
+        outputs = self._computed(spread, rows)
+        combined: Tensor = _Combine.apply(outputs, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
@@ -361,12 +361,12 @@ class SparseExperts(nn.Module):
         number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
         order = by_row.argsort(stable=True)
-        found = self.experts(there.index_select(0, order), counts.sum(0))
-        back = torch.empty_like(found).index_copy(0, order, found)
+        outputs = self.experts(there.index_select(0, order), counts.sum(0))
+        back = torch.empty_like(outputs).index_copy(0, order, outputs)
         return all_to_all(back, group, rows.received, rows.sent)
 
 
-def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
+def use_native_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
     """Replace the blocks of a model of transformers, if its family is known; keep the weights.
 
     Args:
@@ -395,7 +395,7 @@ def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
             owner.register_forward_pre_hook(lambda *_: tape.begin())
 
 
-def check_own_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
+def check_native_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
     """Refuse a setting for a model without the trainer's own experts.
 
     Args:
@@ -419,7 +419,7 @@ def check_dividable(model: PreTrainedModel, size: int) -> None:
         ConfigError: names family, numbers and remedy.
     """
     if size > 1:
-        check_own_experts(model, f"{EXPERT_KEY}={size}", 1)
+        check_native_experts(model, f"{EXPERT_KEY}={size}", 1)
         config = model.config.get_text_config()
         check_experts(size, config.num_experts, model.config.model_type)
 
@@ -469,10 +469,10 @@ def balance_metrics(load: Tensor) -> Mapping[str, float]:
         load: [layers, experts], rows of all ranks.
     """
     violation = load / load.float().mean(1, keepdim=True).clamp_min(1e-9) - 1.0
-    most = violation.amax(1)
+    max_violation = violation.amax(1)
     return {
-        "actor/moe/max_vio/avg": float(most.mean()),
-        "actor/moe/max_vio/max": float(most.max()),
+        "actor/moe/max_vio/avg": float(max_violation.mean()),
+        "actor/moe/max_vio/max": float(max_violation.max()),
         "actor/moe/avg_vio/avg": float(violation.abs().mean()),
     }
 
@@ -500,8 +500,8 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if not len(rows):  # no token came to this rank; CUDA kernels refuse products over no rows
         return rows @ weights[0].t()
     if _grouped_mm is not None and weights.dtype in _GROUPED_DTYPES:
-        found: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-        return found
+        product: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        return product
     parts = rows.tensor_split(ends.tolist()[:-1])
     return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
 
@@ -511,7 +511,7 @@ class _ExpertContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _Spread(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
 
     @staticmethod
@@ -554,8 +554,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    found: Tensor = activation(gate) * up
-    return found
+    gated: Tensor = activation(gate) * up
+    return gated
 
 
 def _used(function: F, ctx: _ExpertContext) -> F:

@@ -18,12 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.forward import plain_class
 from services.trainer.learner.model.weight_files import expert_names
-from services.trainer.learner.places import Directory, Sizes
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import TensorFile, file_name
+from services.trainer.learner.tensor_layouts import Sizes, TensorLayouts
 from services.trainer.learner.weight_stream import (
     BUCKET_BYTES,
-    Rows,
+    TensorRows,
     cut_buckets,
     exchange_rows,
 )
@@ -52,8 +52,8 @@ def write_model(
     folder: Path,
     model: PreTrainedModel,
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[None]:
@@ -66,7 +66,7 @@ def write_model(
     Args:
         model: its own weights are not read.
         parts: this rank's `local_part` of every tensor of the files.
-        directory: the folder, the same on all ranks.
+        layouts: the folder, the same on all ranks.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -76,14 +76,14 @@ def write_model(
     if parallel.rank == 0:
         model.save_pretrained(folder, state_dict={})  # configuration, generation, custom code
     yield
-    names = published_names(model, directory)
+    names = published_names(model, layouts)
     if names is None:
-        yield from _write_converted(folder, model, parts, directory, parallel)
+        yield from _write_converted(folder, model, parts, layouts, parallel)
         return
-    files = share_files(directory, names, parallel.world_size)
+    files = share_files(layouts, names, parallel.world_size)
     if parallel.rank == 0 and len(files) > 1:
         _write_index(folder, files)
-    yield from write_files(folder, _STEM, files, parts, directory, parallel, bucket_bytes)
+    yield from write_files(folder, _STEM, files, parts, layouts, parallel, bucket_bytes)
 
 
 def write_files(
@@ -91,29 +91,31 @@ def write_files(
     stem: str,
     files: Sequence[ModelFile],
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[None]:
     """Write a file on each of the first ranks; arguments and errors as in `write_model`."""
-    buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
+    buckets = [list(cut_buckets(layouts, file.parameters, bucket_bytes)) for file in files]
     # Opening is a part of its own, so that a rank that fails leaves no other in an exchange.
     if parallel.rank >= len(files):
         yield
-        yield from _exchange(buckets, parts, directory, parallel, None)
+        yield from _exchange(buckets, parts, layouts, parallel, None)
         return
     name = file_name(stem, parallel.rank, len(files))
     with TensorFile(folder / name, files[parallel.rank].tensors) as file:
         yield
-        yield from _exchange(buckets, parts, directory, parallel, file)
+        yield from _exchange(buckets, parts, layouts, parallel, file)
 
 
-def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str, Published] | None:
+def published_names(
+    model: PreTrainedModel, layouts: TensorLayouts
+) -> Mapping[str, Published] | None:
     """Return the tensors of a model's files by parameter; None if they are made in another way.
 
     Use empty tensors as weights while transformers names them.
     """
-    meta = _empty(directory)
+    meta = _empty(layouts)
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
     written = _published(model, dict(meta))
     renamed = {
@@ -123,16 +125,16 @@ def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str
         and tensor.is_contiguous()
         and tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize
     }
-    found: dict[str, Published] = {}
-    for name, placed in directory.items():
+    names: dict[str, Published] = {}
+    for name, placed in layouts.items():
         experts = [one for parts in expert_names(name, placed.shape[0]) for one in parts]
         if experts and all(one in written for one in experts):
-            found[name] = [(one, tuple(written[one].shape)) for one in experts]
+            names[name] = [(one, tuple(written[one].shape)) for one in experts]
         elif name in renamed:
-            found[name] = [renamed[name]]
+            names[name] = [renamed[name]]
         else:
             return None
-    return found if sum(map(len, found.values())) == len(written) else None
+    return names if sum(map(len, names.values())) == len(written) else None
 
 
 def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,37 +150,37 @@ def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
     return published
 
 
-def _empty(directory: Directory) -> dict[str, Tensor]:
+def _empty(layouts: TensorLayouts) -> dict[str, Tensor]:
     return {
         name: torch.empty(one.own_shape, dtype=one.dtype, device="meta")
-        for name, one in directory.items()
+        for name, one in layouts.items()
     }
 
 
 def share_files(
-    directory: Directory, names: Mapping[str, Published], count: int
+    layouts: TensorLayouts, names: Mapping[str, Published], count: int
 ) -> list[ModelFile]:
     """Share parameters among at most `count` files of about equal sizes, in order."""
-    total = sum(one.num_bytes for one in directory.values())
+    total = sum(one.num_bytes for one in layouts.values())
     shares: dict[int, list[str]] = {}
     start = 0
-    for name, one in directory.items():
+    for name, one in layouts.items():
         shares.setdefault(start * count // max(1, total), []).append(name)
         start += one.num_bytes
     return [
         ModelFile(
             tuple(own),
-            {t: (shape, directory[n].dtype) for n in own for t, shape in names[n]},
+            {t: (shape, layouts[n].dtype) for n in own for t, shape in names[n]},
         )
         for own in shares.values()
     ]
 
 
 def _exchange(
-    buckets: Sequence[Sequence[Sequence[Rows]]],
+    buckets: Sequence[Sequence[Sequence[TensorRows]]],
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
     file: TensorFile | None,
 ) -> Iterator[None]:
     for number in range(max(map(len, buckets), default=0)):
@@ -187,10 +189,10 @@ def _exchange(
             for rank, own in enumerate(buckets)
             for rows in (own[number] if number < len(own) else ())
         ]
-        found = exchange_rows(wanted, parts, directory, parallel, _PHASE)
-        while found:
+        tensors = exchange_rows(wanted, parts, layouts, parallel, _PHASE)
+        while tensors:
             assert file is not None
-            file.append(found.pop(0))
+            file.append(tensors.pop(0))
         yield
 
 
@@ -209,22 +211,22 @@ def _write_converted(
     folder: Path,
     model: PreTrainedModel,
     parts: Mapping[str, Tensor],
-    directory: Directory,
-    parallel: DataParallel,
+    layouts: TensorLayouts,
+    parallel: ParallelContext,
 ) -> Iterator[None]:
     whole: dict[str, list[Tensor]] = {}
-    for bucket in cut_buckets(directory, directory, BUCKET_BYTES):
-        found = exchange_rows([(0, rows) for rows in bucket], parts, directory, parallel, _PHASE)
+    for bucket in cut_buckets(layouts, layouts, BUCKET_BYTES):
+        tensors = exchange_rows([(0, rows) for rows in bucket], parts, layouts, parallel, _PHASE)
         advance()
-        for rows in bucket[: len(found)]:  # only rank 0 has found any
+        for rows in bucket[: len(tensors)]:  # only rank 0 has found any
             # The next bucket must not find this one in the device's memory.
-            whole.setdefault(rows.name, []).append(found.pop(0).cpu())
+            whole.setdefault(rows.name, []).append(tensors.pop(0).cpu())
         yield
     if parallel.rank:
         # As many parts as on rank 0, so that the ranks' next exchanges coincide.
-        yield from (None for _ in _published(model, _empty(directory)))
+        yield from (None for _ in _published(model, _empty(layouts)))
         return
-    state = {name: torch.cat(rows).view(directory[name].own_shape) for name, rows in whole.items()}
+    state = {name: torch.cat(rows).view(layouts[name].own_shape) for name, rows in whole.items()}
     written = _published(model, state)
     specs = {name: (tuple(one.shape), one.dtype) for name, one in written.items()}
     with TensorFile(folder / file_name(_STEM, 0, 1), specs) as file:

@@ -77,7 +77,7 @@ def token_outputs(
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
         entering: for a pipeline's last stage: the hidden states of the stage before.
     """
-    found: tuple[Tensor | None, ...] = _begin(model, one.routing)(
+    outputs: tuple[Tensor | None, ...] = _begin(model, one.routing)(
         one.micro_batch,
         entering,
         temperature=one.temperature,
@@ -85,7 +85,7 @@ def token_outputs(
         entropy_gradient=one.entropy is EntropyUse.BONUS,
         with_sum_pi_squared=one.with_sum_pi_squared,
     )
-    return _of_all_ranks(found, one.micro_batch)
+    return _of_all_ranks(outputs, one.micro_batch)
 
 
 def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | None) -> Tensor:
@@ -94,8 +94,8 @@ def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | Non
     Args:
         entering: hidden states [1, t, width]; ``None`` for the first stage.
     """
-    (found,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
-    hidden: Tensor = found
+    (output,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
+    hidden: Tensor = output
     return hidden
 
 
@@ -150,21 +150,21 @@ def _token_pass(
         hidden = tensor.gather(hidden)
     own, labels = micro_batch.own, micro_batch.labels
     head = _head(model)
-    found = token_statistics(
+    statistics = token_statistics(
         hidden.squeeze(0).index_select(0, micro_batch.predecessors).to(head.weight.dtype),
         head,
         labels if own is None else labels.index_select(0, own),
         temperature,
         **wanted,
     )
-    return found.logprobs, found.entropy, found.sum_pi_squared
+    return statistics.logprobs, statistics.entropy, statistics.sum_pi_squared
 
 
-def _of_all_ranks(found: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
+def _of_all_ranks(outputs: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
     """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
     share, own = micro_batch.layout.share, micro_batch.own
     names = [one.name for one in fields(TokenStatistics)]
-    present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+    present = {name: one for name, one in zip(names, outputs, strict=True) if one is not None}
     if share is not None and own is not None:
         stacked = torch.stack(list(present.values()))
         whole = share.whole_tokens(stacked, own, micro_batch.labels.numel())
@@ -206,13 +206,13 @@ def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFea
     if pixels is None:
         # Gathering weights and reducing their gradients are collective.
         pixels, grid = _blank_image(model)
-    found = encode_images(model, pixels.to(device), grid.to(device))
+    features = encode_images(model, pixels.to(device), grid.to(device))
     if images.share is None or images.sent is None:
-        return found
+        return features
     # One exchange for all: a layer adds features as wide as an embedding.
-    rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in found])
+    rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in features])
     mine = all_to_all(rows[: sum(images.sent)], images.share.group, images.sent, images.received)
-    embeddings, *added = mine.chunk(1 + len(found[0].added), dim=-1)
+    embeddings, *added = mine.chunk(1 + len(features[0].added), dim=-1)
     return [ImageFeatures(embeddings, tuple(added))]
 
 
@@ -259,8 +259,8 @@ def response_values(
     model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None = None
 ) -> Tensor:
     """Return a critic's values [N], float32, of the state before each response token."""
-    found: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
-    (values,) = found
+    outputs: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
+    (values,) = outputs
     share, own = micro_batch.layout.share, micro_batch.own
     if share is None or own is None:
         return values

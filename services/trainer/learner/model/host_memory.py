@@ -95,8 +95,8 @@ class HostMemory:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _bytes(tensor: Tensor) -> Tensor:

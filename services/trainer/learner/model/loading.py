@@ -23,8 +23,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION
-from services.trainer.learner.model.decoder import VALUE_HEADS, use_own_layers, value_head
-from services.trainer.learner.model.experts import use_own_experts
+from services.trainer.learner.model.decoder import VALUE_HEADS, use_native_layers, value_head
+from services.trainer.learner.model.experts import use_native_experts
 from services.trainer.learner.model.forward import DTYPES, set_head
 from services.trainer.learner.model.lora import add_adapters
 from services.trainer.learner.model.recompute import (
@@ -182,8 +182,8 @@ def _set_up_passes(
     loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> None:
     check_attention(loaded.config, max_tokens)
-    use_own_layers(loaded, compiled=precision.use_torch_compile)
-    use_own_experts(loaded, compiled=precision.use_torch_compile)
+    use_native_layers(loaded, compiled=precision.use_torch_compile)
+    use_native_experts(loaded, compiled=precision.use_torch_compile)
     set_head(loaded, in_float32=model.float32_head, is_compiled=precision.use_torch_compile)
     loaded.eval()
     if model.enable_gradient_checkpointing:

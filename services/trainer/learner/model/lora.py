@@ -27,7 +27,7 @@ from services.trainer.learner.model.decoder import Linear
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
 from services.trainer.learner.model.sharding import assign
-from services.trainer.learner.places import Placed, local_part, place, region
+from services.trainer.learner.tensor_layouts import TensorLayout, local_part, local_region, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
 from sluice.config.derived import ALL_LINEAR, is_named
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -70,11 +70,11 @@ class AdaptedLinear(Linear):
         self.is_on = True
 
     def forward(self, hidden: Tensor) -> Tensor:
-        found = super().forward(hidden)
+        output = super().forward(hidden)
         if not self.is_on:
-            return found
+            return output
         added: Tensor = self.lora_B(self.lora_A(hidden))
-        return found + self.scale * added
+        return output + self.scale * added
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -166,7 +166,7 @@ def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> Non
     if not is_of_experts(_layer(name)):
         assign(parameter, of_file(name))
         return
-    offset = place(parameter)[0]
+    offset = local_region(parameter)[0]
     for number, row in enumerate(local_part(parameter), offset[0]):
         row.copy_(of_file(names[number])[region(offset[1:], row.shape)])
 
@@ -232,14 +232,14 @@ def _layers(model: PreTrainedModel) -> dict[str, int]:
     The head takes none, since logits are computed from its weight in blocks.
     """
     head = model.get_output_embeddings()
-    found: dict[str, int] = {}
+    layers: dict[str, int] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer is not head:
-            found[name] = 1
+            layers[name] = 1
         elif isinstance(layer, Experts):
             experts = layer.gate_up_proj.shape[0]
-            found |= {f"{name}.{EACH}.{one}": experts for one in PROJECTIONS}
-    return found
+            layers |= {f"{name}.{EACH}.{one}": experts for one in PROJECTIONS}
+    return layers
 
 
 def _has_other_experts(model: nn.Module) -> bool:
@@ -264,7 +264,7 @@ def _layer(name: str) -> str:
     return name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
 
 
-def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Published]:
+def adapter_tensors(parameters: Mapping[str, Tensor | TensorLayout]) -> dict[str, Published]:
     """Return the tensors of a file by the half of an adapter that they belong to, in order."""
     return {
         name: [
@@ -275,19 +275,19 @@ def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Publ
     }
 
 
-def _differences(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Return why `found` cannot be the adapters of a model with `parameters`."""
+def _differences(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
+    """Return why `stored` cannot be the adapters of a model with `parameters`."""
     wanted = {
         one.removeprefix(ADAPTER_PREFIX): shape
         for tensors in adapter_tensors(parameters).values()
         for one, shape in tensors
     }
-    odd = sorted(wanted.keys() ^ found.keys())
-    differences = [f"{name} is only in {'it' if name in found else 'the model'}" for name in odd]
+    odd = sorted(wanted.keys() ^ stored.keys())
+    differences = [f"{name} is only in {'it' if name in stored else 'the model'}" for name in odd]
     return differences + [
-        f"{name} has shape {tuple(found[name].shape)} instead of {shape}"
+        f"{name} has shape {tuple(stored[name].shape)} instead of {shape}"
         for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
+        if name in stored and stored[name].shape != shape
     ]
 
 
@@ -303,15 +303,15 @@ def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConf
                 "list of names"
             ) from error
     if wanted == ALL_LINEAR:
-        found = list(layers)
+        names = list(layers)
     else:
-        found = _named("target_modules", wanted, layers)
+        names = _named("target_modules", wanted, layers)
         entries = [wanted] if isinstance(wanted, str) else [[one] for one in wanted]
         for entry in entries:
             if not any(is_named(one, entry) for n in layers for one in names_in_files(n, 1)):
                 raise _no_layer(model, layers, entry)
     left_out = set() if excluded is None else set(_named("exclude_modules", excluded, layers))
-    chosen = [name for name in found if name not in left_out]
+    chosen = [name for name in names if name not in left_out]
     if not chosen:
         raise ConfigError(
             f"{_MODEL}.exclude_modules={excluded!r} leaves no layer of target_modules={wanted!r}; "
@@ -326,7 +326,7 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
     Raises:
         ConfigError: some experts of a block are named and others are not.
     """
-    found = []
+    matching = []
     for name, experts in layers.items():
         names = names_in_files(name, experts)
         of_name = [one for one in names if is_named(one, wanted)]
@@ -337,8 +337,8 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
                 "are adapted together: name all of them, or none"
             )
         if of_name:
-            found.append(name)
-    return found
+            matching.append(name)
+    return matching
 
 
 def _no_layer(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.model.host_memory import HostMemory
-from services.trainer.learner.places import local_part, place
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import StateFiles
+from services.trainer.learner.tensor_layouts import local_part, local_region
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -83,7 +83,7 @@ class ShardedGradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        parallel: DataParallel,
+        parallel: ParallelContext,
         tied: tuple[nn.Parameter, int] | None = None,
     ) -> None:
         self._parameters = list(parameters)
@@ -350,7 +350,7 @@ class ModelOptimizer:
                 f"optimizer state {key} has shape {tuple(shape)} and {dtype}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        state.fill(local_part(own), key, place(own)[0])
+        state.fill(local_part(own), key, local_region(own)[0])
         return own
 
 
@@ -372,9 +372,9 @@ def _divided(
     parameters: Iterable[nn.Parameter], share: float
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the first parameters, with at least this share of the rank's bytes, and the rest."""
-    found = list(parameters)
-    sizes = [local_part(one).nbytes for one in found]
+    ordered = list(parameters)
+    sizes = [local_part(one).nbytes for one in ordered]
     wanted, number = share * sum(sizes), 0
-    while number < len(found) and sum(sizes[:number]) < wanted:
+    while number < len(ordered) and sum(sizes[:number]) < wanted:
         number += 1
-    return found[:number], found[number:]
+    return ordered[:number], ordered[number:]

@@ -38,7 +38,7 @@ from services.trainer.learner.model.forward import (
 )
 from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import Shards
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.token_statistics import TokenStatistics
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Passes(ABC, Generic[Outputs]):
         self,
         model: PreTrainedModel,
         shards: Shards | None,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         device: torch.device,
         stage: Stage | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class Passes(ABC, Generic[Outputs]):
         self._idle_routings = iter(())
         # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
-        self._left = 0 if self._shards is None else self._most(own)
+        self._left = 0 if self._shards is None else self._max_count(own)
 
     @property
     def num_idle(self) -> int:
@@ -188,7 +188,7 @@ class Passes(ABC, Generic[Outputs]):
             for _ in range(self.num_idle)
         ]
 
-    def _most(self, own: int) -> int:
+    def _max_count(self, own: int) -> int:
         gathered = self._parallel.all_gather([float(own)], "counting micro-batches")
         return int(max(count for (count,) in gathered))
 
@@ -279,7 +279,7 @@ class ValuePasses(Passes[Tensor]):
         return response_values(self._model, one.micro_batch, entering)
 
 
-def idle_micro_batch(device: torch.device, parallel: DataParallel) -> MicroBatch:
+def idle_micro_batch(device: torch.device, parallel: ParallelContext) -> MicroBatch:
     """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))

@@ -17,7 +17,6 @@ from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.model.tensor_cut import cut_weights
 from services.trainer.learner.model.weight_files import WeightFiles
-from services.trainer.learner.places import local_part, place, region
 from services.trainer.learner.ranks import (
     COPY_DIM,
     EXPERT_DIM,
@@ -25,6 +24,7 @@ from services.trainer.learner.ranks import (
     SHARD_DIM,
     TENSOR_DIM,
 )
+from services.trainer.learner.tensor_layouts import local_part, local_region, region
 from sluice.vision.torch_inputs import vision_tower
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class Meshes:
     """The meshes of ranks that share the parts of a model.
 
     Attributes:
-        layers: see `DataParallel.shard_mesh`.
-        experts: see `DataParallel.expert_mesh`.
+        layers: see `ParallelContext.shard_mesh`.
+        experts: see `ParallelContext.expert_mesh`.
         tower: mesh of a vision tower, which is whole if ranks cut layers; ``None`` for `layers`.
     """
 
@@ -162,12 +162,12 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
     over = mesh[EXPERT_SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, EXPERT_SHARD_DIM]
     ranks = mesh.size(mesh.ndim - 2)
 
-    def place(parameter: nn.Parameter) -> Shard:
+    def expert_placement(parameter: nn.Parameter) -> Shard:
         # Divide whole experts; otherwise some ranks would hold several and others none.
         experts, rows = parameter.shape[0] // mesh.size(mesh.ndim - 1), parameter.shape[1]
         return Shard(1 if experts % ranks and rows % ranks == 0 else 0)
 
-    shard(block.experts, mesh=over, shard_placement_fn=place)
+    shard(block.experts, mesh=over, shard_placement_fn=expert_placement)
 
 
 @torch.no_grad()
@@ -176,14 +176,14 @@ def assign(target: Tensor, whole: Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    target.to_local().copy_(whole[region(*place(target))])
+    target.to_local().copy_(whole[region(*local_region(target))])
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
     """Read each parameter, or this rank's shard of it; leave new ones as they are."""
     for name, parameter in parameters.items():
         if name in files:
-            files.fill(local_part(parameter), name, place(parameter)[0])
+            files.fill(local_part(parameter), name, local_region(parameter)[0])
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -16,7 +16,7 @@ from torch import nn
 from services.trainer.learner.model.decoder import VALUE_HEADS, DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.loading import LoadedModel, Stage
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.config.parallel_layout import PIPELINE_KEY, check_image_layers, stage_layers
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.errors import ConfigError
@@ -32,7 +32,7 @@ def own_stage(
     model: PreTrainedModel,
     precision: FsdpConfig,
     cut: TransformerOverrides | None,
-    parallel: DataParallel,
+    parallel: ParallelContext,
 ) -> Stage | None:
     """Return the stage that this rank holds; ``None`` without a pipeline.
 

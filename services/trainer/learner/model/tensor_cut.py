@@ -17,7 +17,7 @@ from services.trainer.learner.model.decoder import (
     FloatRmsNorm,
     GatedMlp,
     Linear,
-    own_linear,
+    native_linear,
     own_part,
 )
 from services.trainer.learner.model.experts import routing_tape
@@ -100,7 +100,7 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
         model.set_output_embeddings(CutHead(head, share))
     for name, child in list(model.named_children()):
         if name in VALUE_HEADS and isinstance(child, nn.Linear):
-            model.register_module(name, own_linear(child))
+            model.register_module(name, native_linear(child))
     if (tape := routing_tape(model)) is not None:
         tape.tensor = share
     setattr(model, _SHARE, share)
@@ -165,14 +165,14 @@ class CutEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return embeddings of this rank's tokens, [1, T / size, width], from ids [1, T]."""
         weight = own_part(self.weight)
-        rows, first = weight.shape[0], self._share.rank * _most_rows(self.weight, self._share)
+        rows, first = weight.shape[0], self._share.rank * _max_rows(self.weight, self._share)
         own = token_ids - first
         is_own = (own >= 0) & (own < rows)
         padding = None if self._padding is None else self._padding - first
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        found = embedding(own.clamp(0, rows - 1), weight, padding)
-        return self._share.scatter(found * is_own.unsqueeze(-1))
+        embedded = embedding(own.clamp(0, rows - 1), weight, padding)
+        return self._share.scatter(embedded * is_own.unsqueeze(-1))
 
 
 class CutHead(nn.Module):
@@ -191,14 +191,14 @@ class CutHead(nn.Module):
         bias = None if self.bias is None else own_part(self.bias)
         own = linear(tokens, own_part(self.weight), bias).detach()
         # [T, vocabulary / size] -> [vocabulary, T]; equally many rows travel from each rank.
-        rows = pad(own, (0, _most_rows(self.weight, self._share) - own.shape[1])).t()
+        rows = pad(own, (0, _max_rows(self.weight, self._share) - own.shape[1])).t()
         whole = self._share.gather(rows.unsqueeze(0)).squeeze(0)
         return whole[: self.weight.shape[0]].t().unsqueeze(0)
 
     def part(self) -> VocabularyPart:
         """Return the vocabulary part, by which statistics are combined over ranks."""
-        most = _most_rows(self.weight, self._share)
-        return VocabularyPart(self._share.rank * most, most, self._maximum, self._total)
+        max_rows = _max_rows(self.weight, self._share)
+        return VocabularyPart(self._share.rank * max_rows, max_rows, self._maximum, self._total)
 
     def _maximum(self, values: Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._share.group)
@@ -207,6 +207,6 @@ class CutHead(nn.Module):
         dist.all_reduce(values, group=self._share.group)
 
 
-def _most_rows(weight: Tensor, share: TensorShare) -> int:
+def _max_rows(weight: Tensor, share: TensorShare) -> int:
     """Return the vocabulary rows per rank; the last rank may have fewer."""
     return -(-weight.shape[0] // share.size)

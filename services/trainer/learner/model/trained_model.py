@@ -45,15 +45,15 @@ from services.trainer.learner.model.sharding import Meshes, Shards, assign, fill
 from services.trainer.learner.model.stages import tied_weight
 from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
-from services.trainer.learner.places import (
-    Directory,
-    exchange_places,
-    held_by_all,
-    local_part,
-    places_of_moment,
-)
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
+from services.trainer.learner.tensor_layouts import (
+    TensorLayouts,
+    exchange_layouts,
+    local_part,
+    moment_layout,
+    replicated_layout,
+)
 from sluice.checkpoint.adapter_files import ADAPTER_FOLDER, ADAPTER_STEM
 from sluice.checkpoint.source import HUGGINGFACE_FOLDER
 from sluice.config.derived import is_whole
@@ -120,9 +120,9 @@ class TrainedModel:
 
     `parameters` are those of the model, or of this rank's `stage`, whole or sharded, tied ones
     once; the optimizer has the trained ones. `shards` is ``None`` for a whole model. `initial_sum`
-    is `LoadedModel.sum`. `places` says which rank holds which part of each parameter. `outline` has
-    the parameters of all stages; those of other stages have no memory. `host` holds the values of
-    offloaded parameters.
+    is `LoadedModel.sum`. `layouts` says which rank holds which part of each parameter. `outline`
+    has the parameters of all stages; those of other stages have no memory. `host` holds the
+    values of offloaded parameters.
     """
 
     model: PreTrainedModel
@@ -130,7 +130,7 @@ class TrainedModel:
     optimizer: ModelOptimizer
     shards: Shards | None
     initial_sum: float
-    places: Directory
+    layouts: TensorLayouts
     outline: Mapping[str, nn.Parameter]
     stage: Stage | None = None
     host: HostMemory = field(default_factory=HostMemory)
@@ -157,9 +157,11 @@ class PolicyState:
         self._model_path = model_path
         ignored = trained.model._keys_to_ignore_on_save or ()
         buffers = {n: t for n, t in _buffers(trained.model).items() if n not in ignored}
-        self._places = {**trained.places} | {n: held_by_all(t, ranks) for n, t in buffers.items()}
+        self._layouts = {**trained.layouts} | {
+            n: replicated_layout(t, ranks) for n, t in buffers.items()
+        }
         moments = trained.optimizer.state_tensors()
-        self._moment_places = _moment_places(trained, moments)
+        self._moment_layouts = _moment_layouts(trained, moments)
         own = adapter_parameters(trained.model)
         self._adapters = of_adapters(trained.outline)
         weights: Mapping[str, Tensor] = own or {**trained.parameters, **buffers}
@@ -170,30 +172,30 @@ class PolicyState:
             "skipped_updates": trained.optimizer.skipped_updates,
         }
 
-    def write_weights(self, parallel: DataParallel) -> Iterator[None]:
+    def write_weights(self, parallel: ParallelContext) -> Iterator[None]:
         """Write the Hugging Face folder; see `write_model`."""
         folder = self._directory / HUGGINGFACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         if self._adapters:
             yield from self._write_adapters(folder, parallel)
             return
-        yield from write_model(folder, self._model, self._weights, self._places, parallel)
+        yield from write_model(folder, self._model, self._weights, self._layouts, parallel)
 
-    def _write_adapters(self, folder: Path, parallel: DataParallel) -> Iterator[None]:
+    def _write_adapters(self, folder: Path, parallel: ParallelContext) -> Iterator[None]:
         target = self._directory / ADAPTER_FOLDER
         if not parallel.rank:
             self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
             target.mkdir()
             write_config(target, self._model, self._adapters, self._model_path)
         yield
-        places = {name: self._places[name] for name in self._adapters}
-        files = share_files(places, adapter_tensors(places), 1)
-        yield from write_files(target, ADAPTER_STEM, files, self._weights, places, parallel)
+        layouts = {name: self._layouts[name] for name in self._adapters}
+        files = share_files(layouts, adapter_tensors(layouts), 1)
+        yield from write_files(target, ADAPTER_STEM, files, self._weights, layouts, parallel)
 
-    def write_rest(self, parallel: DataParallel) -> Iterator[None]:
+    def write_rest(self, parallel: ParallelContext) -> Iterator[None]:
         """Write the optimizer's state and, on rank 0, everything else, without communication."""
         yield from write_state(
-            self._directory, OPTIMIZER_STEM, self._moments, self._moment_places, parallel
+            self._directory, OPTIMIZER_STEM, self._moments, self._moment_layouts, parallel
         )
         if parallel.rank:
             return
@@ -276,14 +278,14 @@ def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterat
         ) from error
 
 
-def _moment_places(trained: TrainedModel, moments: Mapping[str, Tensor]) -> Directory:
-    """Return the places of all ranks' moments; none before the first step."""
+def _moment_layouts(trained: TrainedModel, moments: Mapping[str, Tensor]) -> TensorLayouts:
+    """Return the layouts of all ranks' moments; none before the first step."""
     if not moments:
         return {}
     # Every parameter was in the same steps, so one of this rank represents all.
     kinds = {name.rpartition(".")[2]: moment for name, moment in moments.items()}
     return {
-        key: places_of_moment(trained.places[name], moments.get(key, kinds[moment]))
+        key: moment_layout(trained.layouts[name], moments.get(key, kinds[moment]))
         for name, one in trained.outline.items()
         if one.requires_grad
         for moment in MOMENTS
@@ -367,7 +369,7 @@ def trained_model(
     loaded: LoadedModel,
     sharding: FsdpConfig,
     optim: OptimConfig,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     total_steps: int,
     *,
     key: str,
@@ -395,14 +397,14 @@ def trained_model(
     share = sharding.optimizer_offload_fraction if sharding.optimizer_offload else 0.0
     optimizer = ModelOptimizer(trained, optim, total_steps, gradients, host_share=share)
     outline = loaded.outline or parameters
-    places = exchange_places(parameters, parallel, outline)
-    return TrainedModel(model, parameters, optimizer, shards, total, places, outline, loaded.stage)
+    layouts = exchange_layouts(parameters, parallel, outline)
+    return TrainedModel(model, parameters, optimizer, shards, total, layouts, outline, loaded.stage)
 
 
 def share_model(
     loaded: LoadedModel,
     sharding: FsdpConfig,
-    parallel: DataParallel,
+    parallel: ParallelContext,
     *,
     key: str,
     device: torch.device,

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.places import region
+from services.trainer.learner.tensor_layouts import region
 from sluice.checkpoint.safetensors_files import INDEX_FILE, former_name
 from sluice.weights.adapters import PROJECTIONS
 
@@ -105,10 +105,10 @@ class WeightFiles:
         """Return a sum over some rows of every tensor, to compare ranks by one number."""
         total = 0.0
         for name in sorted(self._opened):
-            found = self._slice(name)
-            rows = found.get_shape()[0]
+            tensor = self._slice(name)
+            rows = tensor.get_shape()[0]
             for row in {0, rows // 3, rows - 1}:
-                total += float(found[row : row + 1].double().sum())
+                total += float(tensor[row : row + 1].double().sum())
         return total
 
     def _rows(self, name: str, start: int, stop: int, columns: Sequence[slice]) -> Tensor:
@@ -116,22 +116,22 @@ class WeightFiles:
             swapped: Tensor = self._slice(name)[(slice(start, stop), *columns[::-1])]
             return swapped.transpose(1, 2)
         if name in self._opened:
-            found: Tensor = self._slice(name)[(slice(start, stop), *columns)]
-            return found
+            rows: Tensor = self._slice(name)[(slice(start, stop), *columns)]
+            return rows
         experts = self._sources(name, stop)[start:]
         return torch.stack([self._expert(parts, *columns) for parts in experts])
 
     def _expert(self, parts: Sequence[str], rows: slice, *columns: slice) -> Tensor:
         """Return some rows of an expert's tensors, concatenated."""
-        found: list[Tensor] = []
+        blocks: list[Tensor] = []
         first = 0
         for part in map(self._slice, parts):
             num_rows = part.get_shape()[0]
             start, stop = max(0, rows.start - first), min(num_rows, rows.stop - first)
-            if start < stop or not found:
-                found.append(part[(slice(start, max(start, stop)), *columns)])
+            if start < stop or not blocks:
+                blocks.append(part[(slice(start, max(start, stop)), *columns)])
             first += num_rows
-        return torch.cat(found)
+        return torch.cat(blocks)
 
     def _stored(self, name: str) -> str:
         """Return the name that a parameter has in the files."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import BatchTable, reward_components
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
@@ -103,11 +103,13 @@ def token_advantages(
         baselines=table.baselines,
         turn_rewards=turn_rewards,
     )
-    found = batch_estimator(settings.estimator)(inputs, settings.advantages)
-    metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
+    estimate = batch_estimator(settings.estimator)(inputs, settings.advantages)
+    metrics |= _metrics(rewards, estimate.advantages, estimate.returns, table.mask, mask)
     if components:
         metrics |= gdpo_metrics(inputs)
-    return AdvantageEstimate(found.advantages, found.returns, rewards, mask, metrics, controller)
+    return AdvantageEstimate(
+        estimate.advantages, estimate.returns, rewards, mask, metrics, controller
+    )
 
 
 def estimate_by_source(
@@ -129,10 +131,10 @@ def estimate_by_source(
         keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
         groups = tuple(group for group in batch.groups if group.source == source)
         components = reward_components(replace(batch, groups=groups), keys or (), device)
-        found = token_advantages(
+        estimate = token_advantages(
             _rows(table, rows), _rows(passed, rows), components, own, controller
         )
-        parts[source] = rows, found
+        parts[source] = rows, estimate
     return _joined(parts, table, controller)
 
 
@@ -172,7 +174,7 @@ def _joined(
     )
 
 
-def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:
+def zero_advantage_rows(advantages: Tensor, parallel: ParallelContext) -> frozenset[int]:
     """Return the rows whose advantages [rows, W] are all 0; a row with NaN is not among them.
 
     Collective: all ranks use rank 0's rows. If rounding made ranks leave out different rows, some

@@ -28,7 +28,7 @@ from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.rank_shares import check_shareable
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.batch_metrics import spread
 from sluice.algorithm.losses.objective import ValueLoss, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
@@ -53,13 +53,13 @@ def _model(config: RunConfig) -> ModelConfig:
     )
 
 
-def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
+def _loaded(config: RunConfig, parallel: ParallelContext) -> LoadedModel:
     """Return the critic, or this rank's stage of it, not sharded yet."""
     model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
-    tensor, most = sizes.tensor_parallel_size, max_row_tokens(config.data)
+    tensor, max_tokens = sizes.tensor_parallel_size, max_row_tokens(config.data)
     try:
-        loaded = load_critic(model, fsdp, most, is_sharded=parallel.world_size > 1)
+        loaded = load_critic(model, fsdp, max_tokens, is_sharded=parallel.world_size > 1)
         check_cuttable(loaded.model, tensor)
         check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
         return keep_stage(loaded, own_stage(loaded.model, fsdp, cut, parallel))
@@ -96,7 +96,7 @@ class Critic:
     """
 
     def __init__(
-        self, config: RunConfig, parallel: DataParallel, device: Device, total_steps: int
+        self, config: RunConfig, parallel: ParallelContext, device: Device, total_steps: int
     ) -> None:
         critic, actor = config.critic, config.actor_rollout_ref.actor
         scale = critic.loss_scale_factor or actor.loss_scale_factor
@@ -143,15 +143,15 @@ class Critic:
             device=self._device.torch_device,
         )
         passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
-        found: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
+        outputs: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
 
         def read(number: int, values: Tensor) -> None:
-            found.append((passed[number], values))
+            outputs.append((passed[number], values))
 
         with self.trained.host.present(self._weights):
             self._passes.begin(len(passed))
             self._passes.forward([TokenPass(one) for one in passed], read)
-        return gather_tokens(found, table, self._parallel, "gathering the critic's values")
+        return gather_tokens(outputs, table, self._parallel, "gathering the critic's values")
 
     def update(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         """Run all optimizer steps of the batch given to `values`.
@@ -186,12 +186,12 @@ class Critic:
     ) -> list[ValueLoss]:
         losses: list[ValueLoss] = []
 
-        def loss(number: int, found: Tensor) -> Tensor:
+        def loss(number: int, predicted: Tensor) -> Tensor:
             micro_batch = mini_batch.micro_batches[number]
             # Rejected tokens leave the sums; the global counts stay the denominators.
             kept = tokens_of(mask, micro_batch)
             one = value_loss(
-                found[kept],
+                predicted[kept],
                 tokens_of(values, micro_batch)[kept],
                 tokens_of(returns, micro_batch)[kept],
                 micro_batch.rows[kept],

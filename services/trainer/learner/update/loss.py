@@ -14,7 +14,7 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import MiniBatch
 from services.trainer.learner.model.experts import Routing
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
@@ -167,10 +167,10 @@ class LossTerms:
         )
         if settings.correction.rollout_is is None and settings.correction.rollout_rs is None:
             return lambda: find().statistics
-        found = find()
-        prepared.weights = found.weights
-        prepared.kept = found.kept if settings.correction.rollout_rs is not None else None
-        return lambda: found.statistics
+        correction = find()
+        prepared.weights = correction.weights
+        prepared.kept = correction.kept if settings.correction.rollout_rs is not None else None
+        return lambda: correction.statistics
 
     def mean_names(self) -> tuple[str, ...]:
         """Return the names of the means that the loss reports, by a trial on made-up tokens."""
@@ -194,10 +194,10 @@ class LossTerms:
         """Return the statistics of `correct`, or of a loss that corrects, for no tokens."""
         if self._settings.old_is_behavior and self._settings.loss_mode != BYPASS_LOSS_MODE:
             return {}
-        found: RolloutCorrection = rollout_correction(
+        correction: RolloutCorrection = rollout_correction(
             torch.zeros(2), torch.zeros(2), torch.tensor([0, 1]), self._settings.correction
         )
-        return {n: replace(one, moments=Moments()) for n, one in found.statistics.items()}
+        return {n: replace(one, moments=Moments()) for n, one in correction.statistics.items()}
 
 
 def _kept(values: Tensor | None, kept: Tensor | None) -> Tensor | None:
@@ -290,13 +290,13 @@ class UpdateSums:
         self._entropy_sum += float(total)
 
     def _read_probs_diff(self, trainer_logprobs: Tensor, behavior_logprobs: Tensor) -> None:
-        found = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
-        self._probs_diff = self._probs_diff.merge(found)
+        sums = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
+        self._probs_diff = self._probs_diff.merge(sums)
 
     def _read_correction(self, statistics: Callable[[], Statistics]) -> None:
         self._corrections = merge_statistics(self._corrections, statistics())
 
-    def metrics(self, parallel: DataParallel, num_steps: int) -> dict[str, float]:
+    def metrics(self, parallel: ParallelContext, num_steps: int) -> dict[str, float]:
         """Return means over all ranks' tokens, and losses as means over `num_steps` steps.
 
         Collective: one vector of all numbers, so that metrics cost one exchange.
@@ -309,11 +309,11 @@ class UpdateSums:
         corrections = statistics_to_vector(self._corrections)
         vectors = parallel.gather_rows([*sums, *diff, *corrections], "summing the update's metrics")
         totals = (sum(column) for column in zip(*(v[: len(sums)] for v in vectors), strict=True))
-        found = self._of_ranks([vector[len(sums) :] for vector in vectors], len(diff))
+        metrics = self._of_ranks([vector[len(sums) :] for vector in vectors], len(diff))
         for name, one in parts.items():
             shown = one._of_totals(list(islice(totals, len(own[name]))), num_steps)
-            found |= {source_metric(name, key): value for key, value in shown.items()}
-        return found
+            metrics |= {source_metric(name, key): value for key, value in shown.items()}
+        return metrics
 
     def _to_vector(self) -> list[float]:
         """Return sums of losses, means and entropy, in the order that `_of_totals` reads."""
@@ -345,6 +345,6 @@ class UpdateSums:
         probs_diff, corrections = ProbsDiffSums(), None
         for vector in vectors:
             probs_diff = probs_diff.merge(ProbsDiffSums.from_vector(vector[:num_diff]))
-            found = statistics_from_vector(self._corrections, vector[num_diff:])
-            corrections = found if corrections is None else merge_statistics(corrections, found)
+            of_rank = statistics_from_vector(self._corrections, vector[num_diff:])
+            corrections = of_rank if corrections is None else merge_statistics(corrections, of_rank)
         return {**probs_diff.metrics(), **metrics_of(corrections or {})}

@@ -39,7 +39,7 @@ from services.trainer.learner.model.experts import (
 from services.trainer.learner.model.forward import EntropyUse, TokenPass
 from services.trainer.learner.model.passes import TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
@@ -105,7 +105,7 @@ class PolicyUpdate:
         self,
         settings: UpdateSettings,
         policy: TrainedModel,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         device: Device,
         *,
         peaks: MemoryPeaks,
@@ -304,8 +304,8 @@ class PolicyUpdate:
         vectors = self._parallel.gather_rows(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
-            found = statistics_from_vector(self._no_corrections, vector)
-            merged = merge_statistics(merged, found)
+            of_rank = statistics_from_vector(self._no_corrections, vector)
+            merged = merge_statistics(merged, of_rank)
         for prepared in _micro_batches(mini_batches):
             if prepared.weights is not None:
                 prepared.weights = normalized_weights(prepared.weights, merged)
@@ -323,10 +323,10 @@ class PolicyUpdate:
             for one in _micro_batches(mini_batches)
             if self._settings.of(one.micro_batch.source).needs_reference
         ]
-        found = self._reference.logprobs(
+        by_micro_batch = self._reference.logprobs(
             [one.micro_batch for one in prepared], self._settings.temperature
         )
-        for one, logprobs in zip(prepared, found, strict=True):
+        for one, logprobs in zip(prepared, by_micro_batch, strict=True):
             one.ref_logprobs = logprobs
 
     def _pass_tables(
@@ -342,8 +342,8 @@ class PolicyUpdate:
         prepared = _micro_batches(mini_batches)
 
         def gathered(of: Callable[[PreparedMicroBatch], Tensor | None], what: str) -> Tensor:
-            found = [(one.micro_batch, own) for one in prepared if (own := of(one)) is not None]
-            return gather_tokens(found, table, self._parallel, f"gathering {what}")
+            outputs = [(one.micro_batch, own) for one in prepared if (own := of(one)) is not None]
+            return gather_tokens(outputs, table, self._parallel, f"gathering {what}")
 
         # Each table costs a collective, so only those that the estimator reads are gathered.
         return PassTables(

@@ -16,7 +16,7 @@ from services.trainer.learner.model.lora import without_adapters
 from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, TrainedModel, share_model
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -41,7 +41,7 @@ class ReferencePolicy:
         precision: FsdpConfig,
         device: Device,
         max_tokens: int,
-        parallel: DataParallel,
+        parallel: ParallelContext,
         cut: TransformerOverrides,
     ) -> None:
         loaded = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
@@ -77,7 +77,7 @@ class AdapterReference:
     """The policy without its adapters, which is the model at model.path: no second model is
     needed."""
 
-    def __init__(self, policy: TrainedModel, device: Device, parallel: DataParallel) -> None:
+    def __init__(self, policy: TrainedModel, device: Device, parallel: ParallelContext) -> None:
         self._model = policy.model
         self._passes = TokenPasses(
             policy.model, policy.shards, parallel, device.torch_device, policy.stage
@@ -95,13 +95,13 @@ class AdapterReference:
 def _logprobs(
     passes: TokenPasses, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor | None]:
-    found: list[Tensor | None] = [None] * len(micro_batches)
+    logprobs: list[Tensor | None] = [None] * len(micro_batches)
 
     def read(number: int, outputs: TokenStatistics) -> None:
-        found[number] = outputs.logprobs
+        logprobs[number] = outputs.logprobs
 
     passes.forward([TokenPass(one, temperature) for one in micro_batches], read)
-    return found
+    return logprobs
 
 
 Reference: TypeAlias = ReferencePolicy | AdapterReference

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sluice.algorithm.sampling.coverage_guard import (
     AIM,
     GAIN,
-    LEAST_PLAIN,
-    MOST_HARD_FACTOR,
+    MAX_HARD_FACTOR,
+    MIN_PLAIN,
     CoverageGuard,
     Side,
 )
@@ -88,8 +88,8 @@ def with_plain_prompts() -> CoverageGuard:
 
 def test_plain_prompts_are_sampled_less_often_rather_than_most_hopeless_ones() -> None:
     guard = with_plain_prompts()
-    assert LEAST_PLAIN <= guard.probability(Side.PLAIN) < 1.0
-    assert guard.probability(Side.HARD, 1.0) == pytest.approx(MOST_HARD_FACTOR)
+    assert MIN_PLAIN <= guard.probability(Side.PLAIN) < 1.0
+    assert guard.probability(Side.HARD, 1.0) == pytest.approx(MAX_HARD_FACTOR)
 
 
 def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
@@ -113,7 +113,7 @@ def test_plain_prompts_are_all_sampled_where_few_of_the_hard_side_keep_the_share
         if i % 50 in {0, 17, 34}:
             guard = guard.kept(Side.EASY, hardness=0.0, value=0.5, probability=0.1)
     assert guard.probability(Side.PLAIN) == 1.0
-    assert 0.1 < guard.probability(Side.HARD, 1.0) < MOST_HARD_FACTOR
+    assert 0.1 < guard.probability(Side.HARD, 1.0) < MAX_HARD_FACTOR
 
 
 def test_without_the_guard_plain_prompts_are_all_sampled() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.sampling.choice import (
-    Stakes,
+    AttemptEstimate,
     plain_price,
     rest_of_group,
     saved_by_probes,
@@ -42,7 +42,7 @@ def test_the_price_is_one_where_every_group_is_mixed() -> None:
 
 
 def test_samples_had_at_exactly_the_price_are_worth_it() -> None:
-    assert Stakes(cost=12.0, gain=6.0).value(2.0) == 1.0
+    assert AttemptEstimate(cost=12.0, gain=6.0).value(2.0) == 1.0
 
 
 def test_the_rest_of_a_group_costs_what_is_not_generated_yet_and_gains_the_whole_group() -> None:

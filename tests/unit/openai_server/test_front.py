@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from sluice.api.rollout.v1 import rollout_pb2
-from sluice.openai_front.web_app import FrontSettings
+from sluice.openai_server.web_app import OpenAIServerSettings
 from sluice.security.token_file import GivenToken
 from tests.support.http_front import http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
@@ -141,7 +141,7 @@ async def test_without_replicas_the_answer_is_503_in_the_dialects_shape() -> Non
 
 
 async def test_a_passed_deadline_is_504() -> None:
-    settings = FrontSettings(deadline_s=0.2)
+    settings = OpenAIServerSettings(deadline_s=0.2)
     async with (
         token_replicas(TokenReplica(hangs_after=1)) as addresses,
         http_front(*addresses, settings=settings) as front,
@@ -171,7 +171,7 @@ async def test_what_is_not_offered_is_refused_with_its_field(
 
 
 async def test_models_are_listed_and_only_health_needs_no_key() -> None:
-    settings = FrontSettings(model_name="mine", keys=GivenToken("k" * 20, "test"))
+    settings = OpenAIServerSettings(model_name="mine", keys=GivenToken("k" * 20, "test"))
     async with http_front("127.0.0.1:1", settings=settings) as front:
         assert await front.get("/health") == (200, {"status": "ok"})
         for headers in ({}, {"Authorization": "Bearer " + "x" * 20}, {"Authorization": "k" * 20}):
@@ -225,7 +225,7 @@ async def test_more_choices_than_a_replica_accepts_in_one_call_take_several() ->
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_more_tokens_than_the_runs_context_are_refused_with_the_most(field: str) -> None:
-    settings = FrontSettings(max_tokens=99)
+    settings = OpenAIServerSettings(max_tokens=99)
     async with (
         token_replicas(TokenReplica()) as addresses,
         http_front(*addresses, settings=settings) as front,

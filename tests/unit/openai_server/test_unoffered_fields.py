@@ -12,8 +12,8 @@ pytest.importorskip("aiohttp")
 
 from google.protobuf.json_format import MessageToDict
 
-from sluice.openai_front.errors import RefusedError
-from sluice.openai_front.requests import UNOFFERED, Kind, check_unoffered
+from sluice.openai_server.errors import RefusedError
+from sluice.openai_server.requests import UNOFFERED, Kind, check_unsupported_fields
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas
 from tests.support.word_replica import MAX_MODEL_LEN, word_replica, words
@@ -32,9 +32,9 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_says_nothing(
     kind: Kind, field: str
 ) -> None:
     for value in (None, *UNOFFERED[kind][field].neutral):
-        check_unoffered(msgspec.json.encode({field: value}), kind)
+        check_unsupported_fields(msgspec.json.encode({field: value}), kind)
     with pytest.raises(RefusedError) as refused:
-        check_unoffered(msgspec.json.encode({field: "something"}), kind)
+        check_unsupported_fields(msgspec.json.encode({field: "something"}), kind)
     assert refused.value.param == field
     assert str(refused.value).startswith(f"{field}: 'something' is not offered")
     assert str(refused.value).endswith("leave it out")

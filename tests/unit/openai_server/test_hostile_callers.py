@@ -17,8 +17,8 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from sluice.client import AsyncClient, RunAddress
-from sluice.openai_front import web_app
-from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
+from sluice.openai_server import web_app
+from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
 from sluice.security.token_file import GivenToken
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
@@ -177,7 +177,7 @@ async def test_a_stream_that_nobody_reads_frees_its_slots(monkeypatch: pytest.Mo
 
 async def test_more_choices_than_are_sampled_at_once_get_429() -> None:
     replica = TokenReplica(hangs_after=0)
-    settings = FrontSettings(max_choices=3)
+    settings = OpenAIServerSettings(max_choices=3)
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses, settings=settings) as front,
@@ -203,7 +203,7 @@ async def test_a_page_in_a_browser_needs_a_key() -> None:
             body = json.dumps(ASKED).encode()
             assert (await posted(front, body))[0] == 200
             assert (await posted(front, body, **origin))[0] == 403
-        keyed = FrontSettings(keys=GivenToken(KEY, "test"))
+        keyed = OpenAIServerSettings(keys=GivenToken(KEY, "test"))
         async with http_front(*addresses, settings=keyed) as front:
             allowed = {**origin, "Authorization": f"Bearer {KEY}"}
             assert (await posted(front, body, **allowed))[0] == 200
@@ -216,7 +216,7 @@ async def test_a_defect_of_ours_has_the_dialects_shape_and_tells_no_caller_more(
         raise RuntimeError("inside")
 
     monkeypatch.setattr(web_app, "parse_completion", broken)
-    settings = FrontSettings(keys=GivenToken(KEY, "test"))
+    settings = OpenAIServerSettings(keys=GivenToken(KEY, "test"))
     with caplog.at_level(logging.DEBUG):
         async with http_front("127.0.0.1:1", settings=settings) as front:
             body = json.dumps(ASKED).encode()
@@ -258,7 +258,7 @@ async def test_the_end_of_the_server_does_not_wait_for_its_callers(
         aiohttp.ClientSession() as session,
         asyncio.timeout(60),
     ):
-        async with listening(OpenAIFront(client, FrontSettings()), "127.0.0.1", 0) as port:
+        async with listening(OpenAIServer(client, OpenAIServerSettings()), "127.0.0.1", 0) as port:
             url = f"http://127.0.0.1:{port}{COMPLETION}"
             answer = await session.post(url, json={**ASKED, "stream": True})
             assert answer.status == 200

@@ -1,7 +1,7 @@
 """Find where each rank's part of a tensor lies in the whole tensor, and exchange this between
 ranks.
 
-Places are read from the DTensor, for any mesh. A scalar counts as one row.
+Layouts are read from the DTensor, for any mesh. A scalar counts as one row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import ConfigError
 from sluice.weight_share import Cut
 from sluice.weights.share import Cuts, overlapping
@@ -25,7 +25,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPiece:
+class TensorShard:
     """A part of a tensor, and the ranks that hold it, ascending."""
 
     offset: Sizes
@@ -34,7 +34,7 @@ class TensorPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TensorLayout:
     """A tensor and its pieces. No piece is empty unless the tensor is.
 
     `shape` has at least one dimension; with `is_scalar` the tensor has none.
@@ -42,7 +42,7 @@ class Placed:
 
     shape: Sizes
     dtype: torch.dtype
-    pieces: tuple[TensorPiece, ...]
+    pieces: tuple[TensorShard, ...]
     is_scalar: bool = False
 
     @property
@@ -60,7 +60,7 @@ class Placed:
         """Return the bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cuts(self, piece: TensorPiece) -> Cuts:
+    def cuts(self, piece: TensorShard) -> Cuts:
         """Return the cuts that make a piece."""
         sides = zip(piece.offset, piece.shape, self.shape, strict=True)
         return tuple(
@@ -70,7 +70,7 @@ class Placed:
         )
 
 
-Directory: TypeAlias = Mapping[str, Placed]
+TensorLayouts: TypeAlias = Mapping[str, TensorLayout]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ def local_part(tensor: Tensor) -> Tensor:
     part = tensor.detach()
     if isinstance(part, DTensor):
         part = part.to_local()
-    return part.reshape(lined(part.shape))
+    return part.reshape(at_least_1d(part.shape))
 
 
-def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
+def local_region(tensor: Tensor) -> tuple[Sizes, Sizes]:
     """Return the offset and the shape of this rank's part of a tensor, whole or sharded."""
     if not isinstance(tensor, DTensor):
-        shape = lined(tensor.shape)
+        shape = at_least_1d(tensor.shape)
         return (0,) * len(shape), shape
     mesh, part = tensor.device_mesh, list(tensor.shape)
     offset, own_index = [0] * len(part), mesh.get_coordinate()
@@ -101,7 +101,7 @@ def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
     return tuple(offset), tuple(part)
 
 
-def lined(shape: Sequence[int]) -> Sizes:
+def at_least_1d(shape: Sequence[int]) -> Sizes:
     """Return a shape in which a scalar is one row."""
     return tuple(shape) or (1,)
 
@@ -111,11 +111,11 @@ def region(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def exchange_places(
+def exchange_layouts(
     tensors: Mapping[str, Tensor],
-    parallel: DataParallel,
+    parallel: ParallelContext,
     outline: Mapping[str, Tensor] | None = None,
-) -> Directory:
+) -> TensorLayouts:
     """Exchange the parts that each rank holds. Collective.
 
     Args:
@@ -132,15 +132,15 @@ def exchange_places(
         # NCCL connects a group only in a collective of all its ranks; sends are not collective.
         parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
     whole = tensors if outline is None else outline
-    own = [float(n) for name in whole for part in _own_place(name, tensors, whole) for n in part]
+    own = [float(n) for name in whole for part in _own_region(name, tensors, whole) for n in part]
     every = parallel.all_gather(own, phase)
-    found: dict[str, Placed] = {}
+    layouts: dict[str, TensorLayout] = {}
     start = 0
     for name, tensor in whole.items():
-        shape = lined(tensor.shape)
+        shape = at_least_1d(tensor.shape)
         middle, start = start + len(shape), start + 2 * len(shape)
         if not tensor.numel():
-            found[name] = held_by_all(tensor, parallel.world_size)
+            layouts[name] = replicated_layout(tensor, parallel.world_size)
             continue
         holders: dict[tuple[Sizes, Sizes], list[int]] = {}
         for rank, numbers in enumerate(every):
@@ -150,8 +150,8 @@ def exchange_places(
             )
             if math.prod(size):
                 holders.setdefault((offset, size), []).append(rank)
-        pieces = tuple(TensorPiece(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
-        placed = Placed(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+        pieces = tuple(TensorShard(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
+        placed = TensorLayout(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
         cuts = [(piece.holders[0], placed.cuts(piece)) for piece in pieces]
         num_elements = sum(math.prod(piece.shape) for piece in pieces)
         if num_elements != math.prod(shape) or overlapping(cuts, shape):
@@ -159,17 +159,17 @@ def exchange_places(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
                 f"its shape {shape}; choose another layout of trainer ranks"
             )
-        found[name] = placed
-    return found
+        layouts[name] = placed
+    return layouts
 
 
-def _own_place(
+def _own_region(
     name: str, tensors: Mapping[str, Tensor], outline: Mapping[str, Tensor]
 ) -> tuple[Sizes, Sizes]:
-    """Return `place` of a tensor, or an empty part if this rank lacks it."""
+    """Return `local_region` of a tensor, or an empty part if this rank lacks it."""
     if name in tensors:
-        return place(tensors[name])
-    nothing = (0,) * len(lined(outline[name].shape))
+        return local_region(tensors[name])
+    nothing = (0,) * len(at_least_1d(outline[name].shape))
     return nothing, nothing
 
 
@@ -177,24 +177,26 @@ def _whole(numbers: Sequence[float]) -> Sizes:
     return tuple(map(int, numbers))
 
 
-def is_held(directory: Directory, rank: int) -> bool:
+def holds_all(layouts: TensorLayouts, rank: int) -> bool:
     """Return whether a rank holds every piece of every tensor."""
-    return all(rank in piece.holders for one in directory.values() for piece in one.pieces)
+    return all(rank in piece.holders for one in layouts.values() for piece in one.pieces)
 
 
-def held_by_all(tensor: Tensor, world_size: int) -> Placed:
+def replicated_layout(tensor: Tensor, world_size: int) -> TensorLayout:
     """Return the entry for a tensor that every rank holds whole."""
-    shape = lined(tensor.shape)
-    whole = TensorPiece((0,) * len(shape), shape, tuple(range(world_size)))
-    return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
+    shape = at_least_1d(tensor.shape)
+    whole = TensorShard((0,) * len(shape), shape, tuple(range(world_size)))
+    return TensorLayout(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
 
 
-def places_of_moment(placed: Placed, moment: Tensor) -> Placed:
-    """Return the places of an optimizer's state tensor of a parameter.
+def moment_layout(placed: TensorLayout, moment: Tensor) -> TensorLayout:
+    """Return the layouts of an optimizer's state tensor of a parameter.
 
     It has the parameter's shape, or is a number on each rank that has a part of it.
     """
     if moment.ndim:
         return replace(placed, dtype=moment.dtype)
     holders = sorted({rank for piece in placed.pieces for rank in piece.holders})
-    return Placed((1,), moment.dtype, (TensorPiece((0,), (1,), tuple(holders)),), is_scalar=True)
+    return TensorLayout(
+        (1,), moment.dtype, (TensorShard((0,), (1,), tuple(holders)),), is_scalar=True
+    )

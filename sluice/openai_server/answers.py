@@ -21,11 +21,11 @@ from sluice.client.generation_types import (
     SampleDelta,
     SampleFinished,
 )
-from sluice.openai_front.requests import ParsedRequest
+from sluice.openai_server.requests import ParsedRequest
 from sluice.types import Answer, Rollout, ScoredPrompt
 
 # What a run accepts unless it lowers `sluice.rollout.max_n`.
-_MOST_PER_CALL = 256
+_MAX_SAMPLES_PER_CALL = 256
 
 Sink = Callable[[int, GenerationEvent], Awaitable[None]]
 """Takes the index of a prompt, and an event of one of its samples."""
@@ -52,8 +52,8 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
 
     async with asyncio.TaskGroup() as tasks:
         for index, prompt in enumerate(asked.prompts):
-            for start in range(0, n, _MOST_PER_CALL):
-                size = min(_MOST_PER_CALL, n - start)
+            for start in range(0, n, _MAX_SAMPLES_PER_CALL):
+                size = min(_MAX_SAMPLES_PER_CALL, n - start)
                 options = replace(
                     asked.options,
                     n=size,
@@ -268,12 +268,12 @@ class AnswerBuilder:
 def _scored_tokens(prompt: ScoredPrompt) -> Iterator[_ScoredToken]:
     """Yield a prompt's tokens, each with its logprob and that of the most probable token."""
     yield _ScoredToken(prompt.texts[0])
-    found = prompt.logprobs
+    logprobs = prompt.logprobs
     for text, logprob, top_text, top_logprob in zip(
         prompt.texts[1:],
-        found.logprobs.tolist(),
+        logprobs.logprobs.tolist(),
         prompt.top_texts,
-        found.top_logprobs.tolist(),
+        logprobs.top_logprobs.tolist(),
         strict=True,
     ):
         # Where both have one text, the larger logprob stays: clients compare the maximum.

@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp")
 
 
 from sluice import web as serving
-from sluice.openai_front.web_app import FrontSettings
+from sluice.openai_server.web_app import OpenAIServerSettings
 from sluice.rpc.status import CLASS_KEY
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
@@ -45,7 +45,7 @@ async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
 
 
 async def test_connections_beyond_the_limit_get_503_and_are_closed() -> None:
-    settings = FrontSettings(max_connections=2)
+    settings = OpenAIServerSettings(max_connections=2)
     async with http_front("127.0.0.1:1", settings=settings) as front, asyncio.timeout(60):
         async with connected(front) as first, connected(front) as second:
             for each in (first, second):
@@ -152,7 +152,7 @@ async def test_a_deadline_that_passed_while_all_was_full_is_reported_as_full(
     replica.skip_time = skip_time
     async with (
         token_replicas(replica) as addresses,
-        http_front(*addresses, settings=FrontSettings(deadline_s=200.0)) as front,
+        http_front(*addresses, settings=OpenAIServerSettings(deadline_s=200.0)) as front,
         asyncio.timeout(HELD_S),
     ):
         status, answer = await front.post(COMPLETION, **ASKED)

@@ -20,8 +20,8 @@ from sluice.client.generation_types import GenerationEvent, GenerationStarted, S
 from sluice.codec.fields import shortened
 from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
-from sluice.openai_front.answers import AnswerBuilder, Sink, generate_choices
-from sluice.openai_front.errors import (
+from sluice.openai_server.answers import AnswerBuilder, Sink, generate_choices
+from sluice.openai_server.errors import (
     CROSS_SITE,
     DEFECT,
     NO_KEY,
@@ -29,7 +29,7 @@ from sluice.openai_front.errors import (
     RefusedError,
     error_answer,
 )
-from sluice.openai_front.requests import (
+from sluice.openai_server.requests import (
     MAX_CHOICES,
     Bounds,
     ChatRequest,
@@ -39,7 +39,7 @@ from sluice.openai_front.requests import (
     parse_chat,
     parse_completion,
 )
-from sluice.openai_front.sessions import Sessions
+from sluice.openai_server.sessions import Sessions
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
@@ -57,12 +57,12 @@ _END = b"data: [DONE]\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEYLESS = "HTTP callers"
-"""The common name of all callers of a front that requires no key."""
+"""The common name of all callers of a server that requires no key."""
 _DIGEST_BYTES = 8
 
 
-class Callers:
-    """The callers of one front. Used from one event loop.
+class CallerQuotas:
+    """The callers of one server, and their quotas. Used from one event loop.
 
     Attributes:
         limit: the most choices of one request, and the option that limits them.
@@ -106,8 +106,8 @@ class Callers:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """What the front serves; the rest is as the options of `sluice serve-openai`.
+class OpenAIServerSettings:
+    """What the server offers; the rest is as the options of `sluice serve-openai`.
 
     Args:
         keys: accepted API keys; None: no key is needed, and pages in browsers are refused.
@@ -127,14 +127,14 @@ class FrontSettings:
     max_tokens: int | None = None
 
 
-class OpenAIFront:
+class OpenAIServer:
     """The handlers of chats, completions, ``/v1/models``, ``/health`` and leased samples."""
 
-    def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
+    def __init__(self, client: AsyncClient, settings: OpenAIServerSettings) -> None:
         self._client = client
         self._settings = settings
         self._sessions = Sessions(client)
-        self._callers = Callers(settings.keys, settings.max_choices, settings.max_key_choices)
+        self._callers = CallerQuotas(settings.keys, settings.max_choices, settings.max_key_choices)
         self._bounds = Bounds(
             settings.deadline_s,
             settings.max_priority,
@@ -368,15 +368,15 @@ def _refused(refusal: ErrorAnswer) -> web.Response:
     return _json(refusal.body(), refusal.status)
 
 
-def listening(front: OpenAIFront, host: str, port: int) -> AbstractAsyncContextManager[int]:
+def listening(server: OpenAIServer, host: str, port: int) -> AbstractAsyncContextManager[int]:
     """Serve during the block, and yield the port (0 lets the system choose).
 
     The samples of a caller that disconnects end, which frees its slots.
     """
     return serve_http(
-        front.app(),
+        server.app(),
         host,
         port,
-        most_connections=front.max_connections,
+        max_connections=server.max_connections,
         shutdown_s=_SHUTDOWN_S,
     )

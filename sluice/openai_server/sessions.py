@@ -18,9 +18,9 @@ from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
 from sluice.errors import LeaseEndedError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.openai_front.answers import as_delta, said_of, usage_of
-from sluice.openai_front.errors import RefusedError
-from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
+from sluice.openai_server.answers import as_delta, said_of, usage_of
+from sluice.openai_server.errors import RefusedError
+from sluice.openai_server.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 # A form of the answer that cannot be kept is refused as elsewhere.
 _SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
 _KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
-_MOST_NOTED = 32  # names of ignored fields: any caller may make some up
-_MOST_FAILURE = 2000
+_MAX_LOGGED_FIELDS = 32  # names of ignored fields: any caller may make some up
+_MAX_FAILURE_CHARS = 2000
 
 JsonObject = dict[str, Any]
 
@@ -40,7 +40,7 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of one front."""
+    """The sessions of one server."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -67,11 +67,11 @@ class Sessions:
         canonical = json.dumps(fields, sort_keys=True).encode()
         digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
         try:
-            found = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
+            leased = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
         except LeaseEndedError as error:
             # Clients of the dialect repeat a request that 409 answers.
             raise RefusedError(str(error), "messages", code="lease_ended") from error
-        answer = _answer(asked.model, digest, found)
+        answer = _answer(asked.model, digest, leased)
         return answer, _chunks(answer) if asked.stream else None
 
     async def end(self, lease: str, body: bytes) -> None:
@@ -86,7 +86,9 @@ class Sessions:
             end = msgspec.json.decode(body or b"{}", type=_End)
         except DECODE_ERRORS as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
-        failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
+        failure = (
+            "" if end.failure is None else (end.failure[-_MAX_FAILURE_CHARS // 4 :] or "failed")
+        )
         await self._client.leases().end(lease, reward_value=end.reward, failure=failure)
 
     def _fields(self, body: bytes) -> JsonObject:
@@ -103,27 +105,27 @@ class Sessions:
             ignored.add("tool_choice")
             del fields["tool_choice"]
         new = {name[:64] for name in ignored} - self._noted
-        if new and len(self._noted) < _MOST_NOTED:
-            self._noted |= set(sorted(new)[:_MOST_NOTED])
+        if new and len(self._noted) < _MAX_LOGGED_FIELDS:
+            self._noted |= set(sorted(new)[:_MAX_LOGGED_FIELDS])
             logger.warning(
                 "agents send %s, which leased samples ignore: training samples as the run is "
                 "configured",
-                ", ".join(sorted(new)[:_MOST_NOTED]),
+                ", ".join(sorted(new)[:_MAX_LOGGED_FIELDS]),
             )
         return fields
 
 
-def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:
-    message = {"role": "assistant", "content": None, "refusal": None, **said_of(found.answer)}
-    ended = "tool_calls" if found.answer.tool_calls else "stop"
-    reason = "length" if found.is_cut else ended
+def _answer(model: str, digest: str, leased: LeasedAnswer) -> JsonObject:
+    message = {"role": "assistant", "content": None, "refusal": None, **said_of(leased.answer)}
+    ended = "tool_calls" if leased.answer.tool_calls else "stop"
+    reason = "length" if leased.is_cut else ended
     return {
-        "id": f"chatcmpl-{digest[:16]}-{found.turn}",
+        "id": f"chatcmpl-{digest[:16]}-{leased.turn}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
-        "usage": usage_of(found.num_read, found.num_sampled),
+        "usage": usage_of(leased.num_read, leased.num_sampled),
     }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sluice.client.generation_types import ChatWithImages
-from sluice.openai_front.errors import RefusedError
-from sluice.openai_front.requests import (
+from sluice.openai_server.errors import RefusedError
+from sluice.openai_server.requests import (
     Bounds,
     ChatRequest,
     CompletionRequest,

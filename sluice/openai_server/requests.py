@@ -23,7 +23,7 @@ from sluice.codec.fields import shortened
 from sluice.data.image_sources import DATA_URI, image_of_uri
 from sluice.errors import InvalidRequestError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.openai_front.errors import RefusedError
+from sluice.openai_server.errors import RefusedError
 from sluice.types import IMAGE_MARK, ChatMessage, Tool, ToolCall
 from sluice.vision.image_header import FORMATS, read_image_header
 
@@ -102,7 +102,7 @@ _OF_COMPLETION: tuple[_Row, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Unoffered:
+class UnsupportedField:
     """A field that would change the answer, and that no engine here honours.
 
     Attributes:
@@ -114,21 +114,21 @@ class Unoffered:
     remedy: str = ""
 
 
-def _by_field(*tables: Sequence[_Row]) -> Mapping[str, Unoffered]:
+def _by_field(*tables: Sequence[_Row]) -> Mapping[str, UnsupportedField]:
     rows = (row for table in tables for row in table)
     return {
-        name: Unoffered(neutral, remedy)
+        name: UnsupportedField(neutral, remedy)
         for names, neutral, remedy in rows
         for name in names.split()
     }
 
 
-UNOFFERED: Mapping[Kind, Mapping[str, Unoffered]] = MappingProxyType(
+UNOFFERED: Mapping[Kind, Mapping[str, UnsupportedField]] = MappingProxyType(
     {"chat": _by_field(_OF_BOTH, _OF_CHAT), "completion": _by_field(_OF_BOTH, _OF_COMPLETION)}
 )
 
 
-def check_unoffered(body: bytes, kind: Kind) -> None:
+def check_unsupported_fields(body: bytes, kind: Kind) -> None:
     """Refuse a body, a JSON object, with a field that would change the answer and cannot.
 
     Raises:
@@ -306,7 +306,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         body.decode()  # parts of it are decoded later
         request = msgspec.json.decode(body, type=kind)
-        check_unoffered(body, "chat" if issubclass(kind, ChatRequest) else "completion")
+        check_unsupported_fields(body, "chat" if issubclass(kind, ChatRequest) else "completion")
     except DECODE_ERRORS as error:
         _, _, path = str(error).partition("at `$")
         raise RefusedError(f"body: {error}", path.strip(".`")) from error
@@ -490,12 +490,12 @@ def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt,
         return (numbers,)
     texts = tuple(item for item in prompt if isinstance(item, str))
     lists = tuple(tuple(item) for item in prompt if not isinstance(item, int | str))
-    found: tuple[Prompt, ...] = texts or lists
-    if len(found) != len(prompt) or not 1 <= len(found) <= MAX_PROMPTS:
+    prompts: tuple[Prompt, ...] = texts or lists
+    if len(prompts) != len(prompt) or not 1 <= len(prompts) <= MAX_PROMPTS:
         raise _refused(
             "prompt", f"send one text or list of token ids, or 1 to {MAX_PROMPTS} of a kind"
         )
-    return found
+    return prompts
 
 
 def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:

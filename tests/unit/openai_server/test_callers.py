@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from sluice.errors import ExhaustedError
-from sluice.openai_front.web_app import KEYLESS, Callers, FrontSettings
+from sluice.openai_server.web_app import KEYLESS, CallerQuotas, OpenAIServerSettings
 from sluice.security.token_file import TokenFile
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
@@ -35,7 +35,7 @@ async def posted(front: HttpFront, key: str, n: int) -> tuple[int, Any]:
 
 async def test_one_key_cannot_take_the_choices_of_another(tmp_path: Path) -> None:
     replica = TokenReplica(hangs_after=0)
-    settings = FrontSettings(keys=keys(tmp_path), max_choices=4, max_key_choices=2)
+    settings = OpenAIServerSettings(keys=keys(tmp_path), max_choices=4, max_key_choices=2)
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses, settings=settings) as front,
@@ -55,18 +55,18 @@ async def test_one_key_cannot_take_the_choices_of_another(tmp_path: Path) -> Non
 
 
 def test_a_caller_is_a_digest_of_its_key(tmp_path: Path) -> None:
-    callers = Callers(keys(tmp_path), 4, 2)
+    callers = CallerQuotas(keys(tmp_path), 4, 2)
     names = [callers.name(f"{scheme} {FIRST}") for scheme in ("Bearer", "bearer")]
     names.append(callers.name(f"Bearer {SECOND}"))
     assert names[0] == names[1] != names[2]
     assert FIRST not in str(names[0])
     for unknown in ("", FIRST, "Bearer ", f"Bearer {FIRST}x", f"Basic {FIRST}"):
         assert callers.name(unknown) is None
-    assert Callers(None, 4, 2).name("") == KEYLESS
+    assert CallerQuotas(None, 4, 2).name("") == KEYLESS
 
 
 def test_all_callers_together_have_a_limit_too(tmp_path: Path) -> None:
-    callers = Callers(keys(tmp_path), 3, 2)
+    callers = CallerQuotas(keys(tmp_path), 3, 2)
     with callers.generating("first", 2):
         with pytest.raises(ExhaustedError, match="--max-choices"), callers.generating("second", 2):
             pass
@@ -77,7 +77,7 @@ def test_all_callers_together_have_a_limit_too(tmp_path: Path) -> None:
 
 
 def test_without_keys_the_limit_of_one_key_binds_nobody() -> None:
-    callers = Callers(None, 3, 2)
+    callers = CallerQuotas(None, 3, 2)
     assert callers.limit == (3, "--max-choices")
     with callers.generating(KEYLESS, 3):
         pass
