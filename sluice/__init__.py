@@ -1,5 +1,7 @@
 """DAPO and GRPO training of language models: what the three services and their users share."""
 
+import os
+
 from sluice.errors import EnvironmentUnavailable
 
 __all__ = [
@@ -11,6 +13,10 @@ __all__ = [
 ]
 
 UNINSTALLED = "uninstalled"
+
+# gRPC's handlers of fork() crash children of a process that has calls under way, before they become
+# the program that they start: sandboxes of another user. gRPC reads this when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def installed_version(distribution: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,3 +110,50 @@ def test_a_sandbox_that_fails_is_no_message_to_the_model(monkeypatch: pytest.Mon
     monkeypatch.setenv(VARIABLE, json.dumps(broken))
     with pytest.raises(SandboxUnavailableError):
         Python()
+
+
+_STARTS_WHILE_IT_SERVES = """
+import asyncio, json, threading
+from sluice.config.schema.service import SandboxConfig
+from sluice.sandbox.choice import proven_sandbox
+import grpc
+
+async def echo(request, context):
+    return request
+
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(echo)
+
+async def serve(ends, serving):
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_generic_rpc_handlers((Echo(),))
+    await server.start()
+    call = grpc.aio.insecure_channel(f"127.0.0.1:{port}").unary_unary("/test/Echo")
+    async def calls():
+        while not ends.is_set():
+            await call(b"x")
+            serving.set()
+    await asyncio.gather(*(calls() for _ in range(4)))
+    await server.stop(None)
+
+ends, serving = threading.Event(), threading.Event()
+thread = threading.Thread(target=lambda: asyncio.run(serve(ends, serving)))
+thread.start()
+try:
+    assert serving.wait(300)
+    sandbox = proven_sandbox(SandboxConfig(backend="bubblewrap"))
+    print(json.dumps([sandbox.run(["/bin/true"]).exit_code for _ in range(40)]))
+finally:
+    ends.set()
+    thread.join()
+"""
+
+
+def test_sandboxes_start_in_a_process_that_serves_grpc() -> None:
+    need_bubblewrap()
+    command = [sys.executable, "-c", _STARTS_WHILE_IT_SERVES]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert json.loads(ended.stdout) == [0] * 40
