@@ -166,7 +166,7 @@ class Row:
 
 
 def parity() -> dict[str, Any]:
-    """Return the figures; print the rows of the table in docs/parallelism.md."""
+    """Return the figures; print a row for each layout, which docs/parallelism.md groups."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = _TinyModels(Path(folder))
         rows = [_row(number, layout, tiny) for number, layout in enumerate(LAYOUTS)]

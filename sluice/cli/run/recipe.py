@@ -74,7 +74,7 @@ def show(
     tiny: Annotated[bool, typer.Option("--tiny", help="Print its tiny.yaml instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print a recipe's README: devices, data, start, evaluation, what is reported, deviations.
+    """Print a recipe's README: hardware, commands, what to expect, deviations.
 
     \b
     Examples:
