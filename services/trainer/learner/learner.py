@@ -16,7 +16,7 @@ from services.trainer.learner.checkpoint import CRITIC_FOLDER, resume_remedy
 from services.trainer.learner.model.experts import check_native_experts, routing_tape, uncounted
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
-from services.trainer.learner.model.lora import on_the_wire
+from services.trainer.learner.model.lora import scaled_for_sending
 from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
@@ -259,7 +259,7 @@ class Learner:
         """
         parameters = self._policy.parameters
         parts = {name: local_part(one) for name, one in parameters.items() if name not in left_out}
-        travelling = on_the_wire(self._policy.model, parts)
+        travelling = scaled_for_sending(self._policy.model, parts)
         for name in parts if names is None else names:
             if name in parts:
                 yield name, travelling[name]

@@ -147,7 +147,7 @@ class PolicyUpdate:
             policy.model, policy.shards, parallel, device.torch_device, policy.stage
         )
         tape = routing_tape(policy.model)
-        self._cut = replace(settings.cut, routed_layers=None if tape is None else tape.own)
+        self._cut = replace(settings.cut, routed_layers=None if tape is None else tape.local_layers)
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank's passes read. Collective."""
@@ -182,7 +182,7 @@ class PolicyUpdate:
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
-                prepared.routing = Routing(given=prepared.micro_batch.routing)
+                prepared.routing = Routing(engine_experts=prepared.micro_batch.routing)
         sums = UpdateSums(self._mean_names, self._no_corrections, self._source_means)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
