@@ -26,7 +26,12 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet, drop_silent
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, num_kept, start_point
+from services.trainer.learner.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    num_to_keep,
+    start_point,
+)
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.policy_snapshots import (
     PolicySnapshots,
@@ -251,7 +256,7 @@ def _load(
     snapshots = policy_snapshots(config, learner, parallel)
     others = stack.enter_context(connected_ranks(config, snapshots, parallel))
     leader = RankLeader(learner, parallel, reward_samples(config), snapshots)
-    keep = num_kept(config.trainer, with_critic=uses_critic(config))
+    keep = num_to_keep(config.trainer, with_critic=uses_critic(config))
     store = CheckpointStore(Path(checkpoint_folder(config)), keep)
     checkpoint = start_point(config.trainer, store)
     record = read_record(checkpoint)

@@ -92,7 +92,7 @@ class LearnerThread:
             self._leader.freeze(version)
             self._peaks.end_phase("update_weights")
             if self._gives_back:
-                self._peaks.give_back()
+                self._peaks.empty_cache()
 
         await self._run(freeze)
 
@@ -104,7 +104,7 @@ class LearnerThread:
         """
         began_s = time.monotonic()
         await self.saved()
-        aside = self._leader.saves_aside
+        aside = self._leader.saves_in_background
 
         def begin() -> None:
             write = self._leader.begin_save(self._store.begin(step))

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 class Leader:
     """Copies at once; writes when it may."""
 
-    saves_aside = True
+    saves_in_background = True
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -184,8 +184,8 @@ class Copies:
 class Following:
     """A rank above 0 without a model; its saves do as `write` says."""
 
-    def __init__(self, write: Callable[[], None], *, saves_aside: bool) -> None:
-        self.saves_aside = saves_aside
+    def __init__(self, write: Callable[[], None], *, saves_in_background: bool) -> None:
+        self.saves_in_background = saves_in_background
         self.write = write
         self.copies: list[weakref.ref[Copies]] = []
         self.was_freed = False
@@ -226,7 +226,7 @@ class Commands:
 
 
 def test_a_follower_frees_its_copies_once_they_are_written() -> None:
-    learner = Following(lambda: None, saves_aside=True)
+    learner = Following(lambda: None, saves_in_background=True)
     follow(cast("Any", learner), cast("Any", Commands("save", "load", "stop")), NO_SAMPLES)
     assert learner.was_freed
 
@@ -235,7 +235,7 @@ def test_a_followers_log_says_why_it_did_not_write(caplog: pytest.LogCaptureFixt
     def write() -> None:
         raise OSError("no space left")
 
-    learner = Following(write, saves_aside=True)
+    learner = Following(write, saves_in_background=True)
     with caplog.at_level(logging.ERROR):
         follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert "the checkpoint cannot be written: no space left" in caplog.text
@@ -261,7 +261,7 @@ def test_a_follower_whose_save_beside_training_fails_for_another_reason_ends(
     def write() -> None:
         raise MemoryError("no memory left on the host")
 
-    learner = Following(write, saves_aside=True)
+    learner = Following(write, saves_in_background=True)
     with caplog.at_level(logging.ERROR), pytest.raises(MemoryError, match="no memory left"):
         follow(cast("Any", learner), cast("Any", made()), NO_SAMPLES)
     assert "the checkpoint cannot be written" in caplog.text
@@ -280,7 +280,7 @@ def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Pat
             fails.set()
             raise RuntimeError("no memory left on the device")
 
-    learner = Failing(write, saves_aside=True)
+    learner = Failing(write, saves_in_background=True)
     with pytest.raises(RuntimeError, match="no memory left"):
         follow(cast("Any", learner), cast("Any", Commands("save", "load")), NO_SAMPLES)
     assert written.exists()
@@ -288,6 +288,8 @@ def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Pat
 
 def test_a_save_that_training_waits_for_sends_from_the_thread_of_all_other_commands() -> None:
     threads: list[threading.Thread] = []
-    learner = Following(lambda: threads.append(threading.current_thread()), saves_aside=False)
+    learner = Following(
+        lambda: threads.append(threading.current_thread()), saves_in_background=False
+    )
     follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert threads == [threading.current_thread()]

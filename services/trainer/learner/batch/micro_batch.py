@@ -393,8 +393,8 @@ def build_micro_batch(
     num_tokens = input_ids.size
     if share is not None:
         input_ids, position_ids = share.cut(input_ids), share.cut(position_ids)
-        indices = share.own(predecessors, num_tokens)
-        predecessors = share.local(predecessors[indices], num_tokens)
+        indices = share.local_indices(predecessors, num_tokens)
+        predecessors = share.local_positions(predecessors[indices], num_tokens)
         own = _tensor(indices, device)
     sequences = [one for piece in pieces for one in piece.sequences]
     # Rows of a prompt share its images, which are packed once like its tokens.

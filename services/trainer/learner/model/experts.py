@@ -148,7 +148,11 @@ class RoutingTape:
         if engine is None:
             return chosen
         if self._engine is None:  # all layers of this stage at once
-            tokens = slice(None) if self.tensor is None else self.tensor.own(engine.known.numel())
+            tokens = (
+                slice(None)
+                if self.tensor is None
+                else self.tensor.local_slice(engine.known.numel())
+            )
             experts, is_known = engine.experts[:, tokens], engine.known[tokens]
             self._engine = PackedRouting(experts.to(chosen.device), is_known.to(chosen.device))
         number = layer - (self.local_layers.start or 0)

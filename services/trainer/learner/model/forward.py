@@ -145,7 +145,7 @@ def _token_pass(
     if (of_critic := value_head(model)) is not None:
         values: Tensor = of_critic(hidden)[0, :, 0].float()
         if tensor is not None:
-            values = tensor.whole(values)
+            values = tensor.gather_values(values)
         return (values.index_select(0, micro_batch.predecessors),)
     if tensor is not None:
         hidden = tensor.gather(hidden)
@@ -246,7 +246,7 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
         return None
     local_ids = token_ids
     if (tensor := tensor_share(model)) is not None:
-        local_ids = token_ids[:, tensor.own(token_ids.shape[1])]
+        local_ids = token_ids[:, tensor.local_slice(token_ids.shape[1])]
     return PackedImages(*_blank_image(model), torch.zeros_like(local_ids, dtype=torch.bool))
 
 
