@@ -35,11 +35,11 @@ def main() -> int:
     (in a shell: 128 plus its number).
     """
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.trainer", "Run one rank of the trainer.", "--config run.yaml trainer.save_freq=10"
     ).parse_args()
     rank = int(os.environ.get("RANK", "0"))
-    return exit_status("trainer", lambda: _run(given.config, given.overrides, rank))
+    return exit_status("trainer", lambda: _run(arguments.config, arguments.overrides, rank))
 
 
 def _run(file: Path, overrides: list[str], rank: int) -> None:

@@ -155,7 +155,7 @@ class Trainer:
         self.snapshots.write(weights(version).items(), version, 1.0)
 
     async def publish(self, version: int) -> Any:
-        await self.publisher.snapshot_is_free()
+        await self.publisher.wait_for_free_snapshot()
         self.freeze(version)
         return await self.publisher.publish(version)
 

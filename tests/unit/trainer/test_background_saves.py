@@ -84,7 +84,7 @@ async def test_training_continues_and_the_checkpoint_is_the_latest_once_it_is_co
         await learner.train(cast("Any", None), 2)
         assert (leader.did, latest_step(tmp_path)) == (["copy", "train 2"], None)
         leader.may_write.set()
-        await learner.saved()
+        await learner.wait_until_saved()
         assert (leader.did[-1], latest_step(tmp_path)) == ("write", 1)
 
 
@@ -98,7 +98,7 @@ async def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
             assert leader.did == ["copy", "train 2"]
             leader.may_write.set()
             await second
-        await learner.saved()
+        await learner.wait_until_saved()
     assert leader.did == ["copy", "train 2", "write", "copy", "write", "stop"]
     assert latest_step(tmp_path) == 2
 
@@ -110,11 +110,11 @@ async def test_a_save_that_fails_ends_the_next_step_and_leaves_the_former_checkp
     async with running(leader, tmp_path) as learner:
         leader.may_write.set()
         await learner.save(1, DataProgress(0))
-        await learner.saved()
+        await learner.wait_until_saved()
         leader.failure = OSError("no space left")
         await learner.save(2, DataProgress(0))
         with pytest.raises(CheckpointError, match=r"step 2 cannot .* \(no space left\)"):
-            await learner.saved()
+            await learner.wait_until_saved()
         with pytest.raises(CheckpointError, match="step 2 cannot"):
             await learner.train(cast("Any", None), 3)
     assert leader.did == ["copy", "write", "copy", "stop"]
@@ -159,7 +159,7 @@ async def test_a_wait_for_a_checkpoint_that_is_cancelled_loses_none(tmp_path: Pa
     async with running(leader, tmp_path) as learner, asyncio.TaskGroup() as tasks:
         learner._writer.submit(lambda: leader.may_write.wait(WAIT_S))  # the thread begins late
         await learner.save(1, DataProgress(0))
-        waiting = tasks.create_task(learner.saved())
+        waiting = tasks.create_task(learner.wait_until_saved())
         await asyncio.sleep(0)
         waiting.cancel()
     assert leader.did == ["copy", "write", "stop"]

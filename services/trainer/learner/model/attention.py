@@ -143,9 +143,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _GatheringContext, of_places: Tensor) -> tuple[Tensor, None]:
         gathering = ctx.gathering
-        gradient = of_places.index_select(0, gathering.back).index_fill_(0, gathering.unused, 0.0)
-        if gathering.more.numel():
-            gradient.index_add_(0, gathering.of_more, of_places.index_select(0, gathering.more))
+        gradient = of_places.index_select(0, gathering.places).index_fill_(0, gathering.unused, 0.0)
+        if gathering.further.numel():
+            gradient.index_add_(
+                0, gathering.further_values, of_places.index_select(0, gathering.further)
+            )
         return gradient, None
 
 

@@ -149,12 +149,12 @@ def _token_pass(
         return (values.index_select(0, micro_batch.predecessors),)
     if tensor is not None:
         hidden = tensor.gather(hidden)
-    local_index, labels = micro_batch.own, micro_batch.labels
+    local_labels, labels = micro_batch.local_labels, micro_batch.labels
     head = _head(model)
     statistics = token_statistics(
         hidden.squeeze(0).index_select(0, micro_batch.predecessors).to(head.weight.dtype),
         head,
-        labels if local_index is None else labels.index_select(0, local_index),
+        labels if local_labels is None else labels.index_select(0, local_labels),
         temperature,
         **wanted,
     )
@@ -165,12 +165,12 @@ def _gather_statistics(
     outputs: Sequence[Tensor | None], micro_batch: MicroBatch
 ) -> TokenStatistics:
     """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
-    share, local_index = micro_batch.layout.share, micro_batch.own
+    share, local_labels = micro_batch.layout.share, micro_batch.local_labels
     names = [field.name for field in fields(TokenStatistics)]
     present = {name: x for name, x in zip(names, outputs, strict=True) if x is not None}
-    if share is not None and local_index is not None:
+    if share is not None and local_labels is not None:
         stacked = torch.stack(list(present.values()))
-        gathered = share.whole_tokens(stacked, local_index, micro_batch.labels.numel())
+        gathered = share.whole_tokens(stacked, local_labels, micro_batch.labels.numel())
         present = dict(zip(present, gathered.unbind(), strict=True))
     return TokenStatistics(**present)
 
@@ -264,10 +264,10 @@ def response_values(
     """Return a critic's values [N], float32, of the state before each response token."""
     outputs: tuple[Tensor, ...] = _prepare_pass(model, None)(micro_batch, entering)
     (values,) = outputs
-    share, local_index = micro_batch.layout.share, micro_batch.own
-    if share is None or local_index is None:
+    share, local_labels = micro_batch.layout.share, micro_batch.local_labels
+    if share is None or local_labels is None:
         return values
-    return share.whole_tokens(values[None], local_index, micro_batch.labels.numel())[0]
+    return share.whole_tokens(values[None], local_labels, micro_batch.labels.numel())[0]
 
 
 def check_packing(

@@ -100,7 +100,7 @@ def _logprobs(
     def read(number: int, outputs: TokenStatistics) -> None:
         logprobs[number] = outputs.logprobs
 
-    passes.forward([TokenPass(one, temperature) for one in micro_batches], read)
+    passes.forward([TokenPass(micro_batch, temperature) for micro_batch in micro_batches], read)
     return logprobs
 
 
