@@ -295,7 +295,7 @@ def _make_publisher(
         certificates=credentials.for_transfers(),
         keeps_base=sends_changes,
         holdings=snapshots.holdings,
-        others=trained.others,
+        other_ranks=trained.others,
     )
     connect = partial(
         ReplicaClient,

@@ -20,7 +20,14 @@ from safetensors.torch import load_file
 
 from sluice.checkpoint.safetensors_files import former_name
 from sluice.errors import CheckpointError
-from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, EACH, AdaptedPart, adapted_part, merged
+from sluice.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    EACH,
+    AdaptedPart,
+    adapted_part,
+    merged_weight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +134,7 @@ class AdapterMerge:
         shape = (b.shape[0], a.shape[1])
         for weight in change.candidates(whole):
             if weight.shape == shape:
-                weight.copy_(merged(weight, a, b, self._adapter.scale))
+                weight.copy_(merged_weight(weight, a, b, self._adapter.scale))
                 return
         raise CheckpointError(
             f"{change.part.weight} has shape {tuple(whole.shape)} in {self._adapter.base}, the "

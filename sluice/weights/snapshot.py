@@ -84,11 +84,11 @@ class SnapshotBuffers:
             InvalidRequestError: other names or shapes than planned; the newest version stays.
         """
         slot = self._back_slot(timeout_s)
-        before = self._newest
-        if before is not None and not slot.has_constant:
-            _copy(((n, before.weights.tensors[n]) for n in self._constant), slot.weights)
+        newest = self._newest
+        if newest is not None and not slot.has_constant:
+            _copy(((n, newest.weights.tensors[n]) for n in self._constant), slot.weights)
         missing = _copy(named_tensors, slot.weights)
-        if before is not None:
+        if newest is not None:
             missing -= self._constant
         if missing:
             raise InvalidRequestError(
@@ -184,17 +184,17 @@ def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffe
             raise InvalidRequestError(f"weights: {name} is not planned")
         # A scalar is one row.
         rows = target.tensors[name].view(target.tensors[name].shape or (1,))
-        given = tensor.reshape(tensor.shape or (1,))
+        values = tensor.reshape(tensor.shape or (1,))
         start = written.get(name, 0)
-        stop = start + given.shape[0]
-        if given.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
-            twice = " more, or was given twice" if start else ""
+        stop = start + values.shape[0]
+        if values.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
+            detail = " more, or was given twice" if start else ""
             raise InvalidRequestError(
-                f"weights: {name} has shape {tuple(tensor.shape)}{twice}, planned was "
+                f"weights: {name} has shape {tuple(tensor.shape)}{detail}, planned was "
                 f"{tuple(target.tensors[name].shape)}"
             )
         # A copy that converts would bring the wider values to pageable memory, and convert there.
-        rows[start:stop].copy_(given if given.device.type == "cpu" else given.to(rows.dtype))
+        rows[start:stop].copy_(values if values.device.type == "cpu" else values.to(rows.dtype))
         written[name] = stop
-        del tensor, given  # a stream makes the next rows meanwhile
+        del tensor, values  # a stream makes the next rows meanwhile
     return {n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]}

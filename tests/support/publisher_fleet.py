@@ -133,7 +133,7 @@ class Trainer:
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 holdings=holdings,
-                others=others,
+                other_ranks=others,
             ),
             connect=lambda info: self.replicas[info.instance_id],
             timeout_s=60.0,

@@ -108,7 +108,7 @@ class Publishing:
             specs=snapshots.tensors,
             snapshots=snapshots.buffers,
             holdings=snapshots.holdings,
-            others=others,
+            other_ranks=others,
         )
         self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")

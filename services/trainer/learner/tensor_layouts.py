@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import ConfigError
 from sluice.weight_share import Cut
-from sluice.weights.share import Cuts, overlapping
+from sluice.weights.share import Cuts, overlapping_ranks
 
 Sizes: TypeAlias = tuple[int, ...]
 
@@ -155,7 +155,7 @@ def exchange_layouts(
         layout = TensorLayout(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
         cuts = [(piece.holders[0], layout.cuts(piece)) for piece in pieces]
         num_elements = sum(math.prod(piece.shape) for piece in pieces)
-        if num_elements != math.prod(shape) or overlapping(cuts, shape):
+        if num_elements != math.prod(shape) or overlapping_ranks(cuts, shape):
             raise ConfigError(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
                 f"its shape {shape}; choose another layout of trainer ranks"
