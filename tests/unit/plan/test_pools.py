@@ -20,9 +20,9 @@ from sluice.plan.dry_run import PassBytes
 from sluice.plan.pools import (
     TrainerPool,
     engine_pool,
+    extrapolate_layers,
     largest_pool,
     layer_counts,
-    of_all_layers,
     trainer_pool,
 )
 
@@ -58,10 +58,10 @@ def pool(*overrides: str, encoder: ImageEncoder | None = None) -> TrainerPool:
 
 def test_bytes_of_all_layers_follow_from_those_of_a_few() -> None:
     more = msgspec.structs.replace(COUNTED, backward=35, moved={"all_gather": 110})
-    found = of_all_layers({3: COUNTED, 4: more}, 36)
+    found = extrapolate_layers({3: COUNTED, 4: more}, 36)
     assert (found.backward, found.parameters) == (33 + 33 * 2, 10)
     assert found.moved == {"all_gather": 100 + 33 * 10}
-    assert of_all_layers({2: COUNTED}, 2) == COUNTED
+    assert extrapolate_layers({2: COUNTED}, 2) == COUNTED
 
 
 def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
