@@ -75,8 +75,8 @@ def part_names(plan: TransferPlan) -> tuple[str, ...]:
 
 def join_digests(digests: Sequence[WeightDigests]) -> WeightDigests:
     """Return the digests of the parts of several streams."""
-    names = tuple(name for part in digests for name in part.names)
-    return WeightDigests(names, tuple(part for part in digests for part in part.parts))
+    names = tuple(name for stream in digests for name in stream.names)
+    return WeightDigests(names, tuple(part for stream in digests for part in stream.parts))
 
 
 class StreamDigest:

@@ -179,7 +179,7 @@ def test_the_balance_of_experts_is_that_of_the_policys_passes_alone(
     monkeypatch.setattr(RoutingTape, "take_load", taken)
     for measures_divergence in (False, True):
         learner = make_learner(folder, use_kl_loss=measures_divergence, kl_loss_coef=0.0)
-        learner._update._balance()
+        learner._update._expert_balance()
         assert not loads.pop().any()  # the trial of packed tokens is no pass of the run
         learner.train_step(make_batch(), 1)
     without, beside_a_reference = loads

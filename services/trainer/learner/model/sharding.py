@@ -172,7 +172,7 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
 
 @torch.no_grad()
 def assign(target: Tensor, source: Tensor) -> None:
-    """Copy `whole`, or this rank's shard of it, into `target` of the same global shape."""
+    """Copy `source`, or this rank's shard of it, into `target` of the same global shape."""
     if not isinstance(target, DTensor):
         target.copy_(source)
         return
