@@ -58,11 +58,11 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
         from services.trainer.learner.rank_command import run_follower  # loads torch
 
         run_follower(config)
-    elif not _lead_traced(config):
+    elif not _run_traced(config):
         end_by_sigterm()
 
 
-def _lead_traced(config: RunConfig) -> bool:
+def _run_traced(config: RunConfig) -> bool:
     # Imported late: `--help` and a refused configuration need not load torch for 5 s.
     from services.trainer.leader import run_leader
 

@@ -108,7 +108,7 @@ class _LoadedLearner:
 
     learner: LearnerThread
     snapshots: PolicySnapshots
-    others: Sequence[RemoteRank]
+    other_ranks: Sequence[RemoteRank]
     total_steps: int
     checkpoint: Checkpoint | None
     guard_record: GuardRecord
@@ -295,7 +295,7 @@ def _make_publisher(
         certificates=credentials.for_transfers(),
         keeps_base=sends_changes,
         holdings=snapshots.holdings,
-        other_ranks=trained.others,
+        other_ranks=trained.other_ranks,
     )
     connect = partial(
         ReplicaClient,

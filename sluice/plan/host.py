@@ -79,18 +79,18 @@ def rank_host_bytes(
     total = policy.weights * has_reference_model(config)
     if has_reference_model(config) or uses_critic(config):
         total += policy.weights * sharding.param_offload
-    total += policy.moments * moments_away(sharding)
+    total += policy.moments * offloaded_share(sharding)
     # A checkpoint has all of a model, or its adapters.
     saved = policy.moments + (policy.trained if adapts(model) else policy.weights)
     if uses_critic(config):
-        total += decoder.weights * critic.param_offload + decoder.moments * moments_away(critic)
+        total += decoder.weights * critic.param_offload + decoder.moments * offloaded_share(critic)
         saved += decoder.weights + decoder.moments
     total += saved * actor.checkpoint.async_save
     batch = taken_samples_mb(config, trainer_layout(config, world_size(config)).data_ranks) * MIB
     return total + batch + _pixel_bytes(config, encoder) + _engine_expert_bytes(config, shape)
 
 
-def moments_away(sharding: FsdpConfig) -> float:
+def offloaded_share(sharding: FsdpConfig) -> float:
     """Return the share of a model's moments that is in host memory."""
     return sharding.optimizer_offload_fraction * sharding.optimizer_offload
 

@@ -147,7 +147,7 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
     return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
 
 
-def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
+def trainer_as_written(config: RunConfig, model: PlannedModel) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 
     Raises:
@@ -157,7 +157,7 @@ def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
     return _count_trainer(config, model, _ANY_DEVICE)
 
 
-def written_change(
+def smallest_change(
     file: Path | None,
     overrides: Sequence[str],
     model: PlannedModel,
@@ -258,7 +258,10 @@ def _plan_as_written(
     launch: _Launch, config: RunConfig, split: DeviceSplit, trainer: TrainerPool
 ) -> PlannedLaunch:
     engine = engine_pool(config, launch.model.shape, launch.device)
-    lacks = {"trainer": trainer.lack(launch.device), "rollout": engine.lack(launch.device)}
+    lacks = {
+        "trainer": trainer.shortfall(launch.device),
+        "rollout": engine.shortfall(launch.device),
+    }
     return PlannedLaunch(
         config,
         launch.model,
@@ -312,7 +315,7 @@ def _search_change(
             trainer = launch.trainer(run.config)
         except ConfigError:  # the next change may be allowed
             continue
-        if trainer.lack(device) is None and holds(run.config):
+        if trainer.shortfall(device) is None and holds(run.config):
             return replace(
                 plan,
                 config=run.config,

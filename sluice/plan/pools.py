@@ -25,7 +25,7 @@ from sluice.plan.host import (
     ModelBytes,
     encoder_bytes,
     has_reference_model,
-    moments_away,
+    offloaded_share,
     rank_host_bytes,
     replayed_bytes,
 )
@@ -80,7 +80,7 @@ class TrainerPool:
         number = max(self.stages, key=lambda stage: self.stages[stage])
         return f"stage {number + 1} of {self.layout.pipeline}"
 
-    def lack(self, device: DeviceKind) -> str | None:
+    def shortfall(self, device: DeviceKind) -> str | None:
         """Return why a trainer's device does not hold it; `None`: it does."""
         if self.peak <= device.usable_bytes:
             return None
@@ -119,7 +119,7 @@ class EnginePool:
         """Most bytes on the device."""
         return max(self.phases.values())
 
-    def lack(self, device: DeviceKind) -> str | None:
+    def shortfall(self, device: DeviceKind) -> str | None:
         """Return why an engine does not fit; `None`: it does.
 
         Its share of the device must hold the weights and a cache of at least one row, and the
@@ -138,7 +138,7 @@ class EnginePool:
 
     def fits(self, device: DeviceKind) -> bool:
         """Return whether it lacks nothing."""
-        return self.lack(device) is None
+        return self.shortfall(device) is None
 
 
 def extrapolate_layers(counted: Mapping[int, PassBytes], layers: int) -> PassBytes:
@@ -172,7 +172,7 @@ class _ModelState:
     def __init__(self, counted: PassBytes, sharding: FsdpConfig, shard: int) -> None:
         self.weights = 0 if sharding.param_offload else counted.parameters
         self.gradients = counted.gradients if is_whole(sharding, shard) else 0
-        away = counted.moments * moments_away(sharding)
+        away = counted.moments * offloaded_share(sharding)
         self.moments = counted.moments - away
         self.backward = counted.backward
         self.step = counted.step - away + min(away, _MOMENTS_AT_ONCE)

@@ -154,5 +154,5 @@ def _fits(parts: int, weight: Sequence[int], a: Sequence[int], b: Sequence[int])
     """Return whether A and B have the shapes of an adapter of one of a weight's parts."""
     *experts, rows, columns = weight
     rank = a[-2]
-    wanted = ([*experts, rank, columns], [*experts, rows // parts, rank])
-    return rows % parts == 0 and ([*a], [*b]) == wanted and rank <= max(rows // parts, columns)
+    expected = ([*experts, rank, columns], [*experts, rows // parts, rank])
+    return rows % parts == 0 and ([*a], [*b]) == expected and rank <= max(rows // parts, columns)

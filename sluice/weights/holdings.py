@@ -45,13 +45,13 @@ def held_part(
     """
     if holding is None:
         return tuple(tensors), share
-    wanted, held_cuts = cuts_by_name(share), dict(holding.parts)
+    share_cuts, held_cuts = cuts_by_name(share), dict(holding.parts)
     specs: list[TensorSpec] = []
     cuts: list[tuple[str, Cuts]] = []
     for spec in tensors:
         if spec.name not in held_cuts:
             continue
-        common = common_cuts(spec.shape, wanted.get(spec.name, ()), held_cuts[spec.name])
+        common = common_cuts(spec.shape, share_cuts.get(spec.name, ()), held_cuts[spec.name])
         if common is None:
             continue
         specs.append(spec)

@@ -358,7 +358,7 @@ class PackedShare:
         ]
         longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
         self._ring = [torch.empty(longest, dtype=torch.uint8) for _ in range(depth)]
-        self._made = [-1] * depth
+        self._filled_with = [-1] * depth
         self._part: tuple[int, torch.Tensor] | None = None
         self._incoming = torch.empty(0, dtype=torch.uint8)
 
@@ -366,9 +366,9 @@ class PackedShare:
         """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``; see `depth`."""
         place = bucket.index % len(self._ring)
         content = self._ring[place][: bucket.num_bytes]
-        if self._made[place] != bucket.index:
+        if self._filled_with[place] != bucket.index:
             self._fill(bucket, content)
-            self._made[place] = bucket.index
+            self._filled_with[place] = bucket.index
         return content
 
     def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:

@@ -348,7 +348,7 @@ class EpochStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
-        return self.present(keys).keys() >= set(keys)
+        return self.existing(keys).keys() >= set(keys)
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 if missing; return the sum."""
@@ -387,7 +387,7 @@ class EpochStore(Store):
         self._clones.append(clone)
         return clone
 
-    def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+    def existing(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return the values of those keys that are there."""
         prefixed = [self._prefix + key for key in keys]
         values = self._call(
@@ -411,7 +411,7 @@ class EpochStore(Store):
         deadline = time.monotonic() + timeout_s
         pause = _POLL_MIN_S
         while True:
-            values = self.present(keys)
+            values = self.existing(keys)
             missing = [index for index, key in enumerate(keys) if key not in values]
             if not missing:
                 return [values[key] for key in keys]

@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
-        self._seen = 0
+        self._num_storages = 0
         self._resize: Any = None
 
     def reset(self) -> None:
@@ -122,8 +122,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _track(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:
-            self._seen += 1
-            key = self._keys[storage] = self._seen
+            self._num_storages += 1
+            key = self._keys[storage] = self._num_storages
             self._sizes[key] = 0
             weakref.finalize(storage, self._free, key)
             self._set_size(key, storage.nbytes())

@@ -178,7 +178,7 @@ class _Rank:
         self._micro_batch = largest_micro_batch(config, parallel)
         named = dict(self._model.named_parameters())
         trained = {name: p for name, p in named.items() if p.requires_grad}
-        self._before = count.live
+        self._parameter_bytes = count.live
         gradients = None
         if self._shards is not None:
             gradients = ShardedGradients(list(trained.values()), parallel)
@@ -189,7 +189,7 @@ class _Rank:
 
     def run(self) -> PassBytes:
         """Run the passes and return the bytes that they used."""
-        count, parameters = self._count, self._before
+        count, parameters = self._count, self._parameter_bytes
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
         gradients = count.live - parameters
@@ -231,7 +231,7 @@ class _Rank:
             self._optimizer.gradients.zero()
             shards.sum_gradients(False)
             torch.autograd.backward(*self._forward())
-        before = count.live
+        at_start = count.live
         waiting = self._forward()[0] if flight > 1 else None
         after_first = count.live
         count.reset()
@@ -240,7 +240,7 @@ class _Rank:
         after_second = count.live - gradient.nbytes
         # Further ones keep as much as the second: gathered weights exist only once.
         further = max(0, flight - 2) * (after_second - after_first)
-        forward, kept = count.peak + further, after_second - before + further
+        forward, kept = count.peak + further, after_second - at_start + further
         count.reset()
         if waiting is not None:
             torch.autograd.backward(waiting, gradient)

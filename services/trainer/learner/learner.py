@@ -13,7 +13,11 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER, resume_remedy
-from services.trainer.learner.model.experts import check_native_experts, routing_tape, uncounted
+from services.trainer.learner.model.experts import (
+    check_native_experts,
+    routing_tape,
+    without_load_counts,
+)
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
 from services.trainer.learner.model.lora import scaled_for_sending
@@ -148,7 +152,7 @@ class Learner:
         tests check."""
         if self._policy.stage is not None:
             return
-        with uncounted(self._model):
+        with without_load_counts(self._model):
             check_packing(
                 self._model,
                 DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],

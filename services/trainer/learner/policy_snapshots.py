@@ -39,9 +39,9 @@ def holdings_of(layouts: TensorLayouts) -> tuple[Holding, ...]:
     if holds_all(layouts, 0):
         return ()
     by_rank: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
-    for name, placed in layouts.items():
-        for piece in placed.pieces:
-            by_rank.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
+    for name, layout in layouts.items():
+        for piece in layout.pieces:
+            by_rank.setdefault(piece.holders[0], []).append((name, layout.cuts(piece)))
     return tuple(Holding(rank, tuple(by_rank[rank])) for rank in sorted(by_rank))
 
 

@@ -137,7 +137,7 @@ def _reach_store(spec: TransferGroupSpec, place: RankAddress) -> EpochStore:
     while True:
         try:
             store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
-            store.present(())
+            store.existing(())
         except (DeadlineError, WeightSyncError) as error:
             if time.monotonic() > ends_s:
                 why = f"{error}; {LATE_REMEDY}"

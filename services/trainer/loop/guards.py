@@ -252,6 +252,6 @@ def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
     return replace(record, saved=tuple(dict.fromkeys((*record.saved, checkpoint.step))))
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    names = difflib.get_close_matches(name, known, n=3)
+def _nearest(name: str, candidates: Collection[str]) -> str:
+    names = difflib.get_close_matches(name, candidates, n=3)
     return f" (nearest: {', '.join(names)})" if names else ""

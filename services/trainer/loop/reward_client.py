@@ -364,19 +364,19 @@ class PolicyAnnouncer:
     async def announce(
         self,
         *,
-        after: Callable[[], Awaitable[None]] | None = None,
+        preparation: Callable[[], Awaitable[None]] | None = None,
         rolled_back_to: int | None = None,
     ) -> None:
         """Announce a changed version or changed replicas; do nothing before the first version.
 
         Args:
-            after: awaited first, while no other announcement can be made.
+            preparation: awaited first, while no other announcement can be made.
             rolled_back_to: the version has the weights of this earlier one. Later announcements of
                 the same version repeat it, for a service that restarts.
         """
         async with self._one_at_a_time:
-            if after is not None:
-                await after()
+            if preparation is not None:
+                await preparation()
             # Read under the lock: an announcement that had to wait reports the newest version.
             version = self._state.version
             if version is None:

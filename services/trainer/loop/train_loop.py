@@ -367,14 +367,16 @@ class TrainLoop:
         return self._state.stop_reason is not None
 
     async def _wait_for_replicas(self) -> None:
-        wanted = self._config.sluice.trainer.min_replicas
+        min_replicas = self._config.sluice.trainer.min_replicas
         async with deadline(
             replica_wait_timeout_s(self._config),
             peer="rollout fleet",
-            phase=f"waiting for {wanted} replicas to register",
+            phase=f"waiting for {min_replicas} replicas to register",
             remedy="start rollout replicas, or raise sluice.trainer.replica_wait_timeout_s",
         ):
-            while len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < wanted:
+            while (
+                len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < min_replicas
+            ):
                 self._fleet.changed.clear()
                 await self._fleet.changed.wait()
 
@@ -388,7 +390,7 @@ class TrainLoop:
                 await self._deliver(step)
             # The announcer's lock covers both: no other announcement of the new version may come
             # before the acknowledgement of the batch that made it.
-            await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
+            await self._announcer.announce(preparation=lambda: self._acknowledge(batch, step))
             return
         await self._await_delivery()
         await self._freeze(step)

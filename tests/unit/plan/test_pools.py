@@ -79,7 +79,7 @@ def test_the_stage_that_takes_most_is_the_pool_and_the_first_one_has_the_encoder
     assert found.stages == {0: found.peak - 7, 1: found.peak, 3: found.peak - 7}
     assert found.stage_name == "stage 2 of 4"
     assert "backward on stage 2 of 4 takes" in (
-        found.lack(dataclasses.replace(DEVICE, gib=1e-9)) or ""
+        found.shortfall(dataclasses.replace(DEVICE, gib=1e-9)) or ""
     )
     seeing = largest_pool(config, SHAPE, DEVICE, stages, ENCODER)
     assert seeing.stage_name == "stage 1 of 4"

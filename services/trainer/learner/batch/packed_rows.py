@@ -181,7 +181,7 @@ def _select_experts(
 
 def place_pieces(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PackedPiece]:
     """Place each prompt once, then its rows' paths; leave out pieces and rows without paths."""
-    placed: list[PackedPiece] = []
+    packed_pieces: list[PackedPiece] = []
     cursor = 0
     for piece in pieces:
         paths = {
@@ -202,8 +202,8 @@ def place_pieces(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> l
                 packed.append(PackedPath(rows[index], path, at))
                 cursor += at.length
             of_rows[index] = tuple(packed)
-        placed.append(PackedPiece(start, length, of_rows))
-    return placed
+        packed_pieces.append(PackedPiece(start, length, of_rows))
+    return packed_pieces
 
 
 def packed_inputs(

@@ -305,9 +305,9 @@ class Linear(nn.Linear):
 def native_linear(original: nn.Linear) -> Linear:
     """Return a layer with the same parameters."""
     # Without memory: it takes over the parameters of the other layer.
-    ours = Linear(original.in_features, original.out_features, bias=False, device="meta")
-    ours.weight, ours.bias = original.weight, original.bias
-    return ours
+    native = Linear(original.in_features, original.out_features, bias=False, device="meta")
+    native.weight, native.bias = original.weight, original.bias
+    return native
 
 
 class FloatRmsNorm(nn.Module):

@@ -452,7 +452,7 @@ def routing_tape(model: nn.Module) -> RoutingTape | None:
 
 
 @contextmanager
-def uncounted(model: nn.Module) -> Iterator[None]:
+def without_load_counts(model: nn.Module) -> Iterator[None]:
     """Do not count the experts' load inside the block."""
     tape = routing_tape(model)
     if tape is None:

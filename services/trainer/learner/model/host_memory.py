@@ -72,7 +72,7 @@ class HostMemory:
         return flat.as_strided(local.shape, local.stride(), local.storage_offset())
 
     @contextmanager
-    def without(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def on_host(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Keep tensors on the host inside the block."""
         self.move_out(tensors)
         try:
@@ -81,7 +81,7 @@ class HostMemory:
             self.bring_back(tensors)
 
     @contextmanager
-    def present(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def on_device(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Restore offloaded tensors to their device inside the block."""
         offloaded = [tensor for tensor in tensors if id(tensor) in self._copies]
         self.bring_back(offloaded)

@@ -374,7 +374,7 @@ def _split_by_share(
     """Return the first parameters, with at least this share of the rank's bytes, and the rest."""
     ordered = list(parameters)
     sizes = [local_part(parameter).nbytes for parameter in ordered]
-    wanted, number = share * sum(sizes), 0
-    while number < len(ordered) and sum(sizes[:number]) < wanted:
+    least_bytes, number = share * sum(sizes), 0
+    while number < len(ordered) and sum(sizes[:number]) < least_bytes:
         number += 1
     return ordered[:number], ordered[number:]

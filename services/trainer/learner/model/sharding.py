@@ -60,13 +60,13 @@ class Shards:
     parameters: Mapping[str, nn.Parameter]
     sums_once: bool
 
-    def sum_gradients(self, wanted: bool) -> None:
+    def sum_gradients(self, enabled: bool) -> None:
         """Set whether the next backward pass sums gradients over ranks, or only a later one.
 
         Until then each rank holds whole gradients, which takes memory but saves communication.
         """
         for module in _sharded_modules(self.model):
-            module.set_requires_gradient_sync(wanted or not self.sums_once, recurse=False)
+            module.set_requires_gradient_sync(enabled or not self.sums_once, recurse=False)
 
     def reshard(self) -> None:
         """Drop gathered weights after a forward pass without a backward pass.

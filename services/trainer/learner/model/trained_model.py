@@ -248,7 +248,7 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
             "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
         )
     else:
-        with trained.host.present(list(trained.parameters.values())):
+        with trained.host.on_device(list(trained.parameters.values())):
             total = _load_weights(directory / HUGGINGFACE_FOLDER, trained)
     with _name_file_in_errors(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
         elsewhere = {name for name, p in trained.outline.items() if p.requires_grad}

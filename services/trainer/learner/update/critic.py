@@ -148,7 +148,7 @@ class Critic:
         def read(number: int, values: Tensor) -> None:
             outputs.append((passed[number], values))
 
-        with self.trained.host.present(self._weights):
+        with self.trained.host.on_device(self._weights):
             self._passes.begin(len(passed))
             self._passes.forward([TokenPass(micro_batch) for micro_batch in passed], read)
         return gather_tokens(outputs, table, self._parallel, "gathering the critic's values")
@@ -164,7 +164,7 @@ class Critic:
         Returns:
             ``critic/vf_loss``, ``loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm``, ``lr``.
         """
-        with self.trained.host.present(self._weights):
+        with self.trained.host.on_device(self._weights):
             return self._steps(values, returns, mask, step)
 
     def _steps(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:

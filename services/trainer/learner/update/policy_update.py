@@ -119,8 +119,8 @@ class PolicyUpdate:
         self._optimizer = policy.optimizer
         self._weights = list(policy.parameters.values())
         # Adapters' reference computes with the policy's weights.
-        others = [critic, reference if isinstance(reference, ReferencePolicy) else None]
-        moves = settings.actor.fsdp_config.param_offload and any(others)
+        other_models = [critic, reference if isinstance(reference, ReferencePolicy) else None]
+        moves = settings.actor.fsdp_config.param_offload and any(other_models)
         self._host = policy.host if moves else None
         self._parallel = parallel
         self._device = device
@@ -312,7 +312,7 @@ class PolicyUpdate:
 
     def _without_policy(self) -> AbstractContextManager[None]:
         """Keep the policy's weights on the host while another model computes, if configured."""
-        return nullcontext() if self._host is None else self._host.without(self._weights)
+        return nullcontext() if self._host is None else self._host.on_host(self._weights)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
