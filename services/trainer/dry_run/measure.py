@@ -224,7 +224,7 @@ class _Rank:
         pass, and the bytes moved."""
         stage, shards = self._stage, self._shards
         # Micro-batches between their forward and their backward pass.
-        flight = 1 if stage is None else stage.count - stage.number
+        num_in_flight = 1 if stage is None else stage.count - stage.number
         count = self._count
         if shards is not None and shards.sums_once:
             # Gradients are whole until the last micro-batch, which is alone, sums them.
@@ -232,14 +232,14 @@ class _Rank:
             shards.sum_gradients(False)
             torch.autograd.backward(*self._forward())
         at_start = count.live
-        waiting = self._forward()[0] if flight > 1 else None
+        waiting = self._forward()[0] if num_in_flight > 1 else None
         after_first = count.live
         count.reset()
         leaving, gradient = self._forward()
         moved = Counter(count.moved)
         after_second = count.live - gradient.nbytes
         # Further ones keep as much as the second: gathered weights exist only once.
-        further = max(0, flight - 2) * (after_second - after_first)
+        further = max(0, num_in_flight - 2) * (after_second - after_first)
         forward, kept = count.peak + further, after_second - at_start + further
         count.reset()
         if waiting is not None:

@@ -152,8 +152,8 @@ class Passes(ABC, Generic[Outputs]):
     def _run_all(self, passes: Sequence[TokenPass], loss: Loss[Outputs]) -> None:
         """Run all passes; see the time line above."""
         stage, count = self._stage, len(passes)
-        flight: deque[_InFlight] = deque()
-        warm = 0 if stage is None else min(stage.count - 1 - stage.number, count)
+        in_flight: deque[_InFlight] = deque()
+        num_warmup = 0 if stage is None else min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
             """Return the output, without keeping a reference to it."""
@@ -161,28 +161,28 @@ class Passes(ABC, Generic[Outputs]):
                 entering.requires_grad_()
             leaving = self._forward(passes[number], entering, partial(loss, number))
             routing = None if self._tape is None else self._tape.current
-            flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
+            in_flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
             return leaving.detach()
 
         def backward(gradient: Tensor | None) -> Tensor | None:
-            return self._backward(flight.popleft(), gradient)
+            return self._backward(in_flight.popleft(), gradient)
 
-        for number in range(warm):
+        for number in range(num_warmup):
             self._exchange(
                 f"micro-batch {number + 1} of {count}",
                 forward(number, self._receive(passes, number)),
                 None,
             )
-        entering = self._receive(passes, warm)
-        for number in range(warm, count):
+        entering = self._receive(passes, num_warmup)
+        for number in range(num_warmup, count):
             gradient = self._exchange_with_next(
-                passes, forward(number, entering), number, number - warm
+                passes, forward(number, entering), number, number - num_warmup
             )
             entering = self._exchange_with_previous(
-                passes, backward(gradient), number - warm, number + 1
+                passes, backward(gradient), number - num_warmup, number + 1
             )
             del gradient  # the next forward pass needs the memory
-        for number in range(count - warm, count):
+        for number in range(count - num_warmup, count):
             gradient = self._exchange_with_next(passes, None, None, number)
             self._exchange_with_previous(passes, backward(gradient), number, None)
 
