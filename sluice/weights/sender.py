@@ -204,7 +204,7 @@ class WeightSender:
         self._store = RendezvousStore(host, 0, bind_host, certificates)
         self._classes: tuple[ShareClass, ...] = ()
         self._tensors: tuple[TensorSpec, ...] = ()
-        self._local_sender: RankSender | None = None
+        self._sender: RankSender | None = None
         self._order: JoinOrder | None = None
         self._last_epoch: int | None = None
         self._entered_epoch: int | None = None  # the epoch that other ranks are in
@@ -262,12 +262,10 @@ class WeightSender:
         names = [_rank_names(c, shares) for c in classes]
         self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
-        sender_spec = replace(spec, certificates=self._certificates)
+        own_spec = replace(spec, certificates=self._certificates)
         name = rank_name(self._holdings[0].rank) if self._holdings else SENDER_NAME
         plans = [c.plans[0] for c in classes]
-        self._local_sender = RankSender(
-            sender_spec, 0, plans, name, names, self._device, self._keeps_base
-        )
+        self._sender = RankSender(own_spec, 0, plans, name, names, self._device, self._keeps_base)
         self._order = JoinOrder(spec, tuple(c.share for c in classes), tuple(names))
         return member_specs(spec, classes)
 
@@ -391,8 +389,8 @@ class WeightSender:
 
     def abandon(self, reason: str) -> None:
         """Leave the current epoch, if any, and return at once; a call in progress fails soon."""
-        if self._local_sender is not None:
-            self._local_sender.abandon(reason)
+        if self._sender is not None:
+            self._sender.abandon(reason)
         entered, self._entered_epoch = self._entered_epoch, None
         if entered is not None:
             for rank in self._other_ranks:
@@ -426,9 +424,9 @@ class WeightSender:
             )
 
     def _current_epoch(self) -> tuple[RankSender, JoinOrder]:
-        if self._local_sender is None or self._order is None:
+        if self._sender is None or self._order is None:
             raise NotReadyError("no transfer group: call form_group first")
-        return self._local_sender, self._order
+        return self._sender, self._order
 
     def _check_weights(self, weights: WeightBuffer) -> None:
         part = held_part(self._tensors, WHOLE, self._holdings[0] if self._holdings else None)

@@ -148,11 +148,8 @@ class RoutingTape:
         if engine is None:
             return chosen
         if self._engine is None:  # all layers of this stage at once
-            tokens = (
-                slice(None)
-                if self.tensor is None
-                else self.tensor.local_slice(engine.known.numel())
-            )
+            share = self.tensor
+            tokens = share.local_slice(engine.known.numel()) if share else slice(None)
             experts, is_known = engine.experts[:, tokens], engine.known[tokens]
             self._engine = PackedRouting(experts.to(chosen.device), is_known.to(chosen.device))
         number = layer - (self.local_layers.start or 0)
@@ -240,8 +237,7 @@ class ExpertAdapter(nn.Module):
         self.is_on = True
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return what is added to the output [n, out] of rows [n, in]; `ends` as for
-        `_expert_products`."""
+        """Return what is added to the output [n, out] of rows [n, in]; see `_expert_products`."""
         a, b = own_part(self.lora_A.weight), own_part(self.lora_B.weight)
         # Grouped products need matrices whose row size is a multiple of this many bytes.
         missing = -self.rank % (_ROW_BYTES // a.itemsize)
