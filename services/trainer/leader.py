@@ -140,7 +140,7 @@ async def _run_rank_0(config: RunConfig) -> bool:
         parallel = stack.enter_context(join_ranks(config))
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
-        observed = _trainer_metrics(config, trained, instance_id)
+        observed = _metrics(config, trained, instance_id)
         reporter = await _open_reporter(config, trained, observed.history)
         stack.push_async_callback(reporter.close)
         replicas = ChannelPool(message_mb(config) << 20, credentials)
@@ -182,9 +182,7 @@ async def _run_rank_0(config: RunConfig) -> bool:
     return True
 
 
-def _trainer_metrics(
-    config: RunConfig, trained: _LoadedLearner, instance_id: str
-) -> TrainerMetrics:
+def _metrics(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> TrainerMetrics:
     """Return state and fleet at the beginning of the run, with the counters."""
     trainer, service = config.trainer, config.sluice.trainer
     logger.info(
@@ -265,9 +263,7 @@ def _load(
     if checkpoint is not None:
         leader.load(checkpoint.actor, record.learning_rate_factor)
         logger.info("resumed from step %d", checkpoint.step)
-    thread = LearnerThread(
-        leader, store, learner.peaks, empties_cache=sleeps_while_training(config)
-    )
+    thread = LearnerThread(leader, store, learner.peaks, frees_cache=sleeps_while_training(config))
     return _LoadedLearner(thread, snapshots, clients, total_steps, checkpoint, record)
 
 

@@ -102,9 +102,7 @@ class AdapterMerge:
         self._changes: dict[str, list[_LayerChange]] = {}
         for layer in adapter.layers:
             possible = [
-                change
-                for file_layer in (layer, former_name(layer))
-                for change in _possible_changes(file_layer, layer)
+                change for name in (layer, former_name(layer)) for change in _changes(name, layer)
             ]
             matching = next((change for change in possible if change.part.weight in names), None)
             if matching is None:
@@ -161,7 +159,7 @@ class _LayerChange:
             yield self.part.of(tensor[self.expert].t())
 
 
-def _possible_changes(name: str, layer: str) -> list[_LayerChange]:
+def _changes(name: str, layer: str) -> list[_LayerChange]:
     """Return what a layer of that name in files may change there."""
     changes = [_LayerChange(layer, AdaptedPart(f"{name}.weight"))]
     if expert := _EXPERT.fullmatch(name):

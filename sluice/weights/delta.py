@@ -110,25 +110,25 @@ def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
     return steps.astype(np.uint8), new[is_far]
 
 
-def decode_steps(old: Bits, steps: NDArray[np.uint8], full_values: Bits) -> Bits:
+def decode_steps(old: Bits, steps: NDArray[np.uint8], values: Bits) -> Bits:
     """Return the new bits.
 
     Args:
         old: unsigned ``[changed]``.
         steps: uint8 ``[changed]``.
-        full_values: of the dtype of `old`, one for each step of 255.
+        values: of the dtype of `old`, one for each step of 255.
 
     Raises:
-        ValueError: more or fewer steps are 255 than `full_values` has.
+        ValueError: more or fewer steps are 255 than `values` has.
     """
     is_far = steps == _WHOLE
-    if (count := int(np.count_nonzero(is_far))) != full_values.size:
+    if (count := int(np.count_nonzero(is_far))) != values.size:
         raise ValueError(
-            f"{count} values are not coded as steps, and {full_values.size} are given whole"
+            f"{count} values are not coded as steps, and {values.size} are given whole"
         )
     size = (steps >> 1).astype(old.dtype) + np.array(1, dtype=old.dtype)
     new = np.where(steps & 1, old + size, old - size)
-    new[is_far] = full_values
+    new[is_far] = values
     return new
 
 
@@ -194,10 +194,10 @@ def _spans_of_one_width(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[in
 def _encode(old: Bits, new: Bits) -> Iterator[ByteArray]:
     positions = np.flatnonzero(old != new)
     gaps = encode_gaps(positions)
-    steps, full_values = encode_steps(old[positions], new[positions])
-    if gaps.nbytes + steps.nbytes + full_values.nbytes < new.nbytes:
-        yield _header(_CODED, positions.size, gaps.size, full_values.size)
-        yield from (gaps, steps, _bytes(full_values))
+    steps, values = encode_steps(old[positions], new[positions])
+    if gaps.nbytes + steps.nbytes + values.nbytes < new.nbytes:
+        yield _header(_CODED, positions.size, gaps.size, values.size)
+        yield from (gaps, steps, _bytes(values))
     else:
         yield _header(_PLAIN, new.size, 0, 0)
         yield _bytes(new)

@@ -355,9 +355,7 @@ def follow(
     samples = RankSamples(learner, parallel, reader)
     try:
         # If a save failed, the others wait for this rank's part until this process ends.
-        while not failures and _execute_next(
-            learner, parallel, samples, saving, failures, snapshots
-        ):
+        while not failures and _execute(learner, parallel, samples, saving, failures, snapshots):
             pass
     except Exception:
         # The thread ends with the process, and all ranks would lose the checkpoint. Wait half of
@@ -370,7 +368,7 @@ def follow(
         raise failures[0]
 
 
-def _execute_next(
+def _execute(
     learner: Learner,
     parallel: ParallelContext,
     samples: RankSamples,

@@ -111,9 +111,7 @@ class SendingRank(services.SendingRankServiceServicer):
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sending-rank")
         self._server = member_server(
-            self._threads,
-            lambda client_key: hmac.compare_digest(client_key, key),
-            MAX_RANK_MESSAGE_BYTES,
+            self._threads, lambda shown: hmac.compare_digest(shown, key), MAX_RANK_MESSAGE_BYTES
         )
         services.add_SendingRankServiceServicer_to_server(self, self._server)
         self.port = bind(self._server, host, 0, certificates)

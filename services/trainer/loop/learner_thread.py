@@ -37,7 +37,7 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        empties_cache: engines share the device, and take the memory that training does not hold.
+        frees_cache: engines share the device, and take the memory that training does not hold.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class LearnerThread:
         store: CheckpointStore,
         peaks: MemoryPeaks,
         *,
-        empties_cache: bool = False,
+        frees_cache: bool = False,
     ) -> None:
         self._leader = leader
         self._store = store
         self._peaks = peaks
-        self._empties_cache = empties_cache
+        self._frees_cache = frees_cache
         self._thread = OwnerThread("learner")
         self._writer = OwnerThread("checkpoint")
         self._saving: Future[None] | None = None
@@ -91,7 +91,7 @@ class LearnerThread:
         def freeze() -> None:
             self._leader.freeze(version)
             self._peaks.end_phase("update_weights")
-            if self._empties_cache:
+            if self._frees_cache:
                 self._peaks.empty_cache()
 
         await self._run(freeze)

@@ -367,16 +367,14 @@ class TrainLoop:
         return self._state.stop_reason is not None
 
     async def _wait_for_replicas(self) -> None:
-        min_replicas = self._config.sluice.trainer.min_replicas
+        least = self._config.sluice.trainer.min_replicas
         async with deadline(
             replica_wait_timeout_s(self._config),
             peer="rollout fleet",
-            phase=f"waiting for {min_replicas} replicas to register",
+            phase=f"waiting for {least} replicas to register",
             remedy="start rollout replicas, or raise sluice.trainer.replica_wait_timeout_s",
         ):
-            while (
-                len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < min_replicas
-            ):
+            while len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < least:
                 self._fleet.changed.clear()
                 await self._fleet.changed.wait()
 

@@ -75,8 +75,8 @@ class Gathering:
     index: torch.Tensor  # int64 [P], the value in each place
     places: torch.Tensor  # int64 [T], a place of each value
     unused: torch.Tensor  # int64 [U], values without a place that has a gradient
-    further: torch.Tensor  # int64 [M], further places with a gradient
-    further_values: torch.Tensor  # int64 [M], the values in those places
+    extra: torch.Tensor  # int64 [M], further places with a gradient
+    of_extra: torch.Tensor  # int64 [M], the values in those places
 
     @classmethod
     def of(
@@ -84,19 +84,19 @@ class Gathering:
         positions: Positions,
         last_places: Positions,
         device: torch.device,
-        further: Positions | None = None,
+        extra: Positions | None = None,
     ) -> Gathering:
         """Return the gathering of the values at `positions`; -1 marks an empty place.
 
         Args:
             positions: int64 [P].
             last_places: int64 [T], -1 for a value without one.
-            further: int64 [M], further places.
+            extra: int64 [M], further places.
         """
-        further = positions[:0] if further is None else further
+        extra = positions[:0] if extra is None else extra
         unused = np.flatnonzero(last_places < 0)
         index, places = np.maximum(positions, 0), np.maximum(last_places, 0)
-        parts = [index, places, unused, further, positions[further]]
+        parts = [index, places, unused, extra, positions[extra]]
         tensors = [torch.from_numpy(part).to(device) for part in parts]
         return cls(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4])
 
@@ -106,8 +106,8 @@ class Gathering:
         places = np.arange(positions.size)
         last_places = np.full(number + 1, -1)  # the last one is for padding
         last_places[positions[::-1]] = places[::-1]  # of several values for one, the last stays
-        further = np.flatnonzero((positions >= 0) & (last_places[positions] != places))
-        return cls.of(positions, last_places[:-1], device, further)
+        extra = np.flatnonzero((positions >= 0) & (last_places[positions] != places))
+        return cls.of(positions, last_places[:-1], device, extra)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

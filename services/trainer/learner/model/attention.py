@@ -144,10 +144,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: _GatheringContext, of_places: Tensor) -> tuple[Tensor, None]:
         gathering = ctx.gathering
         gradient = of_places.index_select(0, gathering.places).index_fill_(0, gathering.unused, 0.0)
-        if gathering.further.numel():
-            gradient.index_add_(
-                0, gathering.further_values, of_places.index_select(0, gathering.further)
-            )
+        if gathering.extra.numel():
+            gradient.index_add_(0, gathering.of_extra, of_places.index_select(0, gathering.extra))
         return gradient, None
 
 

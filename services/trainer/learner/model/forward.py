@@ -85,7 +85,7 @@ def token_outputs(
         entropy_gradient=token_pass.entropy is EntropyUse.BONUS,
         with_sum_pi_squared=token_pass.with_sum_pi_squared,
     )
-    return _gather_statistics(outputs, token_pass.micro_batch)
+    return _gather_outputs(outputs, token_pass.micro_batch)
 
 
 def hidden_states(model: PreTrainedModel, token_pass: TokenPass, entering: Tensor | None) -> Tensor:
@@ -161,9 +161,7 @@ def _token_pass(
     return statistics.logprobs, statistics.entropy, statistics.sum_pi_squared
 
 
-def _gather_statistics(
-    outputs: Sequence[Tensor | None], micro_batch: MicroBatch
-) -> TokenStatistics:
+def _gather_outputs(outputs: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
     """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
     share, local_labels = micro_batch.layout.share, micro_batch.local_labels
     names = [field.name for field in fields(TokenStatistics)]

@@ -327,9 +327,7 @@ def _read_weights(
 def weight_sum(model: torch.nn.Module) -> float:
     """Return the sum of a whole model's weights without adapters, by which ranks compare their
     weights."""
-    weights = [
-        parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)
-    ]
+    weights = [p.detach() for name, p in model.named_parameters() if not is_adapter(name)]
     return sum(float(weight.double().sum()) for weight in weights)
 
 

@@ -307,14 +307,12 @@ def _layers_to_adapt(
     if wanted == ALL_LINEAR:
         names = list(layers)
     else:
-        names = _matching_layers("target_modules", wanted, layers)
+        names = _matching("target_modules", wanted, layers)
         entries = [wanted] if isinstance(wanted, str) else [[module] for module in wanted]
         for entry in entries:
             if not any(is_named(name, entry) for n in layers for name in names_in_files(n, 1)):
                 raise _no_layer_error(model, layers, entry)
-    left_out = (
-        set() if excluded is None else set(_matching_layers("exclude_modules", excluded, layers))
-    )
+    left_out = set() if excluded is None else set(_matching("exclude_modules", excluded, layers))
     chosen = [name for name in names if name not in left_out]
     if not chosen:
         raise ConfigError(
@@ -324,7 +322,7 @@ def _layers_to_adapt(
     return chosen
 
 
-def _matching_layers(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
+def _matching(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
     """Return the named layers; those of experts by their names in files.
 
     Raises:
@@ -369,9 +367,7 @@ def write_config(
         OSError: the disk is full or cannot be written.
     """
     layers = {
-        layer
-        for name, parameter in parameters.items()
-        for layer in names_in_files(_layer_name(name), parameter.shape[0])
+        layer for n, p in parameters.items() for layer in names_in_files(_layer_name(n), p.shape[0])
     }
     adapter = next(iter(adapted_layers(model).values()))
     base = str(Path(model_path).absolute())

@@ -1,7 +1,7 @@
 """Run lists of micro-batches through a model: one by one, or through the stages of a pipeline
 (docs/architecture.md, "Stages").
 
-A pipeline runs one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
+A pipeline with_idle one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"), without interleaving. Of
 three stages and four micro-batches, forward 1-4, backward a-d:
 
@@ -125,13 +125,13 @@ class Passes(ABC, Generic[Outputs]):
             if number < len(passes):
                 read(number, outputs)
 
-        all_passes = [*passes, *self._idle_passes()]
-        for number, token_pass in enumerate(all_passes):
+        with_idle = [*passes, *self._idle_passes()]
+        for number, token_pass in enumerate(with_idle):
             leaving = self._forward(
-                token_pass, self._receive(all_passes, number), partial(read_own, number)
+                token_pass, self._receive(with_idle, number), partial(read_own, number)
             )
             if leaving is not None:
-                self._exchange(f"micro-batch {number + 1} of {len(all_passes)}", leaving, None)
+                self._exchange(f"micro-batch {number + 1} of {len(with_idle)}", leaving, None)
         if self._shards is not None:
             self._shards.reshard()
 
@@ -153,7 +153,7 @@ class Passes(ABC, Generic[Outputs]):
         """Run all passes; see the time line above."""
         stage, count = self._stage, len(passes)
         in_flight: deque[_InFlight] = deque()
-        num_warmup = 0 if stage is None else min(stage.count - 1 - stage.number, count)
+        warmup = 0 if stage is None else min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
             """Return the output, without keeping a reference to it."""
@@ -167,24 +167,20 @@ class Passes(ABC, Generic[Outputs]):
         def backward(gradient: Tensor | None) -> Tensor | None:
             return self._backward(in_flight.popleft(), gradient)
 
-        for number in range(num_warmup):
+        for number in range(warmup):
             self._exchange(
                 f"micro-batch {number + 1} of {count}",
                 forward(number, self._receive(passes, number)),
                 None,
             )
-        entering = self._receive(passes, num_warmup)
-        for number in range(num_warmup, count):
-            gradient = self._exchange_with_next(
-                passes, forward(number, entering), number, number - num_warmup
-            )
-            entering = self._exchange_with_previous(
-                passes, backward(gradient), number - num_warmup, number + 1
-            )
+        entering = self._receive(passes, warmup)
+        for number in range(warmup, count):
+            gradient = self._swap_next(passes, forward(number, entering), number, number - warmup)
+            entering = self._swap_previous(passes, backward(gradient), number - warmup, number + 1)
             del gradient  # the next forward pass needs the memory
-        for number in range(count - num_warmup, count):
-            gradient = self._exchange_with_next(passes, None, None, number)
-            self._exchange_with_previous(passes, backward(gradient), number, None)
+        for number in range(count - warmup, count):
+            gradient = self._swap_next(passes, None, None, number)
+            self._swap_previous(passes, backward(gradient), number, None)
 
     def _idle_passes(self) -> list[TokenPass]:
         return [
@@ -215,15 +211,14 @@ class Passes(ABC, Generic[Outputs]):
         if self._tape is not None and in_flight.routing is not None:
             # A recomputed layer must follow the choices of its own pass, not of a later one.
             self._tape.current = in_flight.routing
-        torch.autograd.backward(
-            in_flight.leaving, gradient
-        )  # adds to earlier micro-batches' gradients
+        # Adds to earlier micro-batches' gradients.
+        torch.autograd.backward(in_flight.leaving, gradient)
         return None if in_flight.entering is None else in_flight.entering.grad
 
     def _receive(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:
-        return self._exchange_with_previous(passes, None, None, number)
+        return self._swap_previous(passes, None, None, number)
 
-    def _exchange_with_previous(
+    def _swap_previous(
         self,
         passes: Sequence[TokenPass],
         gradient: Tensor | None,
@@ -241,7 +236,7 @@ class Passes(ABC, Generic[Outputs]):
         self._exchange(content, gradient, entering, backwards=True)
         return entering
 
-    def _exchange_with_next(
+    def _swap_next(
         self,
         passes: Sequence[TokenPass],
         leaving: Tensor | None,

@@ -165,8 +165,8 @@ class PolicyState:
         adapters = adapter_parameters(trained.model)
         self._adapters = select_adapters(trained.outline)
         weights: Mapping[str, Tensor] = adapters or {**trained.parameters, **buffers}
-        self._weights = _local_parts(weights, trained.host, copies=copies)
-        self._moments = _local_parts(moments, trained.host, copies=copies)
+        self._weights = _parts(weights, trained.host, copies=copies)
+        self._moments = _parts(moments, trained.host, copies=copies)
         self._extra = {
             "random_state": random_state(_device(trained.model)),
             "skipped_updates": trained.optimizer.skipped_updates,
@@ -250,11 +250,11 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
     else:
         with trained.host.on_device(list(trained.parameters.values())):
             total = _load_weights(directory / HUGGINGFACE_FOLDER, trained)
-    with _name_file_in_errors(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
+    with _name_bad_file(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
         elsewhere = {name for name, p in trained.outline.items() if p.requires_grad}
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM), elsewhere)
     file = directory / EXTRA_STATE_FILE
-    with _name_file_in_errors(file, directory.parent):
+    with _name_bad_file(file, directory.parent):
         extra = json.loads(file.read_text(encoding="utf-8"))
         trained.optimizer.skipped_updates = int(extra["skipped_updates"])
         restore_random_state(extra["random_state"], _device(trained.model))
@@ -262,9 +262,7 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
 
 @contextmanager
-def _name_file_in_errors(
-    file: Path, checkpoint: Path, weights: Path | None = None
-) -> Iterator[None]:
+def _name_bad_file(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
     """Make errors of the block name the file that it cannot read, or the first damaged one in the
     folder `weights`. With that folder, errors of the code are raised as they are."""
     try:
@@ -299,9 +297,7 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _local_parts(
-    tensors: Mapping[str, Tensor], host: HostMemory, *, copies: bool
-) -> dict[str, Tensor]:
+def _parts(tensors: Mapping[str, Tensor], host: HostMemory, *, copies: bool) -> dict[str, Tensor]:
     parts = {name: local_part(host.read(tensor)) for name, tensor in tensors.items()}
     return {n: t.to(_CPU, copy=True) for n, t in parts.items()} if copies else parts
 
@@ -316,7 +312,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
     """Read this rank's rows, or load through transformers, which renames weights."""
     model, parameters, outline = trained.model, trained.parameters, trained.outline
     _refuse_another_family(folder, model)
-    with _name_file_in_errors(folder, folder.parents[1], weights=folder):
+    with _name_bad_file(folder, folder.parents[1], weights=folder):
         if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             files = WeightFiles(folder)
             if files.match(outline):
@@ -348,7 +344,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
     """Refuse weights of another model family, which transformers would try to load."""
     file = folder / "config.json"
-    with _name_file_in_errors(file, folder.parents[1]):
+    with _name_bad_file(file, folder.parents[1]):
         family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     if family != model.config.model_type:
         raise CheckpointError(

@@ -309,7 +309,7 @@ class UpdateSums:
         corrections = statistics_to_vector(self._corrections)
         vectors = parallel.gather_rows([*sums, *diff, *corrections], "summing the update's metrics")
         totals = (sum(column) for column in zip(*(v[: len(sums)] for v in vectors), strict=True))
-        metrics = self._metrics_of_ranks([vector[len(sums) :] for vector in vectors], len(diff))
+        metrics = self._merge_ranks([vector[len(sums) :] for vector in vectors], len(diff))
         for name, part in parts.items():
             values = part._metrics_of_totals(list(islice(totals, len(local[name]))), num_steps)
             metrics |= {source_metric(name, key): value for key, value in values.items()}
@@ -340,9 +340,7 @@ class UpdateSums:
         entropy = {ENTROPY: entropy_sum / entropy_tokens} if entropy_tokens else {}
         return {**losses, **means, **entropy}
 
-    def _metrics_of_ranks(
-        self, vectors: Sequence[Sequence[float]], num_diff: int
-    ) -> dict[str, float]:
+    def _merge_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
         # These are no plain sums (they hold extremes too), so each has its own merge.
         probs_diff, corrections = ProbsDiffSums(), None
         for vector in vectors:

@@ -95,9 +95,7 @@ class UpdateSettings:
         return (
             self.correction.rollout_rs is not None
             and not self.old_is_behavior
-            and any(
-                advantage_estimator(settings.config).reads_mask for settings in self._all_sources
-            )
+            and any(advantage_estimator(part.config).reads_mask for part in self._all_sources)
         )
 
     @property
