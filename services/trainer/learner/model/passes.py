@@ -1,7 +1,7 @@
 """Run lists of micro-batches through a model: one by one, or through the stages of a pipeline
 (docs/architecture.md, "Stages").
 
-A pipeline with_idle one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
+A pipeline runs one forward and one backward pass in turn (1F1B: Narayanan et al. 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"), without interleaving. Of
 three stages and four micro-batches, forward 1-4, backward a-d:
 
