@@ -153,10 +153,10 @@ class _LayerChange:
     def candidates(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the views [out, in] that the layer may mean: some files have experts [in, out]."""
         if self.expert is None:
-            yield self.part.of(tensor)
+            yield self.part.view(tensor)
         elif tensor.ndim == 3 and self.expert < len(tensor):
-            yield self.part.of(tensor[self.expert])
-            yield self.part.of(tensor[self.expert].t())
+            yield self.part.view(tensor[self.expert])
+            yield self.part.view(tensor[self.expert].t())
 
 
 def _changes(name: str, layer: str) -> list[_LayerChange]:

@@ -38,7 +38,7 @@ class AdaptedPart:
     number: int = 0
     count: int = 1
 
-    def of(self, weight: Tensor) -> Tensor:
+    def view(self, weight: Tensor) -> Tensor:
         """Return a view of the part, [..., out, in]."""
         return weight.chunk(self.count, dim=-2)[self.number]
 
@@ -106,8 +106,8 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if weights[part.weight] is tensors[part.weight]:
             weights[part.weight] = weights[part.weight].clone()
         # One by one, to avoid a float32 copy of all experts.
-        for expert, its_a, its_b in zip(part.of(weights[part.weight]), a, b, strict=True):
-            expert.copy_(merged_weight(expert, its_a, its_b))
+        for expert, half_a, half_b in zip(part.view(weights[part.weight]), a, b, strict=True):
+            expert.copy_(merged_weight(expert, half_a, half_b))
     return weights
 
 

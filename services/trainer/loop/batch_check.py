@@ -37,7 +37,7 @@ class BatchTerms:
     min_share: float = MIN_SHARE
     sources: Mapping[str, BatchTerms] = field(default_factory=dict)
 
-    def of(self, group: TrainGroup) -> BatchTerms | None:
+    def for_group(self, group: TrainGroup) -> BatchTerms | None:
         """Return the terms of a group; ``None`` if the run lacks its source."""
         if not self.sources and not group.source:
             return self
@@ -106,7 +106,7 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
 
 
 def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
-    terms = of_run.of(group)
+    terms = of_run.for_group(group)
     if terms is None:
         yield (
             f"it is of the source '{group.source}', which sluice.sources does not have; run the "

@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str
         part = adapted_part(name)
         of_weight = plain.get_parameter(part.weight).grad
         assert of_weight is not None
-        change = part.of(of_weight)
+        change = part.view(of_weight)
         scale, a, b = 12.0 / 4, layer.lora_A.weight, layer.lora_B.weight
         for found, expected in (
             (a.grad, scale * b.mT @ change),
@@ -388,7 +388,7 @@ def test_experts_that_lie_in_one_tensor_of_a_file_are_merged_as_published_or_tra
                     for half in ("lora_A", "lora_B")
                 )
                 if part.weight == of_all:
-                    part.of(expected[expert]).add_(adapter.scale * b @ a)
+                    part.view(expected[expert]).add_(adapter.scale * b @ a)
             torch.testing.assert_close(loaded.get_parameter(of_all), expected)
 
 

@@ -265,7 +265,7 @@ class Experts(nn.Module):
     def adapt(self, projection: str, rank: int, scale: float, dtype: torch.dtype) -> ExpertAdapter:
         """Add an adapter to one of `PROJECTIONS` of each expert, and return it."""
         weight = self.get_parameter(PROJECTIONS[projection].weight)
-        part = PROJECTIONS[projection].of(weight)
+        part = PROJECTIONS[projection].view(weight)
         adapter = ExpertAdapter(part.shape, rank, scale, dtype, weight.device)
         self.each[projection] = adapter
         return adapter

@@ -321,7 +321,7 @@ class PolicyUpdate:
         prepared = [
             part
             for part in _micro_batches(mini_batches)
-            if self._settings.of(part.micro_batch.source).needs_reference
+            if self._settings.for_source(part.micro_batch.source).needs_reference
         ]
         by_micro_batch = self._reference.logprobs(
             [part.micro_batch for part in prepared], self._settings.temperature

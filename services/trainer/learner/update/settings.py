@@ -38,7 +38,7 @@ class UpdateSettings:
     correction: RolloutCorrectionSettings
     sources: Mapping[str, UpdateSettings] = field(default_factory=dict)
 
-    def of(self, source: str) -> UpdateSettings:
+    def for_source(self, source: str) -> UpdateSettings:
         """Return the settings of a source; those of the run if there is only one."""
         return self.sources[source] if source else self
 
