@@ -106,8 +106,8 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if weights[part.weight] is tensors[part.weight]:
             weights[part.weight] = weights[part.weight].clone()
         # One by one, to avoid a float32 copy of all experts.
-        for expert, half_a, half_b in zip(part.view(weights[part.weight]), a, b, strict=True):
-            expert.copy_(merged_weight(expert, half_a, half_b))
+        for expert, expert_a, expert_b in zip(part.view(weights[part.weight]), a, b, strict=True):
+            expert.copy_(merged_weight(expert, expert_a, expert_b))
     return weights
 
 

@@ -171,21 +171,19 @@ class RunGuards:
     def describe_best(self, saved: Collection[int]) -> str:
         """Return a text about the best checkpoint; empty if none was validated."""
         best = self._best(saved, 1)
-        signals = [signal for signal in self._ranking_signals() if best and signal.step == best[0]]
-        return (
-            f"the best checkpoint has {self._ranking_metric}: {signals[-1].text}" if signals else ""
-        )
+        signals = [signal for signal in self._best_signals() if best and signal.step == best[0]]
+        return f"the best checkpoint has {self._best_metric}: {signals[-1].text}" if signals else ""
 
     def _best(self, saved: Collection[int], top: int) -> tuple[int, ...]:
         candidates = set(self._record.saved).intersection(saved)
-        return best_steps(self._ranking_signals(), self._keep.better, candidates, top)
+        return best_steps(self._best_signals(), self._keep.better, candidates, top)
 
     @property
-    def _ranking_metric(self) -> str:
+    def _best_metric(self) -> str:
         return self._keep.metric or ACCURACY
 
-    def _ranking_signals(self) -> Sequence[Signal]:
-        return self._record.signals.get(self._ranking_metric, ())
+    def _best_signals(self) -> Sequence[Signal]:
+        return self._record.signals.get(self._best_metric, ())
 
     def _names(self, *, of_validation: bool) -> dict[str, str | None]:
         """Return the metrics that are watched, by their name in the record."""
