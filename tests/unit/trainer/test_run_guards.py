@@ -72,7 +72,7 @@ async def test_a_checkpoint_that_a_save_under_way_deletes_is_not_restored(
     async def ends_and_deletes() -> None:
         world.saved_to.discard(2)
 
-    monkeypatch.setattr(world, "saved", ends_and_deletes)
+    monkeypatch.setattr(world, "wait_until_saved", ends_and_deletes)
     await run(world.loop(guards=guards("rollback"), **EVERY_STEP))
     assert [event for event in world.events if event.startswith("load")] == ["load 1 at rate 0.5"]
 
