@@ -108,7 +108,7 @@ class Publishing:
             specs=snapshots.tensors,
             snapshots=snapshots.buffers,
             holdings=snapshots.holdings,
-            other_ranks=others,
+            others=others,
         )
         self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")
