@@ -33,7 +33,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.select import select_device
-from sluice.plan.launch_plan import local_model, written_trainer
+from sluice.plan.launch_plan import local_model, trainer_as_written
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -222,7 +222,7 @@ def measured(subject: Subject, *, layers: int, compiled: bool) -> dict[str, floa
         shape = read_shape(folder / "config.json")
         model = local_model(str(folder))
         assert model is not None
-        planned = written_trainer(config, model).peak / GIB
+        planned = trainer_as_written(config, model).peak / GIB
         device = select_device(accelerator())
         with mock.patch.object(learner_module, "load_policy", made_policy):
             learner = Learner(config, ParallelContext(accelerator()), total_steps=10, device=device)

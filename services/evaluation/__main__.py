@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.evaluation.servicer import VERSION, EvaluationServicer
 from services.trainer.fleet.members import Fleet, MemberState, drop_silent
-from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient, connected_reward
+from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient, connect_reward
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits, under_control
 from services.trainer.servicer import trainer_server
 from sluice.concurrency.process import (
@@ -152,7 +152,7 @@ async def _evaluate(config: RunConfig) -> bool:
     state = RunState(instance_id, 0, 0, process_age_s())
     fleet = Fleet(None, service.replica_ttl_s, service.replica_stall_s)
     async with AsyncExitStack() as stack:
-        reward = await connected_reward(config, credentials, instance_id, stack)
+        reward = await connect_reward(config, credentials, instance_id, stack)
         servicer = EvaluationServicer(fleet, state, config.sluice)
         server = trainer_server(config, servicer, credentials)
         await server.start()

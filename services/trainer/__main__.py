@@ -35,11 +35,11 @@ def main() -> int:
     (in a shell: 128 plus its number).
     """
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.trainer", "Run one rank of the trainer.", "--config run.yaml trainer.save_freq=10"
     ).parse_args()
     rank = int(os.environ.get("RANK", "0"))
-    return exit_status("trainer", lambda: _run(given.config, given.overrides, rank))
+    return exit_status("trainer", lambda: _run(arguments.config, arguments.overrides, rank))
 
 
 def _run(file: Path, overrides: list[str], rank: int) -> None:
@@ -58,11 +58,11 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
         from services.trainer.learner.rank_command import run_follower  # loads torch
 
         run_follower(config)
-    elif not _lead_traced(config):
+    elif not _run_traced(config):
         end_by_sigterm()
 
 
-def _lead_traced(config: RunConfig) -> bool:
+def _run_traced(config: RunConfig) -> bool:
     # Imported late: `--help` and a refused configuration need not load torch for 5 s.
     from services.trainer.leader import run_leader
 

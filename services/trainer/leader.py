@@ -26,7 +26,12 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet, drop_silent
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, num_kept, start_point
+from services.trainer.learner.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    num_to_keep,
+    start_point,
+)
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.policy_snapshots import (
     PolicySnapshots,
@@ -44,7 +49,7 @@ from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
-from services.trainer.loop.reward_client import connected_reward
+from services.trainer.loop.reward_client import connect_reward
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.metrics.sinks import (
@@ -57,7 +62,7 @@ from services.trainer.metrics.sinks import (
     open_sinks,
 )
 from services.trainer.servicer import TrainerServicer, trainer_server
-from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
+from services.trainer.telemetry import RunHistory, TrainerMetrics, served_readings, watched_trainer
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import (
@@ -103,7 +108,7 @@ class _LoadedLearner:
 
     learner: LearnerThread
     snapshots: PolicySnapshots
-    others: Sequence[RemoteRank]
+    other_ranks: Sequence[RemoteRank]
     total_steps: int
     checkpoint: Checkpoint | None
     guard_record: GuardRecord
@@ -112,10 +117,10 @@ class _LoadedLearner:
 async def run_leader(config: RunConfig) -> bool:
     """Run to the end; return False if SIGTERM or SIGINT ended the run before."""
     farewell = "a signal ends the run before its last step; the last checkpoint stands"
-    return bool(await until_signal(_lead(config), farewell))
+    return bool(await until_signal(_run_rank_0(config), farewell))
 
 
-async def _lead(config: RunConfig) -> bool:
+async def _run_rank_0(config: RunConfig) -> bool:
     """Run to the end, and return true."""
     instance_id = str(uuid.uuid4())
     check_sinks(config.trainer.logger)
@@ -129,26 +134,26 @@ async def _lead(config: RunConfig) -> bool:
         reserved_port = stack.enter_context(ExitStack())
         if endpoint.port:
             reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
-        reward = await connected_reward(config, credentials, instance_id, stack)
+        reward = await connect_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Both calls block the event loop, but nothing else needs it yet.
         parallel = stack.enter_context(join_ranks(config))
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
-        observed = _observed(config, trained, instance_id)
+        observed = _metrics(config, trained, instance_id)
         reporter = await _open_reporter(config, trained, observed.history)
         stack.push_async_callback(reporter.close)
         replicas = ChannelPool(message_mb(config) << 20, credentials)
         stack.push_async_callback(replicas.close)
-        publisher = _publisher(config, trained, replicas, credentials, observed)
+        publisher = _make_publisher(config, trained, replicas, credentials, observed)
         stack.push_async_callback(publisher.close)
         reserved_port.close()
         servicer = TrainerServicer(observed.fleet, observed.state, config.sluice)
         server = trainer_server(config, servicer, credentials)
         await server.start()
         stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
-        stack.enter_context(watching(config, observed.state, observed.fleet))
-        stack.enter_context(exported(config, observed))
+        stack.enter_context(watched_trainer(config, observed.state, observed.fleet))
+        stack.enter_context(served_readings(config, observed))
         exempt_start_up()
         await stack.enter_async_context(live_page(config))
         # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
@@ -168,7 +173,7 @@ async def _lead(config: RunConfig) -> bool:
             accounting=accounting,
             fleet=observed.fleet,
             state=observed.state,
-            guards=_guards(config, trained, observed.state),
+            guards=_make_guards(config, trained, observed.state),
             resume_from=checkpoint.progress if checkpoint else None,
         )
         await _run_loop(loop, observed.fleet, accounting, replicas)
@@ -177,7 +182,7 @@ async def _lead(config: RunConfig) -> bool:
     return True
 
 
-def _observed(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> TrainerMetrics:
+def _metrics(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> TrainerMetrics:
     """Return state and fleet at the beginning of the run, with the counters."""
     trainer, service = config.trainer, config.sluice.trainer
     logger.info(
@@ -194,10 +199,10 @@ def _observed(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> T
     )
 
 
-def _guards(config: RunConfig, trained: _LoadedLearner, state: RunState) -> RunGuards:
+def _make_guards(config: RunConfig, trained: _LoadedLearner, state: RunState) -> RunGuards:
     file = Path(checkpoint_folder(config)) / RECORD_FILE
     guards = RunGuards(config.sluice.guards, file, state, trained.guard_record)
-    trained.learner.protect(guards.protected)
+    trained.learner.protect(guards.steps_to_protect)
     return guards
 
 
@@ -249,20 +254,20 @@ def _load(
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
     snapshots = policy_snapshots(config, learner, parallel)
-    others = stack.enter_context(connected_ranks(config, snapshots, parallel))
+    clients = stack.enter_context(connected_ranks(config, snapshots, parallel))
     leader = RankLeader(learner, parallel, reward_samples(config), snapshots)
-    keep = num_kept(config.trainer, with_critic=uses_critic(config))
+    keep = num_to_keep(config.trainer, with_critic=uses_critic(config))
     store = CheckpointStore(Path(checkpoint_folder(config)), keep)
     checkpoint = start_point(config.trainer, store)
     record = read_record(checkpoint)
     if checkpoint is not None:
         leader.load(checkpoint.actor, record.learning_rate_factor)
         logger.info("resumed from step %d", checkpoint.step)
-    thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
-    return _LoadedLearner(thread, snapshots, others, total_steps, checkpoint, record)
+    thread = LearnerThread(leader, store, learner.peaks, frees_cache=sleeps_while_training(config))
+    return _LoadedLearner(thread, snapshots, clients, total_steps, checkpoint, record)
 
 
-def _publisher(
+def _make_publisher(
     config: RunConfig,
     trained: _LoadedLearner,
     replicas: ChannelPool,
@@ -286,7 +291,7 @@ def _publisher(
         certificates=credentials.for_transfers(),
         keeps_base=sends_changes,
         holdings=snapshots.holdings,
-        others=trained.others,
+        other_ranks=trained.other_ranks,
     )
     connect = partial(
         ReplicaClient,

@@ -55,8 +55,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Add a replica to the fleet as pending."""
         check_register(request)
         replica = replica_from_proto(request.replica)
-        if other := other_version(request.sluice_version):
-            logger.warning("replica %s %s", replica.name, other)
+        if mismatch := other_version(request.sluice_version):
+            logger.warning("replica %s %s", replica.name, mismatch)
         replica = replace(replica, shares=shares_from_proto(request.shares, replica.ranks))
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
         return trainer.RegisterReplicaResponse(
@@ -119,7 +119,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.SaveCheckpointRequest, context: Context
     ) -> trainer.SaveCheckpointResponse:
         """Save a checkpoint after the current step."""
-        step, path = await self._state.saved()
+        step, path = await self._state.request_save()
         return trainer.SaveCheckpointResponse(step=step, path=path)
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:

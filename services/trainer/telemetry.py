@@ -90,21 +90,21 @@ class TrainerMetrics:
 
     def readings(self) -> Iterator[InstrumentReading]:
         """Yield all readings; call in the event loop."""
-        yield from _run(self.state)
-        yield from _accounting(self.state.accounts)
-        yield from _fleet(self.fleet)
+        yield from _run_readings(self.state)
+        yield from _account_readings(self.state.accounts)
+        yield from _fleet_readings(self.fleet)
         yield from self.history.readings()
-        yield from _sync(self.sync)
+        yield from _sync_readings(self.sync)
 
 
-def exported(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManager[None]:
+def served_readings(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManager[None]:
     """Serve the readings during the block, if a port is set."""
-    who = ProcessName("trainer", "trainer", restarts())
+    process = ProcessName("trainer", "trainer", restarts())
     endpoint = config.sluice.trainer.endpoint
-    return served_metrics(config.sluice, endpoint, who, metrics.readings)
+    return served_metrics(config.sluice, endpoint, process, metrics.readings)
 
 
-def _run(state: RunState) -> Iterator[InstrumentReading]:
+def _run_readings(state: RunState) -> Iterator[InstrumentReading]:
     yield reading("sluice_trainer_steps_total", state.step)
     yield reading("sluice_trainer_planned_steps", state.total_steps)
     if state.version is not None:
@@ -116,12 +116,13 @@ def _run(state: RunState) -> Iterator[InstrumentReading]:
     yield reading("sluice_trainer_present_phase_seconds", state.phase_seconds)
     yield reading("sluice_trainer_guard_hold", float(bool(state.hold_reason)))
     yield reading("sluice_trainer_rollbacks_total", state.num_rollbacks)
-    silent = [one for _, one in state.judgements() if one.state is RuleState.NO_SIGNAL]
+    judgements = [judgement for _, judgement in state.judgements()]
+    silent = [judgement for judgement in judgements if judgement.state is RuleState.NO_SIGNAL]
     yield reading("sluice_trainer_guards_without_signal", len(silent))
     yield reading("sluice_trainer_wall_seconds_total", process_age_s())
 
 
-def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
+def _account_readings(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
     """Yield the accounts' readings; nothing before the accounts are taken for the first time."""
     if (generated := accounts.get("generated_tokens")) is not None:
         yield reading("sluice_tokens_generated_total", generated)
@@ -140,7 +141,7 @@ def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
         yield reading("sluice_accounting_tokens_moved", accounts[TOKENS_MOVED])
 
 
-def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:
+def _fleet_readings(replicas: Fleet) -> Iterator[InstrumentReading]:
     members, now_s = replicas.members(), time.monotonic()
     states = Counter(member.state for member in members)
     for state in MemberState:
@@ -163,7 +164,7 @@ def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:
         )
 
 
-def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
+def _sync_readings(counts: SyncCounts) -> Iterator[InstrumentReading]:
     for to in ("fleet", "newcomers"):
         yield reading("sluice_weights_updates_total", counts.updates[to], to)
     yield reading("sluice_weights_sent_bytes_total", counts.dense_bytes, "dense")
@@ -175,7 +176,9 @@ def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
     yield reading("sluice_weights_stall_seconds_total", counts.stall_s)
 
 
-def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:
+def watched_trainer(
+    config: RunConfig, state: RunState, fleet: Fleet
+) -> AbstractContextManager[None]:
     """Run the trainer's watchdog during the block."""
     endpoint = config.sluice.trainer.endpoint
     address = advertised_address(endpoint, endpoint.port)

@@ -20,7 +20,14 @@ from safetensors.torch import load_file
 
 from sluice.checkpoint.safetensors_files import former_name
 from sluice.errors import CheckpointError
-from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, EACH, AdaptedPart, adapted_part, merged
+from sluice.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    EACH,
+    AdaptedPart,
+    adapted_part,
+    merged_weight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,10 +101,10 @@ class AdapterMerge:
         self._adapter = adapter
         self._changes: dict[str, list[_LayerChange]] = {}
         for layer in adapter.layers:
-            known = [
-                change for one in (layer, former_name(layer)) for change in _changes(one, layer)
+            possible = [
+                change for name in (layer, former_name(layer)) for change in _changes(name, layer)
             ]
-            matching = next((one for one in known if one.part.weight in names), None)
+            matching = next((change for change in possible if change.part.weight in names), None)
             if matching is None:
                 raise CheckpointError(
                     f"the adapter's layer {layer} is not in the files of its base model "
@@ -114,23 +121,23 @@ class AdapterMerge:
         """
         if name not in self._changes:
             return weight
-        whole = weight.float()
-        if whole is weight:
-            whole = weight.clone()
+        merged = weight.float()
+        if merged is weight:
+            merged = weight.clone()
         for change in self._changes[name]:
-            self._add(change, whole)
-        return whole
+            self._add(change, merged)
+        return merged
 
-    def _add(self, change: _LayerChange, whole: Tensor) -> None:
+    def _add(self, change: _LayerChange, merged: Tensor) -> None:
         a = self._adapter.tensors[change.layer + A_SUFFIX]
         b = self._adapter.tensors[change.layer + B_SUFFIX]
         shape = (b.shape[0], a.shape[1])
-        for weight in change.candidates(whole):
+        for weight in change.candidates(merged):
             if weight.shape == shape:
-                weight.copy_(merged(weight, a, b, self._adapter.scale))
+                weight.copy_(merged_weight(weight, a, b, self._adapter.scale))
                 return
         raise CheckpointError(
-            f"{change.part.weight} has shape {tuple(whole.shape)} in {self._adapter.base}, the "
+            f"{change.part.weight} has shape {tuple(merged.shape)} in {self._adapter.base}, the "
             f"adapter's layer {shape}; merge with the model that was adapted"
         )
 
@@ -143,13 +150,13 @@ class _LayerChange:
     part: AdaptedPart
     expert: int | None = None
 
-    def candidates(self, whole: Tensor) -> Iterator[Tensor]:
+    def candidates(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the views [out, in] that the layer may mean: some files have experts [in, out]."""
         if self.expert is None:
-            yield self.part.of(whole)
-        elif whole.ndim == 3 and self.expert < len(whole):
-            yield self.part.of(whole[self.expert])
-            yield self.part.of(whole[self.expert].t())
+            yield self.part.view(tensor)
+        elif tensor.ndim == 3 and self.expert < len(tensor):
+            yield self.part.view(tensor[self.expert])
+            yield self.part.view(tensor[self.expert].t())
 
 
 def _changes(name: str, layer: str) -> list[_LayerChange]:
@@ -223,10 +230,10 @@ def read_adapter(folder: Path) -> Adapter:
 
 def _check_pairs(folder: Path, adapter: Adapter) -> None:
     wanted = {f"{layer}{suffix}" for layer in adapter.layers for suffix in (A_SUFFIX, B_SUFFIX)}
-    if not wanted or (odd := wanted ^ adapter.tensors.keys()):
-        what = f"{min(odd)} has no partner or is no adapter" if wanted else "it is empty"
+    if not wanted or (unpaired := wanted ^ adapter.tensors.keys()):
+        detail = f"{min(unpaired)} has no partner or is no adapter" if wanted else "it is empty"
         raise CheckpointError(
-            f"{folder / ADAPTER_WEIGHTS}: {what}; give an adapter of linear layers only"
+            f"{folder / ADAPTER_WEIGHTS}: {detail}; give an adapter of linear layers only"
         )
     for name, tensor in adapter.tensors.items():
         rank = tensor.shape[0 if name.endswith(A_SUFFIX) else -1] if tensor.ndim == 2 else None

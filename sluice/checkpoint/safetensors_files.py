@@ -103,12 +103,12 @@ def copy_weights(
     Raises:
         CheckpointError: a file is damaged, or the tensor to drop differs from the embedding.
     """
-    where = tensor_names(source)
-    if dropped & where.keys():
-        _check_tied(where, sorted(dropped & where.keys()))
+    files = tensor_names(source)
+    if dropped & files.keys():
+        _check_tied(files, sorted(dropped & files.keys()))
     weight_map: dict[str, str] = {}
     num_bytes = 0
-    for file in sorted(set(where.values())):
+    for file in sorted(set(files.values())):
         tensors: dict[str, Tensor] = {}
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - safetensors' handle is no mapping
@@ -118,7 +118,7 @@ def copy_weights(
                     tensors[name] = tensor.to(dtype) if is_cast else tensor
                     weight_map[name] = file.name
                     num_bytes += tensors[name].nbytes
-                    on_tensor(len(weight_map), len(where))
+                    on_tensor(len(weight_map), len(files))
         save_file(tensors, target / file.name, metadata={"format": "pt"})
         (target / file.name).chmod(_READABLE)  # safetensors lets only the owner read it
     if (source / INDEX_FILE).is_file():
@@ -131,9 +131,9 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def read_tensor(where: Path, name: str) -> Tensor:
+def read_tensor(file: Path, name: str) -> Tensor:
     """Return one tensor of a file, on the CPU."""
-    with safe_open(where, framework="pt") as opened:
+    with safe_open(file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
     return tensor
 
@@ -156,11 +156,11 @@ def embedding_name(names: Collection[str]) -> str | None:
     return next((name for name in sorted(names) if name.endswith(_EMBEDDINGS)), None)
 
 
-def _check_tied(where: dict[str, Path], dropped: list[str]) -> None:
-    embedding = embedding_name(where)
+def _check_tied(files: dict[str, Path], dropped: list[str]) -> None:
+    embedding = embedding_name(files)
     for name in dropped:
-        tied = read_tensor(where[embedding], embedding) if embedding else None
-        check_equal_embeddings(read_tensor(where[name], name), tied, name)
+        tied = read_tensor(files[embedding], embedding) if embedding else None
+        check_equal_embeddings(read_tensor(files[name], name), tied, name)
 
 
 def compare_weights(found: Path, wanted: Path, on_tensor: Callable[[int, int], None]) -> list[str]:
@@ -177,19 +177,19 @@ def compare_weights(found: Path, wanted: Path, on_tensor: Callable[[int, int], N
     differences += [f"{name}: only in {wanted}" for name in sorted(theirs.keys() - ours.keys())]
     shared = sorted(ours.keys() & theirs.keys())
     for number, name in enumerate(shared, 1):
-        one, other = read_tensor(ours[name], name), read_tensor(theirs[name], name)
-        difference = _difference(one, other)
+        our_tensor, their_tensor = read_tensor(ours[name], name), read_tensor(theirs[name], name)
+        difference = _describe_difference(our_tensor, their_tensor)
         if difference is not None:
             differences.append(f"{name}: {difference}")
         on_tensor(number, len(shared))
     return differences
 
 
-def _difference(found: Tensor, wanted: Tensor) -> str | None:
+def _describe_difference(found: Tensor, wanted: Tensor) -> str | None:
     if found.shape != wanted.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     if found.dtype != wanted.dtype:
-        return f"dtype {_name(found)} instead of {_name(wanted)}"
+        return f"dtype {_dtype_name(found)} instead of {_dtype_name(wanted)}"
     close = torch.isclose(
         found.double(), wanted.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
     )
@@ -199,5 +199,5 @@ def _difference(found: Tensor, wanted: Tensor) -> str | None:
     return f"{int((~close).sum())} of {close.numel()} values differ, by up to {float(gap):.3g}"
 
 
-def _name(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

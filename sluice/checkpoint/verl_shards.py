@@ -97,26 +97,26 @@ def read_shards(
         CheckpointError: a rank's file is missing or damaged, or the sharding is another one.
     """
     world_size = read_world_size(folder)
-    first = _load(_file(folder, world_size, 0))
-    num_shards = _num_shards(folder, first, world_size)
-    files = [_file(folder, world_size, rank) for rank in range(num_shards)]
+    first_state = _load(_shard_file(folder, world_size, 0))
+    num_shards = _num_shards(folder, first_state, world_size)
+    files = [_shard_file(folder, world_size, rank) for rank in range(num_shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {num_shards} shards, first {missing[0]}; collect "
             "the files of all machines in one folder"
         )
-    states = [first, *(_load(file) for file in files[1:])]
+    states = [first_state, *(_load(file) for file in files[1:])]
     merged: dict[str, Tensor] = {}
-    for number, name in enumerate(first, 1):
+    for number, name in enumerate(first_state, 1):
         for state, file in zip(states, files, strict=True):
             if name not in state:
                 raise CheckpointError(
                     f"{file} lacks {name}, which rank 0 has; files of runs are mixed"
                 )
-        whole = join_parts(name, [state[name] for state in states], shapes.get(name))
-        merged[name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole.clone()
-        on_tensor(number, len(first))
+        tensor = join_parts(name, [state[name] for state in states], shapes.get(name))
+        merged[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor.clone()
+        on_tensor(number, len(first_state))
     return merged
 
 
@@ -129,25 +129,25 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
     Raises:
         CheckpointError: ranks differ, it is not weights, or the result is not of the saved shape.
     """
-    first, expected = parts[0], shape
-    if isinstance(first, DTensor):
-        whole, expected = _joined(name, first.placements, parts), tuple(first.shape)
+    first_part, expected = parts[0], shape
+    if isinstance(first_part, DTensor):
+        tensor, expected = _join_shards(name, first_part.placements, parts), tuple(first_part.shape)
     else:
-        is_whole = not first.dim() or tuple(first.shape) == shape or len(parts) == 1
-        if is_whole and not all(torch.equal(first, one) for one in parts[1:]):
+        is_whole = not first_part.dim() or tuple(first_part.shape) == shape or len(parts) == 1
+        if is_whole and not all(torch.equal(first_part, part) for part in parts[1:]):
             raise CheckpointError(
                 f"{name}: each rank holds it whole, and they differ; save the checkpoint again"
             )
-        whole = first if is_whole else torch.cat([*parts], dim=0)
-    if expected is not None and tuple(whole.shape) != expected:
+        tensor = first_part if is_whole else torch.cat([*parts], dim=0)
+    if expected is not None and tuple(tensor.shape) != expected:
         raise CheckpointError(
-            f"{name}: the shards give shape {tuple(whole.shape)} instead of {expected}; files of "
+            f"{name}: the shards give shape {tuple(tensor.shape)} instead of {expected}; files of "
             "different runs are mixed, or some are missing"
         )
-    return whole
+    return tensor
 
 
-def _joined(name: str, placements: Sequence[object], parts: Sequence[Tensor]) -> Tensor:
+def _join_shards(name: str, placements: Sequence[object], parts: Sequence[Tensor]) -> Tensor:
     local: list[Tensor] = []
     for part in parts:
         if not isinstance(part, DTensor) or list(part.placements) != list(placements):
@@ -208,7 +208,7 @@ def _no_process_group_warnings() -> Iterator[None]:
         loud.setLevel(level)
 
 
-def _file(folder: Path, world_size: int, rank: int) -> Path:
+def _shard_file(folder: Path, world_size: int, rank: int) -> Path:
     return folder / f"model_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -298,11 +298,11 @@ def _save(model: PreTrainedModel, weights: Mapping[str, Tensor], target: Path) -
     model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = model.dtype
-    given = target / _GENERATION_FILE
-    kept = given.read_bytes() if given.is_file() else None
+    config_file = target / _GENERATION_FILE
+    content = config_file.read_bytes() if config_file.is_file() else None
     model.save_pretrained(target)
-    if kept is not None:  # what was written is derived from config.json
-        given.write_bytes(kept)
+    if content is not None:  # what was written is derived from config.json
+        config_file.write_bytes(content)
 
 
 def _save_by_saved_names(

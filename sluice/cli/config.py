@@ -45,8 +45,8 @@ from sluice.plan.launch_plan import (
     PlannedModel,
     is_small,
     local_model,
-    written_change,
-    written_trainer,
+    smallest_change,
+    trainer_as_written,
 )
 from sluice.plan.pools import TrainerPool
 
@@ -207,7 +207,7 @@ def checked_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> C
         return CheckedMemory(engine, None, guess)
     print_line(Console(stderr=True), "counting the trainer's memory, which takes 10 to 60 s")
     try:
-        return CheckedMemory(engine, written_trainer(config, model), guess)
+        return CheckedMemory(engine, trainer_as_written(config, model), guess)
     except ConfigError as error:
         return CheckedMemory(engine, None, guess, str(error))
 
@@ -224,12 +224,12 @@ def _too_large(
     if trainer is None or device_gib is None:
         return
     device = device_kind(f"{device_gib:g}GB")
-    lack = trainer.lack(device)
+    lack = trainer.shortfall(device)
     if lack is None:
         return
     print_line(Console(stderr=True), "it does not fit; looking for the smallest change that does")
     try:
-        change = written_change(file, overrides, model, device, trainer) or ()
+        change = smallest_change(file, overrides, model, device, trainer) or ()
     except ConfigError:  # a rule says it too
         change = ()
     remedy = "" if change else "use a smaller model or larger devices, or see sluice plan"

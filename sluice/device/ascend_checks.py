@@ -65,7 +65,7 @@ def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Problem, ..
         problems += _queue(host.environment)
     if demand.collectives_on_device:
         problems += [*_network(host), *_watchdog(host.environment)]
-    return tuple(sorted(problems, key=lambda one: one.severity is not Severity.ERROR))
+    return tuple(sorted(problems, key=lambda problem: problem.severity is not Severity.ERROR))
 
 
 def vllm_findings(host: AscendHost) -> Iterator[Problem]:
@@ -130,10 +130,10 @@ def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Problem]:
         return
     count = host.num_devices if visible is None else len(visible)
     if count < demand.num_devices:
-        given = "not set" if visible is None else repr(host.environment[variables.VISIBLE_VARIABLE])
+        value = "not set" if visible is None else repr(host.environment[variables.VISIBLE_VARIABLE])
         yield _fault(
             f"{demand.num_devices} NPUs are wanted and {count} are visible "
-            f"({variables.VISIBLE_VARIABLE} is {given})",
+            f"({variables.VISIBLE_VARIABLE} is {value})",
             "make more visible, or lower trainer.n_gpus_per_node or sluice.rollout.replicas",
         )
     for entry in visible or ():
@@ -201,7 +201,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _fault(what: str, remedy: str, *, is_fatal: bool = True) -> Problem:
+def _fault(fault: str, remedy: str, *, is_fatal: bool = True) -> Problem:
     """Return a fault; nothing works with a fatal one, with another it is slower or fails later."""
     severity = Severity.ERROR if is_fatal else Severity.NOTE
-    return Problem("", UNSET, what, remedy, severity=severity)
+    return Problem("", UNSET, fault, remedy, severity=severity)

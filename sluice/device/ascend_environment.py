@@ -37,30 +37,30 @@ _NO_AUTOLOAD = {AUTOLOAD_VARIABLE: "0"}
 
 
 def hccl_environment(
-    config: RunConfig, endpoint: EndpointConfig, given: Mapping[str, str]
+    config: RunConfig, endpoint: EndpointConfig, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables to add to `given` for a process that computes on an NPU.
+    """Return the variables to add to `environment` for a process that computes on an NPU.
 
     Args:
-        given: the environment; none of its variables is in the result.
+        environment: that of the process; none of its variables is in the result.
     """
     transfer_s = config.sluice.weights.timeout_s
     waits_s = max(transfer_s, command_timeout_s(config))
     wanted = {
         **_NO_AUTOLOAD,
-        CONNECT_VARIABLE: str(_whole(transfer_s, CONNECT_RANGE_S)),
-        EXEC_VARIABLE: str(_whole(waits_s, EXEC_RANGE_S)),
+        CONNECT_VARIABLE: str(_round_into(transfer_s, CONNECT_RANGE_S)),
+        EXEC_VARIABLE: str(_round_into(waits_s, EXEC_RANGE_S)),
         # HCCL's watchdog ends the process when a collective is late. A transfer group keeps its own
         # deadlines, and its processes outlive it.
         ASYNC_ERRORS_VARIABLE: "0",
     }
-    if WHITELIST_FILE_VARIABLE not in given:
+    if WHITELIST_FILE_VARIABLE not in environment:
         wanted[WHITELIST_VARIABLE] = "1"
-    wanted |= _host_network(advertised_host(endpoint), given)
-    return {name: value for name, value in wanted.items() if name not in given}
+    wanted |= _host_network(advertised_host(endpoint), environment)
+    return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def queue_environment(*, captures_graphs: bool, given: Mapping[str, str]) -> dict[str, str]:
+def queue_environment(*, captures_graphs: bool, environment: Mapping[str, str]) -> dict[str, str]:
     """Return how torch_npu queues operators in a process that computes on an NPU.
 
     Level 2 hides more of the host's work, and torch_npu refuses to capture graphs with it. Without
@@ -68,22 +68,22 @@ def queue_environment(*, captures_graphs: bool, given: Mapping[str, str]) -> dic
 
     Args:
         captures_graphs: whether vLLM does in this process or those that it starts.
-        given: the environment; none of its variables is in the result.
+        environment: that of the process; none of its variables is in the result.
     """
-    return {} if captures_graphs or QUEUE_VARIABLE in given else {QUEUE_VARIABLE: "2"}
+    return {} if captures_graphs or QUEUE_VARIABLE in environment else {QUEUE_VARIABLE: "2"}
 
 
-def import_environment(*, has_torch_npu: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to `given` for any process that loads torch.
+def import_environment(*, has_torch_npu: bool, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to `environment` for any process that loads torch.
 
     torch imports an installed torch_npu while it is imported, and without CANN that fails, also
     where no NPU is configured.
     """
     wanted = _NO_AUTOLOAD if has_torch_npu else {}
-    return {name: value for name, value in wanted.items() if name not in given}
+    return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def hccl_group_config(bucket_bytes: int, given: Mapping[str, str]) -> dict[str, int]:
+def hccl_group_config(bucket_bytes: int, environment: Mapping[str, str]) -> dict[str, int]:
     """Return HCCL's options for one transfer group.
 
     A communicator takes two buffers of HCCL_BUFFSIZE (by default 200 MB each) from the NPU's
@@ -91,21 +91,21 @@ def hccl_group_config(bucket_bytes: int, given: Mapping[str, str]) -> dict[str, 
 
     Args:
         bucket_bytes: of the largest collective; 0 leaves the choice to HCCL.
-        given: the environment; HCCL_BUFFSIZE in it holds for this group, too.
+        environment: that of the process; HCCL_BUFFSIZE in it holds for this group, too.
     """
-    if bucket_bytes == 0 or BUFFER_VARIABLE in given:
+    if bucket_bytes == 0 or BUFFER_VARIABLE in environment:
         return {}
-    return {"hccl_buffer_size": _whole(bucket_bytes / (1 << 20), BUFFER_RANGE_MB)}
+    return {"hccl_buffer_size": _round_into(bucket_bytes / (1 << 20), BUFFER_RANGE_MB)}
 
 
-def _host_network(own_host: str, given: Mapping[str, str]) -> dict[str, str]:
+def _host_network(own_host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that choose the host's network for HCCL and Gloo.
 
     By default both take the first that suits them, and on hosts with several networks that is not
     the same one everywhere.
     """
     variables = {}
-    interface = single_interface(given.get(HOST_INTERFACE_VARIABLE, ""))
+    interface = single_interface(environment.get(HOST_INTERFACE_VARIABLE, ""))
     if interface:
         variables[GLOO_INTERFACE_VARIABLE] = interface
     elif _is_reachable_address(own_host):
@@ -132,6 +132,6 @@ def _is_reachable_address(host: str) -> bool:
     return not (address.is_loopback or address.is_unspecified)
 
 
-def _whole(value: float, limits: tuple[int, int]) -> int:
+def _round_into(value: float, limits: tuple[int, int]) -> int:
     lowest, highest = limits
     return min(max(math.ceil(value), lowest), highest)

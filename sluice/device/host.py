@@ -60,7 +60,7 @@ def device_numbers(
         devices: where the driver puts one file for each.
     """
     visible = visible_devices(environment)
-    return _files(devices) if visible is None else visible
+    return _npu_numbers(devices) if visible is None else visible
 
 
 def wants_npu(
@@ -82,7 +82,7 @@ def ascend_host(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
         environment=dict(environment),
         torch_version=_version("torch") or "",
         torch_npu_version=next(filter(None, map(_version, _DISTRIBUTIONS)), None),
-        num_devices=len(_files(devices)),
+        num_devices=len(_npu_numbers(devices)),
         interfaces=frozenset(name for _, name in socket.if_nameindex()),
         vllm_version=_version("vllm"),
         vllm_ascend_version=_version("vllm-ascend"),
@@ -93,22 +93,22 @@ def launch_environment(
     config: RunConfig,
     device: str | None,
     endpoint: EndpointConfig,
-    given: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the variables that a launcher adds to `given` for a process."""
-    if wants_npu(device, given):
-        return hccl_environment(config, endpoint, given)
-    return import_environment(has_torch_npu=has_torch_npu(), given=given)
+    """Return the variables that a launcher adds to `environment` for a process."""
+    if wants_npu(device, environment):
+        return hccl_environment(config, endpoint, environment)
+    return import_environment(has_torch_npu=has_torch_npu(), environment=environment)
 
 
-def nccl_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to `given` before a process forms its first group of NCCL.
+def nccl_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to `environment` before a process forms its first group of NCCL.
 
     When a collective fails or is late, torch's watchdog waits a minute for a record of collectives
     to be written. The first group of the process then waits eight more, and ends the process,
     which outlives its transfer groups. Who sets the first variable wants that record.
     """
-    if NCCL_DUMP_VARIABLE in given:
+    if NCCL_DUMP_VARIABLE in environment:
         return {}
     return {NCCL_DUMP_VARIABLE: "0", NCCL_DUMP_WAIT_VARIABLE: "0"}
 
@@ -149,14 +149,14 @@ def prepare_process(
         return
     environment.update(hccl_environment(config, endpoint, environment))
     captures_graphs = runs_vllm and not config.actor_rollout_ref.rollout.enforce_eager
-    environment.update(queue_environment(captures_graphs=captures_graphs, given=environment))
+    environment.update(queue_environment(captures_graphs=captures_graphs, environment=environment))
     if device is not None and device != "auto":
         demand = AscendDemand(1, collectives_on_device, runs_vllm, captures_graphs)
         findings = ascend_findings(ascend_host(environment), demand)
         fatal = errors(findings)
-        _warn(one for one in findings if one not in fatal)
+        _warn(finding for finding in findings if finding not in fatal)
         if fatal:
-            raise ConfigError('device "npu": ' + "; ".join(one.text for one in fatal))
+            raise ConfigError('device "npu": ' + "; ".join(finding.text for finding in fatal))
     elif runs_vllm:
         _warn(vllm_findings(ascend_host(environment)))
 
@@ -166,9 +166,9 @@ def _warn(findings: Iterable[Problem]) -> None:
         _log.warning("NPU: %s", finding.text)
 
 
-def _files(devices: Path) -> tuple[str, ...]:
+def _npu_numbers(devices: Path) -> tuple[str, ...]:
     matches = (_NPU_FILE.fullmatch(file.name) for file in devices.glob("*davinci*"))
-    return tuple(str(number) for number in sorted(int(one[1]) for one in matches if one))
+    return tuple(str(number) for number in sorted(int(match[1]) for match in matches if match))
 
 
 def _version(distribution: str) -> str | None:
@@ -188,9 +188,9 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
     """
     visible = environment.get(CUDA_VISIBLE_VARIABLE)
     if visible is not None:
-        names = (one.strip() for one in visible.split(","))
-        listed = takewhile(lambda one: not one.startswith("-"), names)
-        return tuple(one for one in listed if one)
+        names = (entry.strip() for entry in visible.split(","))
+        listed = takewhile(lambda entry: not entry.startswith("-"), names)
+        return tuple(entry for entry in listed if entry)
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
 
@@ -203,9 +203,9 @@ def is_cpu_torch() -> bool:
 @cache
 def gpu_gib() -> float | None:
     """Return the memory of the smallest GPU of the host, GiB; ``None``: no driver reports it."""
-    asked = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
-        ended = subprocess.run(asked, capture_output=True, text=True, timeout=10.0, check=True)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
         return min(float(size) for size in ended.stdout.split()) / 1024
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
@@ -220,8 +220,8 @@ def wants_gpu(
         name: as configured; ``None``: detected. ``cuda:N`` names one already.
     """
     if name is None or name == "auto":
-        there = bool(gpu_numbers(environment, devices))
-        return there and not wants_npu(name, environment, devices)
+        has_gpu = bool(gpu_numbers(environment, devices))
+        return has_gpu and not wants_npu(name, environment, devices)
     return name == "cuda"
 
 
@@ -251,4 +251,4 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         used = int((group / "memory.current").read_text(encoding="ascii"))
         match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
         limits.append(max(0, limit - used + (int(match[1]) if match else 0)))
-    return min((one for one in limits if one is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -76,21 +76,21 @@ def rank_host_bytes(
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sharding, critic = actor.fsdp_config, config.critic.fsdp
     policy = decoder.with_part(encoder_bytes(config, encoder))
-    held = policy.weights * has_reference_model(config)
+    total = policy.weights * has_reference_model(config)
     if has_reference_model(config) or uses_critic(config):
-        held += policy.weights * sharding.param_offload
-    held += policy.moments * moments_away(sharding)
+        total += policy.weights * sharding.param_offload
+    total += policy.moments * offloaded_share(sharding)
     # A checkpoint has all of a model, or its adapters.
     saved = policy.moments + (policy.trained if adapts(model) else policy.weights)
     if uses_critic(config):
-        held += decoder.weights * critic.param_offload + decoder.moments * moments_away(critic)
+        total += decoder.weights * critic.param_offload + decoder.moments * offloaded_share(critic)
         saved += decoder.weights + decoder.moments
-    held += saved * actor.checkpoint.async_save
+    total += saved * actor.checkpoint.async_save
     batch = taken_samples_mb(config, trainer_layout(config, world_size(config)).data_ranks) * MIB
-    return held + batch + _pixel_bytes(config, encoder) + _engine_expert_bytes(config, shape)
+    return total + batch + _pixel_bytes(config, encoder) + _engine_expert_bytes(config, shape)
 
 
-def moments_away(sharding: FsdpConfig) -> float:
+def offloaded_share(sharding: FsdpConfig) -> float:
     """Return the share of a model's moments that is in host memory."""
     return sharding.optimizer_offload_fraction * sharding.optimizer_offload
 
@@ -124,5 +124,6 @@ def replayed_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 def _engine_expert_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return those of a rank's rows, as they came and packed."""
-    came = batch_expert_bytes(config, shape) / trainer_layout(config, world_size(config)).data_ranks
-    return came + replayed_bytes(config, shape) if came else 0.0
+    data_ranks = trainer_layout(config, world_size(config)).data_ranks
+    received = batch_expert_bytes(config, shape) / data_ranks
+    return received + replayed_bytes(config, shape) if received else 0.0

@@ -42,11 +42,11 @@ from sluice.plan.pools import (
     EnginePool,
     TrainerPool,
     engine_pool,
+    extrapolate_layers,
     largest_pool,
     layer_counts,
-    of_all_layers,
 )
-from sluice.plan.search import engine_change, guess, promising, trainer_changes
+from sluice.plan.search import engine_change, guess, promising_changes, trainer_changes
 
 DEADLINE_S = 300.0
 SMALL_BYTES = GIB / 10
@@ -119,7 +119,7 @@ def planned_model(name: str) -> PlannedModel:
     if local is not None:
         return local
     content = published_model(name)
-    return _planned(name, content, shape_of(content), published_encoder(name))
+    return _make_model(name, content, shape_of(content), published_encoder(name))
 
 
 def local_model(name: str, config_file: Path | None = None) -> PlannedModel | None:
@@ -133,10 +133,10 @@ def local_model(name: str, config_file: Path | None = None) -> PlannedModel | No
         return None
     content, shape = read_model(file)
     vision = content.get("vision_config")
-    return _planned(name, content, shape, vision if isinstance(vision, dict) else {})
+    return _make_model(name, content, shape, vision if isinstance(vision, dict) else {})
 
 
-def _planned(
+def _make_model(
     name: str, content: ModelContent, shape: ModelShape, vision: Mapping[str, object]
 ) -> PlannedModel:
     return PlannedModel(name, content, shape, image_encoder(vision), bool(vision))
@@ -147,17 +147,17 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
     return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
 
 
-def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
+def trainer_as_written(config: RunConfig, model: PlannedModel) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 
     Raises:
         ConfigError: sizes do not divide, or the trainer's code does not run here.
     """
     trainer_layout(config, world_size(config))
-    return _counted(config, model, _ANY_DEVICE)
+    return _count_trainer(config, model, _ANY_DEVICE)
 
 
-def written_change(
+def smallest_change(
     file: Path | None,
     overrides: Sequence[str],
     model: PlannedModel,
@@ -167,8 +167,8 @@ def written_change(
     """Return the smallest change with which a trainer fits the devices that its launch names."""
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
-    plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
-    planned = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
+    plan = _plan_as_written(launch, written.config, named_split(written.config), trainer)
+    planned = _search_change(plan, launch, written, is_split=False, holds=lambda _: True)
     return planned.fits_with
 
 
@@ -186,11 +186,11 @@ def launch_plan(
     split = launch.split_of(written)
     is_split = is_colocated(written.config, written.keys)
     config = launch.read(split.overrides).config if is_split else written.config
-    plan = _as_it_is(launch, config, split, launch.trainer(config))
+    plan = _plan_as_written(launch, config, split, launch.trainer(config))
     if plan.fits:
         plan = replace(plan, fits_with=())
     else:
-        plan = _searched(
+        plan = _search_change(
             plan,
             launch,
             written,
@@ -209,9 +209,9 @@ class _Launch:
     model: PlannedModel
     device: DeviceKind
 
-    def read(self, more: Sequence[str]) -> ReadRun:
+    def read(self, extra: Sequence[str]) -> ReadRun:
         """Return the launch with more overrides, as a run would read it."""
-        run = read_run(self.file, [*self.overrides, *more])
+        run = read_run(self.file, [*self.overrides, *extra])
         raise_problems(run.problems, run.source)
         return run
 
@@ -221,10 +221,10 @@ class _Launch:
 
     def trainer(self, config: RunConfig) -> TrainerPool:
         """Return the trainer's pool, from dry runs of a few layers."""
-        return _counted(config, self.model, self.device)
+        return _count_trainer(config, self.model, self.device)
 
 
-def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
+def _count_trainer(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -238,7 +238,7 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
     if model.encoder is not None:
         check_image_layers(stages, model.encoder.mergers - 1)
     layers = {stage: len(stages[stage]) for stage in different_stages(len(stages))}
-    runs = [(stage, few) for stage, own in layers.items() for few in layer_counts(config, own)]
+    runs = [(stage, n) for stage, count in layers.items() for n in layer_counts(config, count)]
     passes, _ = answer_of(
         COMMAND,
         DryRunRequest(msgspec.to_builtins(config), model.content, world_size(config), runs),
@@ -248,17 +248,20 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
         remedy="run it while the machine is idle",
     )
     counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}
-    for (stage, few), one in zip(runs, passes, strict=True):
-        counted[stage][few] = one
-    whole = {stage: of_all_layers(counted[stage], own) for stage, own in layers.items()}
-    return largest_pool(config, shape, device, whole, model.encoder)
+    for (stage, num_counted), pass_bytes in zip(runs, passes, strict=True):
+        counted[stage][num_counted] = pass_bytes
+    stage_bytes = {stage: extrapolate_layers(counted[stage], n) for stage, n in layers.items()}
+    return largest_pool(config, shape, device, stage_bytes, model.encoder)
 
 
-def _as_it_is(
+def _plan_as_written(
     launch: _Launch, config: RunConfig, split: DeviceSplit, trainer: TrainerPool
 ) -> PlannedLaunch:
     engine = engine_pool(config, launch.model.shape, launch.device)
-    lacks = {"trainer": trainer.lack(launch.device), "rollout": engine.lack(launch.device)}
+    lacks = {
+        "trainer": trainer.shortfall(launch.device),
+        "rollout": engine.shortfall(launch.device),
+    }
     return PlannedLaunch(
         config,
         launch.model,
@@ -273,7 +276,7 @@ def _as_it_is(
     )
 
 
-def _searched(
+def _search_change(
     plan: PlannedLaunch,
     launch: _Launch,
     written: ReadRun,
@@ -290,21 +293,21 @@ def _searched(
     possible = list(splits(start)) if is_split else [plan.split]
     if not possible:
         return plan
-    own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer))
-    base = changed(start, own.overrides) if is_split else start
+    nearest = min(possible, key=lambda candidate: abs(candidate.trainer - plan.split.trainer))
+    base = changed(start, nearest.overrides) if is_split else start
     correction = _correction(plan.trainer, plan.config, model.shape)
     if training_layout(start).recomputed_of(model.shape.layers) < model.shape.layers:
         correction = _OPTIMISM  # with recompute other bytes count
     changes = [
-        one
-        for one in trainer_changes(start, model.shape, own, possible)
-        if one.overrides or engine.overrides
+        change
+        for change in trainer_changes(start, model.shape, nearest, possible)
+        if change.overrides or engine.overrides
     ]
     for _ in range(_MAX_TRIES):
-        change = next(promising(changes, model.shape, device, base, correction), None)
+        change = next(promising_changes(changes, model.shape, device, base, correction), None)
         if change is None:
             break
-        typed = (*engine.overrides, *(own.overrides if is_split else ()), *change.overrides)
+        typed = (*engine.overrides, *(nearest.overrides if is_split else ()), *change.overrides)
         overrides = _as_written(typed, written)
         changes = changes[changes.index(change) + 1 :]
         try:  # what is counted is what a run would read
@@ -312,7 +315,7 @@ def _searched(
             trainer = launch.trainer(run.config)
         except ConfigError:  # the next change may be allowed
             continue
-        if trainer.lack(device) is None and holds(run.config):
+        if trainer.shortfall(device) is None and holds(run.config):
             return replace(
                 plan,
                 config=run.config,

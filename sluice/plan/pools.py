@@ -25,7 +25,7 @@ from sluice.plan.host import (
     ModelBytes,
     encoder_bytes,
     has_reference_model,
-    moments_away,
+    offloaded_share,
     rank_host_bytes,
     replayed_bytes,
 )
@@ -77,17 +77,17 @@ class TrainerPool:
         """Return which stage this is of several, as ``stage 2 of 8``; empty: it is the only one."""
         if len(self.stages) < 2:
             return ""
-        number = max(self.stages, key=lambda one: self.stages[one])
+        number = max(self.stages, key=lambda stage: self.stages[stage])
         return f"stage {number + 1} of {self.layout.pipeline}"
 
-    def lack(self, device: DeviceKind) -> str | None:
+    def shortfall(self, device: DeviceKind) -> str | None:
         """Return why a trainer's device does not hold it; `None`: it does."""
         if self.peak <= device.usable_bytes:
             return None
         phase = max(self.phases, key=lambda name: self.phases[name])
-        where = f" on {self.stage_name}" if self.stage_name else ""
+        place = f" on {self.stage_name}" if self.stage_name else ""
         return (
-            f"{phase}{where} takes {self.peak / GIB:.2f} GiB of the "
+            f"{phase}{place} takes {self.peak / GIB:.2f} GiB of the "
             f"{device.usable_bytes / GIB:.1f} that a plan fills"
         )
 
@@ -119,7 +119,7 @@ class EnginePool:
         """Most bytes on the device."""
         return max(self.phases.values())
 
-    def lack(self, device: DeviceKind) -> str | None:
+    def shortfall(self, device: DeviceKind) -> str | None:
         """Return why an engine does not fit; `None`: it does.
 
         Its share of the device must hold the weights and a cache of at least one row, and the
@@ -138,22 +138,22 @@ class EnginePool:
 
     def fits(self, device: DeviceKind) -> bool:
         """Return whether it lacks nothing."""
-        return self.lack(device) is None
+        return self.shortfall(device) is None
 
 
-def of_all_layers(counted: Mapping[int, PassBytes], layers: int) -> PassBytes:
+def extrapolate_layers(counted: Mapping[int, PassBytes], layers: int) -> PassBytes:
     """Return the bytes of so many layers from those of two numbers of them, or of all."""
     if layers in counted:
         return counted[layers]
-    (fewer, few), (most, more) = sorted(counted.items())
-    times = (layers - fewer) / (most - fewer)
+    (small, of_small), (large, of_large) = sorted(counted.items())
+    times = (layers - small) / (large - small)
 
-    def at(first: float, second: float) -> int:
-        return round(first + times * (second - first))
+    def at(at_small: float, at_large: float) -> int:
+        return round(at_small + times * (at_large - at_small))
 
     names = [name for name in PassBytes.__struct_fields__ if name != "moved"]
-    sizes = {name: at(getattr(few, name), getattr(more, name)) for name in names}
-    moved = {kind: at(size, more.moved.get(kind, 0)) for kind, size in few.moved.items()}
+    sizes = {name: at(getattr(of_small, name), getattr(of_large, name)) for name in names}
+    moved = {kind: at(size, of_large.moved.get(kind, 0)) for kind, size in of_small.moved.items()}
     return PassBytes(**sizes, moved=moved)
 
 
@@ -172,7 +172,7 @@ class _ModelState:
     def __init__(self, counted: PassBytes, sharding: FsdpConfig, shard: int) -> None:
         self.weights = 0 if sharding.param_offload else counted.parameters
         self.gradients = counted.gradients if is_whole(sharding, shard) else 0
-        away = counted.moments * moments_away(sharding)
+        away = counted.moments * offloaded_share(sharding)
         self.moments = counted.moments - away
         self.backward = counted.backward
         self.step = counted.step - away + min(away, _MOMENTS_AT_ONCE)
@@ -201,8 +201,8 @@ def largest_pool(
         encoder: encodes images, on the first stage; the passes were counted without it.
     """
     pools = {
-        number: trainer_pool(config, shape, device, one, None if number else encoder)
-        for number, one in counted.items()
+        number: trainer_pool(config, shape, device, pass_bytes, None if number else encoder)
+        for number, pass_bytes in counted.items()
     }
     largest = max(pools.values(), key=lambda pool: pool.peak)
     return replace(
@@ -240,7 +240,7 @@ def trainer_pool(
     parts = {
         "weights": counted.parameters + (critic.weights if critic else 0.0),
         "gradients": counted.gradients + (critic.gradients if critic else 0.0),
-        "moments": sum(one.moments for one in models),
+        "moments": sum(model.moments for model in models),
         "activations": counted.kept + images.pixels + images.kept,
     }
     micro_batches = _micro_batches(config, layout)
@@ -265,8 +265,8 @@ def trainer_pool(
 def _bubble(config: RunConfig, layout: ParallelLayout, micro_batches: int) -> float:
     """Return the time that stages wait, over the time that they compute: of each mini-batch."""
     steps = config.data.train_batch_size / config.actor_rollout_ref.actor.ppo_mini_batch_size
-    each = micro_batches / (steps * config.actor_rollout_ref.actor.ppo_epochs)
-    return (layout.pipeline - 1) / max(1.0, each)
+    per_mini_batch = micro_batches / (steps * config.actor_rollout_ref.actor.ppo_epochs)
+    return (layout.pipeline - 1) / max(1.0, per_mini_batch)
 
 
 def _with_encoder(counted: PassBytes, encoder: ModelBytes, *, stays: bool) -> PassBytes:
@@ -300,12 +300,12 @@ def _phases(
     """
     # What a critic holds stays beside the policy's passes, and the other way round.
     beside = kept + (critic.waiting if critic else 0.0)
-    held = policy.moments + beside
+    moments_and_beside = policy.moments + beside
     phases = {
-        "idle": counted.parameters + policy.gradients + held,
-        "logprobs": counted.log_prob + held + images.pixels + reference,
-        "forward": counted.forward + held + images.pixels + images.kept,
-        "backward": policy.backward + held + images.pixels + images.kept,
+        "idle": counted.parameters + policy.gradients + moments_and_beside,
+        "logprobs": counted.log_prob + moments_and_beside + images.pixels + reference,
+        "forward": counted.forward + moments_and_beside + images.pixels + images.kept,
+        "backward": policy.backward + moments_and_beside + images.pixels + images.kept,
         "optimizer step": policy.step + beside,
     }
     if critic:
@@ -338,8 +338,8 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
 
 def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> EnginePool:
     """Return an engine's pool: it fills its share of the device with the cache."""
-    layout, whole = rollout_layout(config), device.size
-    memory = rollout_memory(shape, layout, whole)
+    layout, size = rollout_layout(config), device.size
+    memory = rollout_memory(shape, layout, size)
     assert memory.kv_cache is not None
     assert memory.longest_rows is not None
     staging = _BUCKETS * config.sluice.weights.bucket_mb * MIB
@@ -350,7 +350,7 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
         {"start": memory.weights, "generating": generating, "update": generating + staging},
         memory.longest_rows,
         models * _wire_bytes(config, shape),
-        weights_fit(shape, layout, whole),
+        weights_fit(shape, layout, size),
     )
 
 
@@ -363,9 +363,9 @@ def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:
     rows = responses_per_step(config)
     if actor.use_dynamic_bsz:
         budget = actor.ppo_max_token_len_per_gpu * layout.sequence
-        each: float = max(budget, max_row_tokens(data))
+        row_tokens: float = max(budget, max_row_tokens(data))
         prompts = data.train_batch_size * data.max_prompt_length  # a group computes its prompt once
-        number = (prompts + rows * data.max_response_length * MEAN_RESPONSE) / each
+        number = (prompts + rows * data.max_response_length * MEAN_RESPONSE) / row_tokens
     else:
         number = rows / (actor.ppo_micro_batch_size_per_gpu or 1)
     return math.ceil(number / layout.data_ranks) * actor.ppo_epochs

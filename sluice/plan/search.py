@@ -56,19 +56,19 @@ def engine_change(
             as many devices.
     """
     rollout, replicas = config.actor_rollout_ref.rollout, config.sluice.rollout.replicas
-    own = rollout.tensor_model_parallel_size
+    configured = rollout.tensor_model_parallel_size
     if holds(config):
         return PlanChange()
     if rollout.name == "torch":  # on one device
         return None
-    for times in _doubles(2):
-        tp = own * times
+    for times in _doublings(2):
+        tp = configured * times
         if tp > _LARGEST_GROUP or (replicas % times and not is_split):
             return None
         if not shares_heads(tp, shape.heads, shape.kv_heads):
             continue
         overrides = [f"{_ROLLOUT}.tensor_model_parallel_size={tp}"]
-        if rollout.expert_parallel_size == own * rollout.data_parallel_size > 1:
+        if rollout.expert_parallel_size == configured * rollout.data_parallel_size > 1:
             experts = tp * rollout.data_parallel_size
             overrides.append(f"{_ROLLOUT}.expert_parallel_size={experts}")
         if not is_split:
@@ -89,19 +89,19 @@ def trainer_changes(
     Args:
         split: the trainer's, from which another costs as much as it makes a pool smaller.
     """
-    none = PlanChange()
-    every = product(
+    unchanged = PlanChange()
+    all_parts = product(
         _splits(split, splits),
-        (none, *_recompute(config, shape)),
+        (unchanged, *_recompute(config, shape)),
         _shards(config),
-        (none, *_experts(config, shape)),
-        (none, *_sequences(config, shape)),
-        (none, *_offload(config)),
-        (none, *_dtypes(config)),
+        (unchanged, *_experts(config, shape)),
+        (unchanged, *_sequences(config, shape)),
+        (unchanged, *_offload(config)),
+        (unchanged, *_dtypes(config)),
     )
     changes = [
-        PlanChange(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
-        for parts in every
+        PlanChange(sum((part.overrides for part in parts), ()), sum(part.price for part in parts))
+        for parts in all_parts
     ]
     return sorted(changes, key=lambda change: change.price)
 
@@ -115,7 +115,7 @@ def guess(config: RunConfig, shape: ModelShape) -> MemoryEstimate | None:
     return guessed_memory(shape, training_layout(config))
 
 
-def promising(
+def promising_changes(
     changes: Sequence[PlanChange],
     shape: ModelShape,
     device: DeviceKind,
@@ -124,18 +124,18 @@ def promising(
 ) -> Iterator[PlanChange]:
     """Yield the changes that should fit."""
     for change in changes:
-        other = changed(config, change.overrides)
-        guessed = guess(other, shape)
+        candidate = changed(config, change.overrides)
+        guessed = guess(candidate, shape)
         if guessed is not None and guessed.corrected(correction) <= device.usable_bytes:
             yield change
 
 
-def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[PlanChange]:
+def _splits(current: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[PlanChange]:
     for split in splits:
-        if split == own:
+        if split == current:
             yield PlanChange()
         else:
-            slower = max(own.rollout / split.rollout, own.trainer / split.trainer)
+            slower = max(current.rollout / split.rollout, current.trainer / split.trainer)
             yield PlanChange(split.overrides, slower)
 
 
@@ -164,22 +164,22 @@ def _shards(config: RunConfig) -> Iterator[PlanChange]:
     if not sharding.reshard_after_forward:
         overrides.append(f"{_RESHARD}=true")
     for number in range(len(overrides) + 1):
-        for some in combinations(overrides, number):
-            yield PlanChange(some, float(number))
+        for chosen in combinations(overrides, number):
+            yield PlanChange(chosen, float(number))
 
 
 def _experts(config: RunConfig, shape: ModelShape) -> Iterator[PlanChange]:
-    own = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
+    configured = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
     if not (shape.experts and shape.adaptable_experts):  # the trainer divides only its own
         return
-    for size in _doubles(max(own, 1) * 2):
+    for size in _doublings(max(configured, 1) * 2):
         if shape.experts % size == 0:
             yield PlanChange((f"{EXPERT_KEY}={size}",), 1.0 + size / 1000)
 
 
 def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[PlanChange]:
-    own = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    for doublings, size in enumerate(_doubles(own * 2), 1):
+    configured = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    for doublings, size in enumerate(_doublings(configured * 2), 1):
         if shares_heads(size, shape.heads, shape.kv_heads):
             yield PlanChange((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
 
@@ -194,7 +194,7 @@ def _dtypes(config: RunConfig) -> Iterator[PlanChange]:
         yield PlanChange((f"{_DTYPE}=bfloat16",), 8.0)
 
 
-def _doubles(first: int) -> Iterator[int]:
-    while first <= _LARGEST_GROUP:
-        yield first
-        first *= 2
+def _doublings(size: int) -> Iterator[int]:
+    while size <= _LARGEST_GROUP:
+        yield size
+        size *= 2

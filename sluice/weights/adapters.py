@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.weights.share import Cuts, places
+from sluice.weights.share import Cuts, block_slices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class AdaptedPart:
     number: int = 0
     count: int = 1
 
-    def of(self, weight: Tensor) -> Tensor:
+    def view(self, weight: Tensor) -> Tensor:
         """Return a view of the part, [..., out, in]."""
         return weight.chunk(self.count, dim=-2)[self.number]
 
@@ -83,7 +83,7 @@ def adapted_part(layer: str) -> AdaptedPart:
     return AdaptedPart(f"{block}.experts.{part.weight}", part.number, part.count)
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """Return W + scale B A, computed in float32 at least and rounded once to W's dtype."""
     exact = weight.clone() if weight.element_size() >= _FLOAT_BYTES else weight.float()
     return exact.addmm_(b.to(exact.dtype), a.to(exact.dtype), alpha=scale).to(weight.dtype)
@@ -101,36 +101,36 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         layer = name.removesuffix(A_SUFFIX)
         a, b, part = tensors[name], tensors[layer + B_SUFFIX], adapted_part(layer)
         if not is_of_experts(layer):
-            weights[part.weight] = merged(weights[part.weight], a, b)
+            weights[part.weight] = merged_weight(weights[part.weight], a, b)
             continue
         if weights[part.weight] is tensors[part.weight]:
             weights[part.weight] = weights[part.weight].clone()
         # One by one, to avoid a float32 copy of all experts.
-        for expert, its_a, its_b in zip(part.of(weights[part.weight]), a, b, strict=True):
-            expert.copy_(merged(expert, its_a, its_b))
+        for expert, expert_a, expert_b in zip(part.view(weights[part.weight]), a, b, strict=True):
+            expert.copy_(merged_weight(expert, expert_a, expert_b))
     return weights
 
 
-def merge_part(whole: Tensor, cuts: Cuts, layer: str, a: Tensor, b: Tensor) -> None:
+def merge_part(weight: Tensor, cuts: Cuts, layer: str, a: Tensor, b: Tensor) -> None:
     """Add B A, in place, to the part of a weight that a share has.
 
     Args:
-        whole: [out, in], or [experts, out, in]; only the share's part is read and written.
+        weight: [out, in], or [experts, out, in]; only the share's part is read and written.
         cuts: the cuts of the share; empty for the whole weight.
         layer: the layer of the adapter.
         a: the whole A.
         b: the whole B.
     """
     part = adapted_part(layer)
-    height = whole.shape[-2] // part.count
-    first = part.number * height
-    for (*experts, rows, columns), _ in places(tuple(whole.shape), cuts):
-        start, stop = max(rows.start, first), min(rows.stop, first + height)
+    height = weight.shape[-2] // part.count
+    first_row = part.number * height
+    for (*experts, rows, columns), _ in block_slices(tuple(weight.shape), cuts):
+        start, stop = max(rows.start, first_row), min(rows.stop, first_row + height)
         for index in range(experts[0].start, experts[0].stop) if experts else (...,):
-            block = whole[index][start:stop, columns]
-            changes = a[index][:, columns], b[index][start - first : stop - first]
+            block = weight[index][start:stop, columns]
+            changes = a[index][:, columns], b[index][start - first_row : stop - first_row]
             if start < stop:
-                block.copy_(merged(block, *changes))
+                block.copy_(merged_weight(block, *changes))
 
 
 def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -143,16 +143,16 @@ def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:
         layer = name.removesuffix(A_SUFFIX)
         part, dimensions = adapted_part(layer), 3 if is_of_experts(layer) else 2
-        offered = [shapes.get(one) for one in (part.weight, name, layer + B_SUFFIX)]
-        given = [one for one in offered if one is not None and len(one) == dimensions]
-        if len(given) == len(offered) and _fit(part.count, *given):
+        offered = [shapes.get(tensor) for tensor in (part.weight, name, layer + B_SUFFIX)]
+        present = [shape for shape in offered if shape is not None and len(shape) == dimensions]
+        if len(present) == len(offered) and _fits(part.count, *present):
             del remaining[name], remaining[layer + B_SUFFIX]
     return remaining
 
 
-def _fit(parts: int, weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+def _fits(parts: int, weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Return whether A and B have the shapes of an adapter of one of a weight's parts."""
     *experts, rows, columns = weight
     rank = a[-2]
-    wanted = ([*experts, rank, columns], [*experts, rows // parts, rank])
-    return rows % parts == 0 and ([*a], [*b]) == wanted and rank <= max(rows // parts, columns)
+    expected = ([*experts, rank, columns], [*experts, rows // parts, rank])
+    return rows % parts == 0 and ([*a], [*b]) == expected and rank <= max(rows // parts, columns)

@@ -159,10 +159,10 @@ def _connect(group: HcclGroup, membership: Membership) -> None:
     options.timeout = membership.timeout
     byte = torch.zeros(1, dtype=torch.uint8, device=membership.device)
     work = group.broadcast([byte], options)
-    _await(work, membership.timeout)
+    _wait_for(work, membership.timeout)
 
 
-def _await(work: Work, timeout: timedelta) -> None:
+def _wait_for(work: Work, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def _await(work: Work, timeout: timedelta) -> None:
     work.wait()
 
 
-def wait_a_little(work: Work, backend: str) -> None:
+def wait_briefly(work: Work, backend: str) -> None:
     """Wait at most some milliseconds for a collective, without reporting its end or error.
 
     The call returns at once when a collective of Gloo ends. It only polls collectives of other

@@ -68,10 +68,10 @@ def encode_gaps(positions: Positions) -> NDArray[np.uint8]:
         positions: int64 ``[marked]``, ascending, not negative.
     """
     gaps = np.diff(positions, prepend=-1) - 1
-    skips, rest = np.divmod(gaps, _SKIP)
-    last = np.cumsum(skips + 1) - 1
-    words = np.full(int(last[-1]) + 1 if gaps.size else 0, _SKIP, dtype=np.uint8)
-    words[last] = rest
+    skips, remainders = np.divmod(gaps, _SKIP)
+    ends = np.cumsum(skips + 1) - 1
+    words = np.full(int(ends[-1]) + 1 if gaps.size else 0, _SKIP, dtype=np.uint8)
+    words[ends] = remainders
     return words
 
 
@@ -104,35 +104,37 @@ def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
     step = new - old  # wraps around: a step back is more than half of the range
     backwards = step > np.iinfo(step.dtype).max // 2
     size = np.where(backwards, -step, step) - np.array(1, dtype=step.dtype)
-    far = size > (_WHOLE - 2) // 2
-    steps = np.where(far, 0, size).astype(np.uint8) * 2 + ~backwards
-    steps[far] = _WHOLE
-    return steps.astype(np.uint8), new[far]
+    is_far = size > (_WHOLE - 2) // 2
+    steps = np.where(is_far, 0, size).astype(np.uint8) * 2 + ~backwards
+    steps[is_far] = _WHOLE
+    return steps.astype(np.uint8), new[is_far]
 
 
-def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
+def decode_steps(old: Bits, steps: NDArray[np.uint8], values: Bits) -> Bits:
     """Return the new bits.
 
     Args:
         old: unsigned ``[changed]``.
         steps: uint8 ``[changed]``.
-        whole: of the dtype of `old`, one for each step of 255.
+        values: of the dtype of `old`, one for each step of 255.
 
     Raises:
-        ValueError: more or fewer steps are 255 than `whole` has.
+        ValueError: more or fewer steps are 255 than `values` has.
     """
-    far = steps == _WHOLE
-    if (count := int(np.count_nonzero(far))) != whole.size:
-        raise ValueError(f"{count} values are not coded as steps, and {whole.size} are given whole")
+    is_far = steps == _WHOLE
+    if (count := int(np.count_nonzero(is_far))) != values.size:
+        raise ValueError(
+            f"{count} values are not coded as steps, and {values.size} are given whole"
+        )
     size = (steps >> 1).astype(old.dtype) + np.array(1, dtype=old.dtype)
     new = np.where(steps & 1, old + size, old - size)
-    new[far] = whole
+    new[is_far] = values
     return new
 
 
 def max_code_bytes(plan: TransferPlan, bucket: Bucket) -> int:
     """Return the size of the longest possible code for this bucket, bytes."""
-    return sum(_HEADER.size + where.stop - where.start for where, _ in _blocks(plan, bucket))
+    return sum(_HEADER.size + block.stop - block.start for block, _ in _blocks(plan, bucket))
 
 
 def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteArray) -> ByteArray:
@@ -143,8 +145,8 @@ def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteA
         new: the same.
     """
     parts: list[ByteArray] = []
-    for where, dtype in _blocks(plan, bucket):
-        parts.extend(_encode(old[where].view(dtype), new[where].view(dtype)))
+    for block, dtype in _blocks(plan, bucket):
+        parts.extend(_encode(old[block].view(dtype), new[block].view(dtype)))
     return np.concatenate(parts)
 
 
@@ -155,13 +157,13 @@ def apply_change(plan: TransferPlan, bucket: Bucket, code: ByteArray, content: B
         ValueError: this is not the code of a change of this bucket. Nothing outside `content` was
             written, but its own bytes are then neither the old nor the new ones.
     """
-    rest = code
-    for where, dtype in _blocks(plan, bucket):
-        if rest.size < _HEADER.size:
+    remaining = code
+    for block, dtype in _blocks(plan, bucket):
+        if remaining.size < _HEADER.size:
             raise ValueError("the code ends in front of a block's header")
-        rest = rest[_apply(rest, content[where].view(dtype)) :]
-    if rest.size:
-        raise ValueError(f"{rest.size} bytes are left over after the last block")
+        remaining = remaining[_apply(remaining, content[block].view(dtype)) :]
+    if remaining.size:
+        raise ValueError(f"{remaining.size} bytes are left over after the last block")
 
 
 def _blocks(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[slice, _Elements]]:
@@ -169,13 +171,13 @@ def _blocks(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[slice, _Elemen
 
     Padding between tensors counts as elements that never change.
     """
-    for start, stop, size in _stretches(plan, bucket):
-        for first in range(start, stop, BLOCK_ELEMENTS * size):
-            last = min(first + BLOCK_ELEMENTS * size, stop)
-            yield slice(first, last), np.dtype(f"<u{size}")
+    for start, stop, size in _spans_of_one_width(plan, bucket):
+        for begin in range(start, stop, BLOCK_ELEMENTS * size):
+            end = min(begin + BLOCK_ELEMENTS * size, stop)
+            yield slice(begin, end), np.dtype(f"<u{size}")
 
 
-def _stretches(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+def _spans_of_one_width(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
     """Yield start, stop and bytes of an element, for neighbours with elements of one size."""
     start = stop = size = 0
     for piece in bucket.pieces:
@@ -192,10 +194,10 @@ def _stretches(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[int, int, i
 def _encode(old: Bits, new: Bits) -> Iterator[ByteArray]:
     positions = np.flatnonzero(old != new)
     gaps = encode_gaps(positions)
-    steps, whole = encode_steps(old[positions], new[positions])
-    if gaps.nbytes + steps.nbytes + whole.nbytes < new.nbytes:
-        yield _header(_CODED, positions.size, gaps.size, whole.size)
-        yield from (gaps, steps, _bytes(whole))
+    steps, values = encode_steps(old[positions], new[positions])
+    if gaps.nbytes + steps.nbytes + values.nbytes < new.nbytes:
+        yield _header(_CODED, positions.size, gaps.size, values.size)
+        yield from (gaps, steps, _bytes(values))
     else:
         yield _header(_PLAIN, new.size, 0, 0)
         yield _bytes(new)
@@ -218,9 +220,9 @@ def _apply(code: ByteArray, elements: Bits) -> int:
             raise ValueError(f"a plain block's header claims {changed} of {elements.size} elements")
         elements[:] = code[_HEADER.size : length].view(elements.dtype)
         return length
-    gaps, steps, whole = np.split(code[_HEADER.size : length], [num_gaps, num_gaps + step_bytes])
+    gaps, steps, values = np.split(code[_HEADER.size : length], [num_gaps, num_gaps + step_bytes])
     positions = decode_gaps(gaps, changed, elements.size)
-    elements[positions] = decode_steps(elements[positions], steps, whole.view(elements.dtype))
+    elements[positions] = decode_steps(elements[positions], steps, values.view(elements.dtype))
     return length
 
 
@@ -267,9 +269,9 @@ def encode_update(
         raise InvalidRequestError("weights: only buffers of the epoch's tensors can be compared")
     allowed = WORTHWHILE_SHARE * plan.total_bytes
     codes: list[torch.Tensor] = []
-    before, after = stream_of(plan, old, 1), stream_of(plan, new, 1)
+    old_stream, new_stream = stream_of(plan, old, 1), stream_of(plan, new, 1)
     for bucket in plan.buckets:
-        contents = before.bucket(bucket).numpy(), after.bucket(bucket).numpy()
+        contents = old_stream.bucket(bucket).numpy(), new_stream.bucket(bucket).numpy()
         code = encode_change(plan, bucket, *contents)
         # Stop once the changes save too little.
         allowed -= code.nbytes
@@ -339,7 +341,7 @@ class ChangeReceivingPort:
         Raises:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
-        content = self._old(bucket)
+        content = self._base_bucket(bucket)
         try:
             apply_change(self._plan, bucket, wire.cpu().numpy(), content.numpy())
         except ValueError as error:
@@ -347,7 +349,7 @@ class ChangeReceivingPort:
             raise WeightSyncError(*self._peer, f"{item}: {error}") from error
         return self._staging.put(bucket, content)
 
-    def _old(self, bucket: Bucket) -> torch.Tensor:
+    def _base_bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket of the base, to be written to."""
         if self._base is self._staging or isinstance(self._base, PackedShare):
             return self._base.bucket(bucket)  # packed: a copy that nothing else reads

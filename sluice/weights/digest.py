@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from sluice.weights.plan import Bucket, TransferPlan, described
+from sluice.weights.plan import Bucket, TransferPlan, describe_part
 from sluice.weights.share import part_name
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class WeightDigests:
         """Return the hex digest of all parts."""
         return combined_digest(self.by_name)
 
-    def differing(self, others: Sequence[bytes]) -> list[str]:
-        """Return the names of parts whose digest differs in `others`, in their order."""
+    def differing_names(self, other_digests: Sequence[bytes]) -> list[str]:
+        """Return the names of parts whose digest differs in `other_digests`, in their order."""
         return [
             name
-            for name, ours, other in zip(self.names, self.parts, others, strict=True)
-            if ours != other
+            for name, ours, theirs in zip(self.names, self.parts, other_digests, strict=True)
+            if ours != theirs
         ]
 
 
@@ -73,25 +73,25 @@ def part_names(plan: TransferPlan) -> tuple[str, ...]:
     )
 
 
-def joined(digests: Sequence[WeightDigests]) -> WeightDigests:
+def join_digests(digests: Sequence[WeightDigests]) -> WeightDigests:
     """Return the digests of the parts of several streams."""
-    names = tuple(name for one in digests for name in one.names)
-    return WeightDigests(names, tuple(part for one in digests for part in one.parts))
+    names = tuple(name for stream in digests for name in stream.names)
+    return WeightDigests(names, tuple(part for stream in digests for part in stream.parts))
 
 
 class StreamDigest:
     """The digests of all parts, computed from buckets as they pass.
 
-    Each bucket is absorbed once, in the order of the plan. Hashing one while the next is on the
+    Each bucket is hashed once, in the order of the plan. Hashing one while the next is on the
     wire hides the cost.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
         parts = tuple(zip(plan.tensors, plan.cuts, strict=True))
         self._names = part_names(plan)
-        self._hashers = [xxhash.xxh3_128(_header(described(*part))) for part in parts]
+        self._hashers = [xxhash.xxh3_128(_header(describe_part(*part))) for part in parts]
 
-    def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:
+    def update(self, bucket: Bucket, content: torch.Tensor) -> None:
         """Hash one bucket; `content` is uint8 ``[bucket.num_bytes]`` on the CPU."""
         received = content.numpy().data
         for piece in bucket.pieces:
@@ -99,7 +99,7 @@ class StreamDigest:
             self._hashers[piece.tensor].update(received[piece.bucket_start : end])
 
     def digests(self) -> WeightDigests:
-        """Return the digests; they are complete once every bucket was absorbed."""
+        """Return the digests; they are complete once every bucket was hashed."""
         return WeightDigests(self._names, tuple(hasher.digest() for hasher in self._hashers))
 
 

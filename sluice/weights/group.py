@@ -29,7 +29,7 @@ from sluice.weights.backend import (
     ProcessGroup,
     Work,
     create_process_group,
-    wait_a_little,
+    wait_briefly,
 )
 from sluice.weights.rendezvous import EpochStore, gather
 
@@ -46,7 +46,7 @@ class TransferGroup:
     """One epoch's process group; rank 0 sends.
 
     Any thread may call `form`, `run` and `abandon`. Only a call that `run` executes, in the group's
-    owner thread, may call `post` and `settle`.
+    owner thread, may call `post` and `wait_for`.
 
     Args:
         spec: the epoch and this member's rank.
@@ -66,8 +66,8 @@ class TransferGroup:
     @property
     def peers(self) -> str:
         """Return the other members, for errors: a failed collective names no member."""
-        others = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
-        return ", ".join(others)
+        peers = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
+        return ", ".join(peers)
 
     def form(self, should_stop: threading.Event) -> None:
         """Join the other members; block up to the spec's timeout.
@@ -96,7 +96,7 @@ class TransferGroup:
         Raises:
             NotReadyError: the group was abandoned before.
             DeadlineError: `call` did not end within `timeout_s` (and a grace of a second).
-            WeightSyncError: see `settle`; also when `should_stop` is set.
+            WeightSyncError: see `wait_for`; also when `should_stop` is set.
         """
         if self._abandoned is not None:
             raise NotReadyError(
@@ -126,9 +126,9 @@ class TransferGroup:
         try:
             return self._process_group.broadcast([wire], options)
         except RuntimeError as error:
-            raise WeightSyncError(self.peers, "starting a collective", _summary(error)) from error
+            raise WeightSyncError(self.peers, "starting a collective", _summarize(error)) from error
 
-    def settle(self, work: Work, phase: str, item: str, should_stop: threading.Event) -> None:
+    def wait_for(self, work: Work, phase: str, item: str, should_stop: threading.Event) -> None:
         """Wait until a started broadcast has ended.
 
         Raises:
@@ -144,11 +144,11 @@ class TransferGroup:
             if time.monotonic() > deadline:
                 detail = f"{item} did not end within {self.spec.timeout_s:g} s"
                 raise WeightSyncError(self.peers, phase, detail)
-            wait_a_little(work, self.spec.backend)
+            wait_briefly(work, self.spec.backend)
         try:
             work.wait()
         except RuntimeError as error:
-            raise WeightSyncError(self.peers, phase, f"{item}: {_summary(error)}") from error
+            raise WeightSyncError(self.peers, phase, f"{item}: {_summarize(error)}") from error
 
     def abandon(self, reason: str) -> None:
         """Give the group up and return at once; repeating it is harmless.
@@ -187,7 +187,7 @@ class TransferGroup:
                 ),
             )
         except RuntimeError as error:
-            raise WeightSyncError(self.peers, phase, _summary(error)) from error
+            raise WeightSyncError(self.peers, phase, _summarize(error)) from error
 
     def _dispose(self) -> None:
         group, self._process_group = self._process_group, None
@@ -198,7 +198,7 @@ class TransferGroup:
         self._store = None
 
 
-def run_together(calls: Sequence[Callable[[], _T]], give_up: Callable[[], None]) -> list[_T]:
+def run_concurrently(calls: Sequence[Callable[[], _T]], give_up: Callable[[], None]) -> list[_T]:
     """Make calls concurrently; if one fails, call `give_up` and raise its error.
 
     Args:
@@ -210,11 +210,11 @@ def run_together(calls: Sequence[Callable[[], _T]], give_up: Callable[[], None])
     with ThreadPoolExecutor(len(calls), thread_name_prefix="weights-group") as threads:
         running = [threads.submit(call) for call in calls]
         ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-        failed = [one for one in running if one in ended and one.exception() is not None]
+        failed = [call for call in running if call in ended and call.exception() is not None]
         if failed:  # the others' collectives must not wait until their deadlines
             give_up()
             failed[0].result()
-    return [one.result() for one in running]
+    return [call.result() for call in running]
 
 
 def rank_name(rank: int) -> str:
@@ -222,12 +222,12 @@ def rank_name(rank: int) -> str:
     return f"trainer rank {rank}"
 
 
-def _summary(error: RuntimeError) -> str:
+def _summarize(error: RuntimeError) -> str:
     """Return the first line of torch's message, without its leading source location, and the line
     in which NCCL says what was wrong.
     """
-    line, _, more = str(error).strip().partition("\n")
+    line, _, details = str(error).strip().partition("\n")
     location, bracket, text = line.partition("] ")
     place = text if bracket and location.startswith("[/") else line
-    reason = more.partition("Last error:\n")[2].strip().partition("\n")[0]
+    reason = details.partition("Last error:\n")[2].strip().partition("\n")[0]
     return f"{place}: {reason}" if reason else place

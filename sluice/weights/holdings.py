@@ -26,7 +26,7 @@ from sluice.weights.share import (
     check_share,
     common_cuts,
     cuts_by_name,
-    overlapping,
+    overlapping_ranks,
     part_shape,
 )
 
@@ -45,13 +45,13 @@ def held_part(
     """
     if holding is None:
         return tuple(tensors), share
-    wanted, held = cuts_by_name(share), dict(holding.parts)
+    share_cuts, held_cuts = cuts_by_name(share), dict(holding.parts)
     specs: list[TensorSpec] = []
     cuts: list[tuple[str, Cuts]] = []
     for spec in tensors:
-        if spec.name not in held:
+        if spec.name not in held_cuts:
             continue
-        common = common_cuts(spec.shape, wanted.get(spec.name, ()), held[spec.name])
+        common = common_cuts(spec.shape, share_cuts.get(spec.name, ()), held_cuts[spec.name])
         if common is None:
             continue
         specs.append(spec)
@@ -118,21 +118,21 @@ def check_holdings(holdings: Sequence[Holding], tensors: Sequence[TensorSpec]) -
     shapes = {spec.name: spec.shape for spec in tensors}
     parts: dict[str, list[tuple[int, Cuts]]] = {name: [] for name in shapes}
     for holding in holdings:
-        whose = f"the holding of trainer rank {holding.rank}"
+        owner = f"the holding of trainer rank {holding.rank}"
         cut = tuple(sorted((name, cuts) for name, cuts in holding.parts if cuts))
-        check_share(WeightShare(cut), tensors, whose)
+        check_share(WeightShare(cut), tensors, owner)
         for name, cuts in holding.parts:
             if name not in parts:
-                raise InvalidRequestError(f"{whose}: {name[:200]} is none of the weights")
+                raise InvalidRequestError(f"{owner}: {name[:200]} is none of the weights")
             parts[name].append((holding.rank, cuts))
     for name, shape in shapes.items() if holdings else ():
         missing = math.prod(shape)
         missing -= sum(math.prod(part_shape(shape, cuts)) for _, cuts in parts[name])
-        twice = overlapping(parts[name], shape)
-        if missing or twice:
+        sharing = overlapping_ranks(parts[name], shape)
+        if missing or sharing:
             detail = f"{missing} of its elements are missing"
-            if twice:
-                detail = f"ranks {twice[0]} and {twice[1]} both hold some of its elements"
+            if sharing:
+                detail = f"ranks {sharing[0]} and {sharing[1]} both hold some of its elements"
             raise InvalidRequestError(
                 f"the holdings of the trainer's ranks do not make {name}: {detail}; run the same "
                 "version of sluice on both ends"

@@ -145,7 +145,8 @@ class TransferPlan:
         layout = {
             "framing": _FRAMING,
             "tensors": [
-                described(spec, cuts) for spec, cuts in zip(self.tensors, self.cuts, strict=True)
+                describe_part(spec, cuts)
+                for spec, cuts in zip(self.tensors, self.cuts, strict=True)
             ],
             "buckets": [[bucket.start, bucket.stop] for bucket in self.buckets],
         }
@@ -153,11 +154,11 @@ class TransferPlan:
         return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
-def described(spec: TensorSpec, cuts: Cuts) -> list[object]:
+def describe_part(spec: TensorSpec, cuts: Cuts) -> list[object]:
     """Return the description of a part in digests: name, dtype and shape of its tensor, and its
     cuts."""
-    whole: list[object] = [spec.name, spec.dtype, list(spec.shape)]
-    return [*whole, [[cut.dimension, cut.ranges] for cut in cuts]] if cuts else whole
+    tensor: list[object] = [spec.name, spec.dtype, list(spec.shape)]
+    return [*tensor, [[cut.dimension, cut.ranges] for cut in cuts]] if cuts else tensor
 
 
 def tensor_specs(
@@ -246,13 +247,13 @@ def _check(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
         )
     if not tensors:
         raise InvalidRequestError("tensors: empty; a transfer needs at least one weight")
-    seen: set[str] = set()
+    names: set[str] = set()
     for spec in tensors:
-        if spec.name in seen:
+        if spec.name in names:
             raise InvalidRequestError(
                 f"tensors: {spec.name} is listed twice; send tied weights once"
             )
-        seen.add(spec.name)
+        names.add(spec.name)
         if any(size < 0 for size in spec.shape):
             raise InvalidRequestError(f"tensors: {spec.name} has shape {spec.shape}")
 
@@ -319,15 +320,15 @@ class WeightBuffer:
     def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:
         """Write the bucket's bytes, unless they are in this memory already; return them, on the
         CPU."""
-        own = self.bucket(bucket)
-        return own if own.data_ptr() == content.data_ptr() else own.copy_(content)
+        target = self.bucket(bucket)
+        return target if target.data_ptr() == content.data_ptr() else target.copy_(content)
 
 
 def stream_of(plan: TransferPlan, weights: WeightBuffer, depth: int) -> WeightBuffer | PackedShare:
     """Return a plan's stream in memory, without a copy if the parts are the same; see
     `PackedShare`."""
-    held = weights.plan
-    if (plan.tensors, plan.cuts) == (held.tensors, held.cuts):
+    plan_in_memory = weights.plan
+    if (plan.tensors, plan.cuts) == (plan_in_memory.tensors, plan_in_memory.cuts):
         return weights
     return PackedShare(plan, weights, depth)
 
@@ -347,17 +348,17 @@ class PackedShare:
     def __init__(self, plan: TransferPlan, weights: WeightBuffer, depth: int) -> None:
         self._plan = plan
         self._weights = weights
-        held = {
+        outer_cuts = {
             spec.name: cuts
             for spec, cuts in zip(weights.plan.tensors, weights.plan.cuts, strict=True)
         }
         self._cuts = [
-            cuts_within(spec.shape, cuts, held[spec.name])
+            cuts_within(spec.shape, cuts, outer_cuts[spec.name])
             for spec, cuts in zip(plan.tensors, plan.cuts, strict=True)
         ]
         longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
         self._ring = [torch.empty(longest, dtype=torch.uint8) for _ in range(depth)]
-        self._made = [-1] * depth
+        self._filled_with = [-1] * depth
         self._part: tuple[int, torch.Tensor] | None = None
         self._incoming = torch.empty(0, dtype=torch.uint8)
 
@@ -365,9 +366,9 @@ class PackedShare:
         """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``; see `depth`."""
         place = bucket.index % len(self._ring)
         content = self._ring[place][: bucket.num_bytes]
-        if self._made[place] != bucket.index:
+        if self._filled_with[place] != bucket.index:
             self._fill(bucket, content)
-            self._made[place] = bucket.index
+            self._filled_with[place] = bucket.index
         return content
 
     def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:
@@ -380,30 +381,30 @@ class PackedShare:
         content = content.cpu()
         for piece in bucket.pieces:
             start, stop = piece.tensor_start, piece.tensor_start + piece.num_bytes
-            held = self._weights.tensors[self._plan.tensors[piece.tensor].name]
+            weights = self._weights.tensors[self._plan.tensors[piece.tensor].name]
             cuts = self._cuts[piece.tensor]
             source = content[piece.bucket_start : piece.bucket_start + piece.num_bytes]
-            if is_one_block(held.shape, cuts):
-                _bytes(pack(held, cuts))[start:stop].copy_(source)
+            if is_one_block(weights.shape, cuts):
+                _bytes(pack(weights, cuts))[start:stop].copy_(source)
                 continue
             if start == 0:
                 self._incoming = torch.empty(self._plan.sizes[piece.tensor], dtype=torch.uint8)
             self._incoming[start:stop].copy_(source)
             if stop == self._incoming.numel():
                 shape = self._plan.shapes[piece.tensor]
-                unpack(self._incoming.view(held.dtype).view(shape), cuts, held)
+                unpack(self._incoming.view(weights.dtype).view(shape), cuts, weights)
         return content
 
     def _fill(self, bucket: Bucket, content: torch.Tensor) -> None:
         end = 0
         for piece in bucket.pieces:
             content[end : piece.bucket_start].zero_()
-            part = self._packed(piece.tensor)
+            part = self._pack_tensor(piece.tensor)
             end = piece.bucket_start + piece.num_bytes
             stop = piece.tensor_start + piece.num_bytes
             content[piece.bucket_start : end].copy_(part[piece.tensor_start : stop])
 
-    def _packed(self, tensor: int) -> torch.Tensor:
+    def _pack_tensor(self, tensor: int) -> torch.Tensor:
         """Return the bytes of a part."""
         if self._part is None or self._part[0] != tensor:
             part = pack(self._weights.tensors[self._plan.tensors[tensor].name], self._cuts[tensor])

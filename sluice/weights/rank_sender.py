@@ -13,7 +13,7 @@ from sluice.types import TransferGroupSpec
 from sluice.weight_share import WeightShare
 from sluice.weights.delta import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.digest import WeightDigests
-from sluice.weights.group import TransferGroup, run_together
+from sluice.weights.group import TransferGroup, run_concurrently
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
 from sluice.weights.transfer import (
     IN_FLIGHT,
@@ -145,7 +145,7 @@ class RankSender:
     def join(self, should_stop: threading.Event) -> None:
         """Enter the groups; block until every member has entered. Errors as `WeightSender.join`."""
         groups = [stream[1] for stream in self._streams if stream is not None]
-        run_together([partial(group.form, should_stop) for group in groups], self._give_up)
+        run_concurrently([partial(group.form, should_stop) for group in groups], self._give_up)
 
     def encode(
         self,
@@ -181,7 +181,7 @@ class RankSender:
             for stream, change in zip(self._streams, changes, strict=True)
             if stream is not None
         ]
-        sent = iter(run_together(calls, self._give_up))
+        sent = iter(run_concurrently(calls, self._give_up))
         return [NOTHING if stream is None else next(sent) for stream in self._streams]
 
     def abandon(self, reason: str) -> None:
@@ -202,8 +202,8 @@ class RankSender:
         should_stop: threading.Event,
         change: SparseUpdate | None,
     ) -> SentStream:
-        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
-        sizes, base = (whole, None) if change is None else (change.sizes, change.base)
+        plan_sizes = tuple(bucket.num_bytes for bucket in plan.buckets)
+        sizes, base = (plan_sizes, None) if change is None else (change.sizes, change.base)
         header = UpdateHeader(version, sizes, base, keep=self._keeps_base)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 

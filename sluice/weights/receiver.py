@@ -22,8 +22,8 @@ from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.delta import ChangeReceivingPort
-from sluice.weights.digest import WeightDigests, joined
-from sluice.weights.group import SENDER_NAME, TransferGroup, rank_name, run_together
+from sluice.weights.digest import WeightDigests, join_digests
+from sluice.weights.group import SENDER_NAME, TransferGroup, rank_name, run_concurrently
 from sluice.weights.holdings import check_holdings, joint_digest, stream_plans
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, stream_of
 from sluice.weights.transfer import (
@@ -83,7 +83,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrived:
+class _ReceivedStream:
     """A received stream of a version."""
 
     header: UpdateHeader
@@ -138,7 +138,7 @@ class WeightReceiver:
         self.abort(f"epoch {spec.epoch} begins")
         plan = plan_transfer(spec.tensors, spec.bucket_bytes, self._share)
         ranks = {rank: f"rank {rank}" for rank in range(1, spec.world_size)}
-        senders = [rank_name(one.rank) for one in spec.holdings] or [SENDER_NAME]
+        senders = [rank_name(holding.rank) for holding in spec.holdings] or [SENDER_NAME]
         streams = []
         for number, (stream, sender) in enumerate(zip(plans, senders, strict=True)):
             if stream is not None:
@@ -147,7 +147,7 @@ class WeightReceiver:
                 streams.append(_Stream(stream, group, sender))
         self._streams, self._plan = tuple(streams), plan
         stop = should_stop or threading.Event()
-        run_together([partial(one.group.form, stop) for one in streams], self._give_up)
+        run_concurrently([partial(stream.group.form, stop) for stream in streams], self._give_up)
         return joint_digest(plans)
 
     def stage(self, version: int) -> StagedWeights:
@@ -181,14 +181,14 @@ class WeightReceiver:
         if not staged.is_base and not lent:
             self.recycle(staged)
             return
-        before, self._held = self._held, staged
-        if before is not None and before is not staged:
-            self.recycle(before)
+        previous, self._held = self._held, staged
+        if previous is not None and previous is not staged:
+            self.recycle(previous)
 
     def abort(self, reason: str) -> None:
         """Leave the epoch, if any, and return at once; a call in progress fails soon."""
-        for one in self._streams:
-            one.group.abandon(reason)
+        for stream in self._streams:
+            stream.group.abandon(reason)
 
     def _give_up(self) -> None:
         self.abort("another group of the epoch failed")
@@ -231,26 +231,27 @@ class WeightReceiver:
         # Local until it is complete: after a failure the abandoned operation may still write into
         # this memory, so it is never used again.
         buffer = self._take_memory(plan)
-        arrived = run_together(
-            [partial(self._receive, one, version, buffer, held) for one in streams], self._give_up
+        arrived = run_concurrently(
+            [partial(self._receive, stream, version, buffer, held) for stream in streams],
+            self._give_up,
         )
         return StagedWeights(
             version,
-            joined([one.digests for one in arrived]),
+            join_digests([received.digests for received in arrived]),
             buffer,
-            sum(one.num_bytes for one in arrived),
+            sum(received.num_bytes for received in arrived),
             time.monotonic() - started,
-            is_base=any(one.header.keep for one in arrived),
+            is_base=any(received.header.keep for received in arrived),
         )
 
     def _receive(
         self, stream: _Stream, version: int, buffer: WeightBuffer, held: StagedWeights | None
-    ) -> _Arrived:
+    ) -> _ReceivedStream:
         group, plan, sender = stream.group, stream.plan, stream.sender
         phase = f"receiving version {version} in epoch {group.spec.epoch}"
         stop = threading.Event()
 
-        def receive_all() -> _Arrived:
+        def receive_all() -> _ReceivedStream:
             content = receive(group, header_bytes(plan), phase, "the header", stop)
             header = _read_header(content, plan, version, sender, phase)
             bucket_port = self._port_for(header, stream, buffer, held, phase)
@@ -258,7 +259,7 @@ class WeightReceiver:
             content = receive(group, trailer_bytes(plan), phase, "the trailer", stop)
             _check_trailer(content, version, plan, digests, sender, phase)
             size = plan.total_bytes if header.base is None else sum(header.sizes)
-            return _Arrived(header, digests, size)
+            return _ReceivedStream(header, digests, size)
 
         timeout_s = version_deadline_s(plan, group.spec.timeout_s)
         return group.run(receive_all, phase, timeout_s, stop)
@@ -313,10 +314,10 @@ def _read_header(
         header = UpdateHeader.decode(content)
     except ValueError as error:
         raise WeightSyncError(sender, phase, str(error)) from error
-    whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+    plan_sizes = tuple(bucket.num_bytes for bucket in plan.buckets)
     if header.version != version:
         raise WeightSyncError(sender, phase, f"it sent version {header.version}")
-    if header.base is None and header.sizes != whole:
+    if header.base is None and header.sizes != plan_sizes:
         raise WeightSyncError(sender, phase, "its buckets are not those of the plan")
     return header
 
@@ -337,7 +338,7 @@ def _check_trailer(
         detail = f"it sent version {trailer.version}"
     elif trailer.total_bytes != plan.total_bytes:
         detail = f"it sent {trailer.total_bytes} bytes, {plan.total_bytes} were received"
-    elif different := digests.differing(trailer.digests):
+    elif different := digests.differing_names(trailer.digests):
         detail = (
             f"tensor {different[0]} differs from what was sent; {len(different)} of "
             f"{len(plan.tensors)} tensors differ"

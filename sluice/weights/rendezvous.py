@@ -142,8 +142,8 @@ class _MembersOnly(grpc.ServerInterceptor):
         call: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the method for members, and for others a refusal that reads no message."""
-        shown = dict(call.invocation_metadata).get(KEY_METADATA, b"")
-        if self._is_member(shown if isinstance(shown, bytes) else shown.encode()):
+        key = dict(call.invocation_metadata).get(KEY_METADATA, b"")
+        if self._is_member(key if isinstance(key, bytes) else key.encode()):
             return continuation(call)
         return grpc.stream_unary_rpc_method_handler(_refuse_stranger)
 
@@ -210,18 +210,18 @@ class _Keys(services.RendezvousServiceServicer):
     ) -> messages.PutKeyResponse:
         with self._lock:
             self._admit(request, context)
-            held = self._values.get(request.key)
+            stored = self._values.get(request.key)
             if request.HasField("expected") and (
-                (held or b"") != request.expected or (held is None and request.expected)
+                (stored or b"") != request.expected or (stored is None and request.expected)
             ):
                 # Like torch's own stores: a missing key is reported as the value expected of it.
-                return messages.PutKeyResponse(value=request.expected if held is None else held)
+                return messages.PutKeyResponse(value=request.expected if stored is None else stored)
             if request.HasField("value"):
                 self._put(request.key, request.value, context)
                 return messages.PutKeyResponse(value=request.value)
             if self._values.pop(request.key, None) is not None:
-                self._num_bytes -= len(request.key) + len(held or b"")
-            return messages.PutKeyResponse(value=held)
+                self._num_bytes -= len(request.key) + len(stored or b"")
+            return messages.PutKeyResponse(value=stored)
 
     def GetKeys(
         self, request: messages.GetKeysRequest, context: grpc.ServicerContext
@@ -229,12 +229,12 @@ class _Keys(services.RendezvousServiceServicer):
         with self._lock:
             self._admit(request, context)
             if len(request.keys) > MAX_KEYS_ASKED:
-                _refuse(context, f"{len(request.keys)} keys; at most {MAX_KEYS_ASKED}")
+                _abort_call(context, f"{len(request.keys)} keys; at most {MAX_KEYS_ASKED}")
             values = {key: self._values[key] for key in request.keys if key in self._values}
         if (
             size := sum(len(key) + len(value) for key, value in values.items())
         ) > MAX_MESSAGE_BYTES:
-            _refuse(
+            _abort_call(
                 context, f"the values have {size} bytes; at most {MAX_MESSAGE_BYTES} may travel"
             )
         return messages.GetKeysResponse(values=values)
@@ -244,13 +244,13 @@ class _Keys(services.RendezvousServiceServicer):
     ) -> messages.AddToKeyResponse:
         with self._lock:
             self._admit(request, context)
-            held = self._values.get(request.key, b"0")
+            stored = self._values.get(request.key, b"0")
             try:
-                total = int(held) + request.amount
+                total = int(stored) + request.amount
             except ValueError:
-                _refuse(context, f"{held[:20]!r} is not a number")
+                _abort_call(context, f"{stored[:20]!r} is not a number")
             if not -(1 << 63) <= total < 1 << 63:
-                _refuse(context, f"the sum {total} does not fit into 64 bits")
+                _abort_call(context, f"the sum {total} does not fit into 64 bits")
             self._put(request.key, str(total).encode(), context)
         return messages.AddToKeyResponse(sum=total)
 
@@ -265,14 +265,14 @@ class _Keys(services.RendezvousServiceServicer):
 
     def _put(self, key: str, value: bytes, context: grpc.ServicerContext) -> None:
         if not 0 < len(key) <= MAX_KEY_CHARS:
-            _refuse(context, f"a key of {len(key)} characters; use 1 to {MAX_KEY_CHARS}")
+            _abort_call(context, f"a key of {len(key)} characters; use 1 to {MAX_KEY_CHARS}")
         if len(value) > MAX_VALUE_BYTES:
-            _refuse(context, f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} fit")
-        held = self._values.get(key)
-        growth = len(value) - len(held) if held is not None else len(key) + len(value)
-        num_keys = len(self._values) + (held is None)
+            _abort_call(context, f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} fit")
+        stored = self._values.get(key)
+        growth = len(value) - len(stored) if stored is not None else len(key) + len(value)
+        num_keys = len(self._values) + (stored is None)
         if num_keys > MAX_KEYS or self._num_bytes + growth > MAX_TABLE_BYTES:
-            _refuse(
+            _abort_call(
                 context,
                 f"the store is full: {num_keys} keys, {self._num_bytes + growth} bytes with "
                 f"this one; at most {MAX_KEYS} keys and {MAX_TABLE_BYTES} bytes fit",
@@ -281,7 +281,7 @@ class _Keys(services.RendezvousServiceServicer):
         self._num_bytes += growth
 
 
-def _refuse(context: grpc.ServicerContext, reason: str) -> NoReturn:
+def _abort_call(context: grpc.ServicerContext, reason: str) -> NoReturn:
     context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
     raise AssertionError  # `abort` raises; its stub does not declare so
 
@@ -348,7 +348,7 @@ class EpochStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
-        return self.present(keys).keys() >= set(keys)
+        return self.existing(keys).keys() >= set(keys)
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 if missing; return the sum."""
@@ -387,13 +387,13 @@ class EpochStore(Store):
         self._clones.append(clone)
         return clone
 
-    def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+    def existing(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return the values of those keys that are there."""
-        asked = [self._prefix + key for key in keys]
+        prefixed = [self._prefix + key for key in keys]
         values = self._call(
-            self._calls.GetKeys, messages.GetKeysRequest(**self._member, keys=asked)
+            self._calls.GetKeys, messages.GetKeysRequest(**self._member, keys=prefixed)
         ).values
-        return {key: values[own] for key, own in zip(keys, asked, strict=True) if own in values}
+        return {key: values[k] for key, k in zip(keys, prefixed, strict=True) if k in values}
 
     def await_keys(
         self,
@@ -411,7 +411,7 @@ class EpochStore(Store):
         deadline = time.monotonic() + timeout_s
         pause = _POLL_MIN_S
         while True:
-            values = self.present(keys)
+            values = self.existing(keys)
             missing = [index for index, key in enumerate(keys) if key not in values]
             if not missing:
                 return [values[key] for key in keys]

@@ -24,8 +24,8 @@ from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
 from sluice.weight_share import WHOLE, Holding, WeightShare, WorkerPlace
-from sluice.weights.digest import combined_digest, joined
-from sluice.weights.group import SENDER_NAME, rank_name, run_together
+from sluice.weights.digest import combined_digest, join_digests
+from sluice.weights.group import SENDER_NAME, rank_name, run_concurrently
 from sluice.weights.holdings import (
     held_part,
     joint_digest,
@@ -75,8 +75,8 @@ def broadcast_deadline_s(
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
     longest = max(plans, key=lambda plan: len(plan.buckets))
     # A share has smaller buckets than the whole if it is small, and may then have a few more.
-    more = max(0, MAX_HIDING_BUCKETS - len(longest.buckets))
-    return version_deadline_s(longest, timeout_s) + more * timeout_s
+    num_more = max(0, MAX_HIDING_BUCKETS - len(longest.buckets))
+    return version_deadline_s(longest, timeout_s) + num_more * timeout_s
 
 
 Worker = tuple[str, int]
@@ -130,33 +130,33 @@ def share_classes(
     )
 
 
-def specs_of(
+def member_specs(
     spec: TransferGroupSpec, classes: Sequence[ShareClass]
 ) -> dict[str, TransferGroupSpec]:
     """Return the spec of each member, by name, from what is common to all."""
     places: dict[str, dict[int, WorkerPlace]] = {}
-    for group, one in enumerate(classes):
-        digest = joint_digest(one.plans)
-        for rank, (name, number) in enumerate(one.workers, 1):
-            place = WorkerPlace(group, rank, 1 + len(one.workers), digest)
+    for group, share_class in enumerate(classes):
+        digest = joint_digest(share_class.plans)
+        for rank, (name, number) in enumerate(share_class.workers, 1):
+            place = WorkerPlace(group, rank, 1 + len(share_class.workers), digest)
             places.setdefault(name, {})[number] = place
     return {
-        name: _placed(spec, [of_group[number] for number in sorted(of_group)])
+        name: _member_spec(spec, [of_group[number] for number in sorted(of_group)])
         for name, of_group in places.items()
     }
 
 
-def _placed(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferGroupSpec:
-    first = replace(spec, ranks=len(places), places=tuple(places)).of_worker(0)
-    in_one = {place.group for place in places} == {0}
-    return replace(first, ranks=len(places), places=() if in_one else tuple(places))
+def _member_spec(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferGroupSpec:
+    spec_of_first = replace(spec, ranks=len(places), places=tuple(places)).of_worker(0)
+    is_one_group = {place.group for place in places} == {0}
+    return replace(spec_of_first, ranks=len(places), places=() if is_one_group else tuple(places))
 
 
-def _rank_names(one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]) -> dict[int, str]:
+def _rank_names(group: ShareClass, shares: Mapping[str, Sequence[WeightShare]]) -> dict[int, str]:
     """Return the member of each rank, for errors."""
     return {
         rank: f"{name} worker {number}" if len(shares.get(name, ())) > 1 else name
-        for rank, (name, number) in enumerate(one.workers, 1)
+        for rank, (name, number) in enumerate(group.workers, 1)
     }
 
 
@@ -176,7 +176,7 @@ class WeightSender:
             them a second copy of the weights.
         holdings: the holdings of the sending trainer ranks, this one's first; empty if it holds all
             weights.
-        others: the ranks of the other holdings, in their order.
+        other_ranks: the ranks of the other holdings, in their order.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -193,21 +193,21 @@ class WeightSender:
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
         holdings: Sequence[Holding] = (),
-        others: Sequence[RemoteRank] = (),
+        other_ranks: Sequence[RemoteRank] = (),
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._certificates = certificates
-        self._holdings, self._others = tuple(holdings), tuple(others)
+        self._holdings, self._other_ranks = tuple(holdings), tuple(other_ranks)
         self._store = RendezvousStore(host, 0, bind_host, certificates)
         self._classes: tuple[ShareClass, ...] = ()
         self._tensors: tuple[TensorSpec, ...] = ()
-        self._own: RankSender | None = None
+        self._sender: RankSender | None = None
         self._order: JoinOrder | None = None
         self._last_epoch: int | None = None
-        self._entered: int | None = None  # the epoch that other ranks are in
+        self._entered_epoch: int | None = None  # the epoch that other ranks are in
 
     def form_group(
         self,
@@ -251,7 +251,7 @@ class WeightSender:
             world_size=0,
             backend=self._device.collective_backend,
             bucket_bytes=next(
-                plan.bucket_bytes for one in classes for plan in one.plans if plan is not None
+                plan.bucket_bytes for c in classes for plan in c.plans if plan is not None
             ),
             timeout_s=self._timeout_s,
             tensors=tuple(tensors),
@@ -259,16 +259,15 @@ class WeightSender:
             store_key=store_key,
             holdings=self._holdings,
         )
-        names = [_rank_names(one, shares) for one in classes]
+        names = [_rank_names(c, shares) for c in classes]
         self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
-        own = replace(spec, certificates=self._certificates)
+        own_spec = replace(spec, certificates=self._certificates)
         name = rank_name(self._holdings[0].rank) if self._holdings else SENDER_NAME
-        self._own = RankSender(
-            own, 0, [one.plans[0] for one in classes], name, names, self._device, self._keeps_base
-        )
-        self._order = JoinOrder(spec, tuple(one.share for one in classes), tuple(names))
-        return specs_of(spec, classes)
+        plans = [c.plans[0] for c in classes]
+        self._sender = RankSender(own_spec, 0, plans, name, names, self._device, self._keeps_base)
+        self._order = JoinOrder(spec, tuple(c.share for c in classes), tuple(names))
+        return member_specs(spec, classes)
 
     def join(self, should_stop: threading.Event) -> None:
         """Enter the groups that `form_group` began; block until every member has entered.
@@ -280,10 +279,10 @@ class WeightSender:
             DeadlineError: members did not come in time; names them.
             WeightSyncError: the formation failed or was stopped, here or on another rank.
         """
-        own, order = self._current()
-        self._entered = order.spec.epoch
-        others = [partial(one.join, order, should_stop) for one in self._others]
-        self._together([partial(own.join, should_stop), *others])
+        sender, order = self._current_epoch()
+        self._entered_epoch = order.spec.epoch
+        calls = [partial(rank.join, order, should_stop) for rank in self._other_ranks]
+        self._run_on_all_ranks([partial(sender.join, should_stop), *calls])
 
     def encode_update(
         self,
@@ -309,18 +308,18 @@ class WeightSender:
             NotReadyError: there is no epoch.
             WeightSyncError: another rank failed.
         """
-        own, order = self._current()
+        sender, order = self._current_epoch()
         changes: list[Changes] = []
 
         def encode() -> bool:
-            changes.append(own.encode(bases, old, new, should_stop))
+            changes.append(sender.encode(bases, old, new, should_stop))
             return any(changes[0])
 
-        others: list[Callable[[], bool]] = [
-            partial(one.encode, order.spec.epoch, bases, version, self._limit_s(n), should_stop)
-            for n, one in enumerate(self._others, 1)
+        calls: list[Callable[[], bool]] = [
+            partial(rank.encode, order.spec.epoch, bases, version, self._limit_s(n), should_stop)
+            for n, rank in enumerate(self._other_ranks, 1)
         ]
-        is_worthwhile = run_together([encode, *others], should_stop.set)
+        is_worthwhile = run_concurrently([encode, *calls], should_stop.set)
         return changes[0] if any(is_worthwhile) else None
 
     def broadcast(
@@ -347,12 +346,12 @@ class WeightSender:
                 of them may be the cause: probe them, and the other ranks) and the bucket.
             DeadlineError: all collectives together exceeded their time limit.
         """
-        own, order = self._current()
+        sender, order = self._current_epoch()
         self._check_weights(weights)
         has_changes = update is not None
-        others = [
+        calls = [
             partial(
-                one.send,
+                rank.send,
                 order.spec.epoch,
                 version,
                 self._plans(n),
@@ -360,10 +359,13 @@ class WeightSender:
                 should_stop,
                 has_changes,
             )
-            for n, one in enumerate(self._others, 1)
+            for n, rank in enumerate(self._other_ranks, 1)
         ]
-        sent = self._together([partial(own.send, weights, version, should_stop, update), *others])
-        of_class = [joined([rank[n].digests for rank in sent]) for n in range(len(self._classes))]
+        sent = self._run_on_all_ranks(
+            [partial(sender.send, weights, version, should_stop, update), *calls]
+        )
+        numbers = range(len(self._classes))
+        of_class = [join_digests([rank[n].digests for rank in sent]) for n in numbers]
         parts = [digests.by_name for digests in of_class]
         rank_bytes = tuple(sum(stream.num_bytes for stream in rank) for rank in sent)
         return BroadcastReport(
@@ -371,7 +373,7 @@ class WeightSender:
             _member_digests(self._classes, parts),
             tuple(BaseVersion(version, digests.combined) for digests in of_class),
             sum(rank_bytes),
-            sum(one.total_bytes for one in self._classes),
+            sum(share_class.total_bytes for share_class in self._classes),
             rank_bytes,
         )
 
@@ -381,29 +383,30 @@ class WeightSender:
         Raises:
             WeightSyncError, DeadlineError: a rank does not answer; the error names it.
         """
-        if self._others:
-            run_together([partial(one.probe, timeout_s) for one in self._others], lambda: None)
+        if self._other_ranks:
+            probes = [partial(rank.probe, timeout_s) for rank in self._other_ranks]
+            run_concurrently(probes, lambda: None)
 
     def abandon(self, reason: str) -> None:
         """Leave the current epoch, if any, and return at once; a call in progress fails soon."""
-        if self._own is not None:
-            self._own.abandon(reason)
-        entered, self._entered = self._entered, None
+        if self._sender is not None:
+            self._sender.abandon(reason)
+        entered, self._entered_epoch = self._entered_epoch, None
         if entered is not None:
-            for other in self._others:
-                other.leave(entered, reason)
+            for rank in self._other_ranks:
+                rank.leave(entered, reason)
 
     def close(self) -> None:
         """Leave the epoch and stop listening."""
         self.abandon("the sender is closed")
         self._store.close()
 
-    def _together(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
-        return run_together(calls, lambda: self.abandon("another group of the epoch failed"))
+    def _run_on_all_ranks(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        return run_concurrently(calls, lambda: self.abandon("another group of the epoch failed"))
 
     def _plans(self, number: int) -> tuple[TransferPlan | None, ...]:
         """Return the plans of a rank's streams, by class."""
-        return tuple(one.plans[number] for one in self._classes)
+        return tuple(share_class.plans[number] for share_class in self._classes)
 
     def _limit_s(self, number: int) -> float:
         """Return the seconds that a rank may take for a version."""
@@ -420,19 +423,19 @@ class WeightSender:
                 f"members {list(members)}: a group needs at least one receiver, each name once"
             )
 
-    def _current(self) -> tuple[RankSender, JoinOrder]:
-        if self._own is None or self._order is None:
+    def _current_epoch(self) -> tuple[RankSender, JoinOrder]:
+        if self._sender is None or self._order is None:
             raise NotReadyError("no transfer group: call form_group first")
-        return self._own, self._order
+        return self._sender, self._order
 
     def _check_weights(self, weights: WeightBuffer) -> None:
         part = held_part(self._tensors, WHOLE, self._holdings[0] if self._holdings else None)
         expected = () if part is None else part[0]
-        if (given := weights.plan.tensors) != expected:
-            different = sorted({*expected} ^ {*given}, key=lambda one: one.name)
+        if (tensors := weights.plan.tensors) != expected:
+            different = sorted({*expected} ^ {*tensors}, key=lambda spec: spec.name)
             raise InvalidRequestError(
                 f"weights: {different[:3]} are in only one of the epoch's {len(expected)} tensors "
-                f"and the {len(given)} given, or the order differs; form a new epoch "
+                f"and the {len(tensors)} given, or the order differs; form a new epoch "
                 "for other weights"
             )
 
@@ -442,8 +445,8 @@ def _member_digests(
 ) -> dict[str, str]:
     """Return the digest of each member; a part that several of its workers have counts once."""
     classes_of: dict[str, dict[int, None]] = {}
-    for number, one in enumerate(classes):
-        for name, _ in one.workers:
+    for number, share_class in enumerate(classes):
+        for name, _ in share_class.workers:
             classes_of.setdefault(name, {})[number] = None
 
     @cache

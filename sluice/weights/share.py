@@ -31,27 +31,28 @@ def cuts_by_name(share: WeightShare) -> dict[str, Cuts]:
     return dict(share.cuts)
 
 
-def check_share(share: WeightShare, tensors: Sequence[TensorSpec], whose: str) -> None:
+def check_share(share: WeightShare, tensors: Sequence[TensorSpec], owner: str) -> None:
     """Raise InvalidRequestError unless these are cuts of these tensors.
 
     Args:
-        whose: names the worker in errors.
+        owner: names the worker in errors.
     """
     shapes = {spec.name: spec.shape for spec in tensors}
     names = [name for name, _ in share.cuts]
-    for before, name in itertools.pairwise(names):
-        if before >= name:
-            raise InvalidRequestError(f"{whose}: {name} follows {before}; send rising names, once")
+    for previous, name in itertools.pairwise(names):
+        if previous >= name:
+            detail = f"{name} follows {previous}; send rising names, once"
+            raise InvalidRequestError(f"{owner}: {detail}")
     for name, cuts in share.cuts:
         if name not in shapes:
             raise InvalidRequestError(
-                f"{whose}: {name[:200]} is none of the weights; give trainer and replicas the same "
+                f"{owner}: {name[:200]} is none of the weights; give trainer and replicas the same "
                 "model"
             )
         try:
             _check_cuts(cuts, shapes[name])
         except ValueError as error:
-            raise InvalidRequestError(f"{whose}: {name}: {error}") from error
+            raise InvalidRequestError(f"{owner}: {name}: {error}") from error
 
 
 def _check_cuts(cuts: Cuts, shape: Sequence[int]) -> None:
@@ -105,12 +106,12 @@ def part_name(name: str, cuts: Cuts) -> str:
     return f"{name}[{';'.join(places)}]"
 
 
-def common_cuts(shape: Sequence[int], one: Cuts, other: Cuts) -> Cuts | None:
+def common_cuts(shape: Sequence[int], cuts: Cuts, other_cuts: Cuts) -> Cuts | None:
     """Return the intersection of two parts of a tensor; ``None`` if it is empty."""
-    ranges = {cut.dimension: cut.ranges for cut in one}
-    for cut in other:
-        here = ranges.get(cut.dimension, ((0, shape[cut.dimension]),))
-        ranges[cut.dimension] = _common_ranges(here, cut.ranges)
+    ranges = {cut.dimension: cut.ranges for cut in cuts}
+    for cut in other_cuts:
+        range_here = ranges.get(cut.dimension, ((0, shape[cut.dimension]),))
+        ranges[cut.dimension] = _common_ranges(range_here, cut.ranges)
     if not all(ranges.values()):
         return None
     # A dimension that is taken whole has no cut, so that a part has one name.
@@ -121,12 +122,12 @@ def common_cuts(shape: Sequence[int], one: Cuts, other: Cuts) -> Cuts | None:
     )
 
 
-def _common_ranges(one: Ranges, other: Ranges) -> Ranges:
-    pairs = ((max(a, b), min(a + n, b + m)) for a, n in one for b, m in other)
+def _common_ranges(ranges: Ranges, other_ranges: Ranges) -> Ranges:
+    pairs = ((max(a, b), min(a + n, b + m)) for a, n in ranges for b, m in other_ranges)
     return tuple((start, stop - start) for start, stop in pairs if start < stop)
 
 
-def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tuple[int, ...]:
+def overlapping_ranks(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of two overlapping parts of a tensor; empty if no parts overlap.
 
     Args:
@@ -137,7 +138,7 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
     # compared: there may be hundreds of ranks.
     dimension = max(
         range(len(shape)),
-        key=lambda one: len({ranges.get(one) for ranges in ranges_of}),
+        key=lambda axis: len({ranges.get(axis) for ranges in ranges_of}),
         default=0,
     )
     intervals = [
@@ -145,15 +146,15 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
         for number, ranges in enumerate(ranges_of)
         for start, length in ranges.get(dimension, ((0, shape[dimension] if shape else 1),))
     ]
-    near: list[tuple[int, int]] = []
+    open_intervals: list[tuple[int, int]] = []
     for start, stop, number in sorted(intervals):
-        near = [one for one in near if one[0] > start]
+        open_intervals = [interval for interval in open_intervals if interval[0] > start]
         rank, cuts = parts[number]
-        for _, earlier in near:
-            other, others_cuts = parts[earlier]
+        for _, earlier in open_intervals:
+            other_rank, others_cuts = parts[earlier]
             if common_cuts(shape, cuts, others_cuts) is not None:
-                return other, rank
-        near.append((stop, number))
+                return other_rank, rank
+        open_intervals.append((stop, number))
     return ()
 
 
@@ -164,24 +165,24 @@ def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
         cuts: the cuts of the smaller part.
         outer: the cuts of the part that contains it.
     """
-    inner, around = ({c.dimension: c.ranges for c in given} for given in (cuts, outer))
+    inner, around = ({c.dimension: c.ranges for c in cut_list} for cut_list in (cuts, outer))
     selected = []
     for dimension in sorted({*inner, *around}):
-        whole: Ranges = ((0, shape[dimension]),)
-        held = around.get(dimension, whole)
-        ranges = _packed_ranges(inner.get(dimension, whole), held)
-        if ranges != ((0, sum(length for _, length in held)),):
+        all_of_dimension: Ranges = ((0, shape[dimension]),)
+        outer_ranges = around.get(dimension, all_of_dimension)
+        ranges = _packed_ranges(inner.get(dimension, all_of_dimension), outer_ranges)
+        if ranges != ((0, sum(length for _, length in outer_ranges)),):
             selected.append(Cut(dimension, ranges))
     return tuple(selected)
 
 
-def _packed_ranges(ranges: Ranges, held: Ranges) -> Ranges:
+def _packed_ranges(ranges: Ranges, outer_ranges: Ranges) -> Ranges:
     joined: list[tuple[int, int]] = []
     packed = 0
-    for first, size in held:
+    for outer_start, size in outer_ranges:
         for start, length in ranges:
-            if first <= start < first + size:
-                place = packed + start - first
+            if outer_start <= start < outer_start + size:
+                place = packed + start - outer_start
                 if joined and sum(joined[-1]) == place:  # neighbors only in the packed form
                     start_before, length_before = joined.pop()
                     place, length = start_before, length_before + length
@@ -197,8 +198,8 @@ def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
             tensor = tensor.narrow(cut.dimension, *cut.ranges[0])
         return tensor
     part = tensor.new_empty(part_shape(tensor.shape, cuts))
-    for whole, packed in places(tensor.shape, cuts):
-        part[packed].copy_(tensor[whole])
+    for source, target in block_slices(tensor.shape, cuts):
+        part[target].copy_(tensor[source])
     return part
 
 
@@ -207,18 +208,18 @@ def is_one_block(shape: Sequence[int], cuts: Cuts) -> bool:
     if num_blocks(cuts) > 1:
         return False
     part = part_shape(shape, cuts)
-    sizes = [(own, whole) for own, whole in zip(part, shape, strict=True) if whole != 1]
-    cut = [number for number, (own, whole) in enumerate(sizes) if own != whole]
-    return not cut or all(own == 1 for own, _ in sizes[: cut[-1]])
+    sizes = [(size, full) for size, full in zip(part, shape, strict=True) if full != 1]
+    cut = [number for number, (size, full) in enumerate(sizes) if size != full]
+    return not cut or all(size == 1 for size, _ in sizes[: cut[-1]])
 
 
 def unpack(part: Tensor, cuts: Cuts, tensor: Tensor) -> None:
     """Write a packed part to its place in the whole tensor."""
-    for whole, packed in places(tensor.shape, cuts):
-        tensor[whole].copy_(part[packed])
+    for target, source in block_slices(tensor.shape, cuts):
+        tensor[target].copy_(part[source])
 
 
-def places(shape: Sequence[int], cuts: Cuts) -> Iterator[tuple[Slices, Slices]]:
+def block_slices(shape: Sequence[int], cuts: Cuts) -> Iterator[tuple[Slices, Slices]]:
     """Yield slices of the whole tensor and of the packed part, block by block."""
     of_dimension: Mapping[int, Cut] = {cut.dimension: cut for cut in cuts}
     sides = []
@@ -226,7 +227,7 @@ def places(shape: Sequence[int], cuts: Cuts) -> Iterator[tuple[Slices, Slices]]:
         cut = of_dimension.get(dimension)
         sides.append([*_ranges(cut.ranges if cut else ((0, size),))])
     for block in itertools.product(*sides):
-        yield tuple(whole for whole, _ in block), tuple(packed for _, packed in block)
+        yield tuple(in_tensor for in_tensor, _ in block), tuple(in_part for _, in_part in block)
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:

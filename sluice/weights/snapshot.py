@@ -67,7 +67,7 @@ class SnapshotBuffers:
     def version(self) -> int | None:
         """Return the newest complete version; ``None`` before the first."""
         newest = self._newest
-        return None if newest is None or newest.held is None else newest.held.version
+        return None if newest is None or newest.snapshot is None else newest.snapshot.version
 
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, timeout_s: float
@@ -84,11 +84,11 @@ class SnapshotBuffers:
             InvalidRequestError: other names or shapes than planned; the newest version stays.
         """
         slot = self._back_slot(timeout_s)
-        before = self._newest
-        if before is not None and not slot.has_constant:
-            _copy(((n, before.weights.tensors[n]) for n in self._constant), slot.weights)
+        newest = self._newest
+        if newest is not None and not slot.has_constant:
+            _copy(((n, newest.weights.tensors[n]) for n in self._constant), slot.weights)
         missing = _copy(named_tensors, slot.weights)
-        if before is not None:
+        if newest is not None:
             missing -= self._constant
         if missing:
             raise InvalidRequestError(
@@ -96,9 +96,9 @@ class SnapshotBuffers:
             )
         slot.has_constant = True
         with self._released:
-            slot.held = Snapshot(version, slot.weights)
+            slot.snapshot = Snapshot(version, slot.weights)
             self._newest = slot
-            return slot.held
+            return slot.snapshot
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Snapshot]:
@@ -109,7 +109,7 @@ class SnapshotBuffers:
         Raises:
             NotReadyError: it was not written yet, or is overwritten.
         """
-        with self._read(lambda held: version in (None, held.version)) as snapshot:
+        with self._read(lambda s: version in (None, s.version)) as snapshot:
             if snapshot is None:
                 name = "the weights" if version is None else f"version {version}"
                 raise NotReadyError(f"no snapshot holds {name}; publish a newer version")
@@ -123,7 +123,7 @@ class SnapshotBuffers:
         That can be the newest version or the one before it. Keep the block short: `write` waits for
         it.
         """
-        with self._read(lambda held: held is earlier) as snapshot:
+        with self._read(lambda s: s is earlier) as snapshot:
             yield None if snapshot is None else snapshot.weights
 
     @contextmanager
@@ -131,13 +131,13 @@ class SnapshotBuffers:
         """Read the newest snapshot that is wanted; ``None`` if there is none."""
         with self._released:
             newest_first = sorted(self._slots, key=lambda slot: slot is not self._newest)
-            free = (s for s in newest_first if s.held is not None and is_wanted(s.held))
+            free = (s for s in newest_first if s.snapshot is not None and is_wanted(s.snapshot))
             slot = next(free, None)
-            held = None if slot is None else slot.held
+            snapshot = None if slot is None else slot.snapshot
             if slot is not None:
                 slot.readers += 1
         try:
-            yield held
+            yield snapshot
         finally:
             if slot is not None:
                 with self._released:
@@ -149,15 +149,15 @@ class SnapshotBuffers:
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]
-            while slot.readers and slot.held is not None:
+            while slot.readers and slot.snapshot is not None:
                 if not self._released.wait(max(0.0, deadline - time.monotonic())):
                     raise DeadlineError(
-                        f"{slot.readers} reader(s) of version {slot.held.version}",
+                        f"{slot.readers} reader(s) of version {slot.snapshot.version}",
                         "waiting to overwrite its snapshot",
                         timeout_s,
                         "end or abandon that broadcast first",
                     )
-            slot.held = None  # nothing must read it while it is overwritten
+            slot.snapshot = None  # nothing must read it while it is overwritten
             return slot
 
 
@@ -166,7 +166,7 @@ class _SnapshotSlot:
     """One buffer, what it holds, and how many read it."""
 
     weights: WeightBuffer
-    held: Snapshot | None = None
+    snapshot: Snapshot | None = None
     readers: int = 0
     has_constant: bool = False
 
@@ -184,17 +184,17 @@ def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffe
             raise InvalidRequestError(f"weights: {name} is not planned")
         # A scalar is one row.
         rows = target.tensors[name].view(target.tensors[name].shape or (1,))
-        given = tensor.reshape(tensor.shape or (1,))
+        values = tensor.reshape(tensor.shape or (1,))
         start = written.get(name, 0)
-        stop = start + given.shape[0]
-        if given.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
-            twice = " more, or was given twice" if start else ""
+        stop = start + values.shape[0]
+        if values.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
+            detail = " more, or was given twice" if start else ""
             raise InvalidRequestError(
-                f"weights: {name} has shape {tuple(tensor.shape)}{twice}, planned was "
+                f"weights: {name} has shape {tuple(tensor.shape)}{detail}, planned was "
                 f"{tuple(target.tensors[name].shape)}"
             )
         # A copy that converts would bring the wider values to pageable memory, and convert there.
-        rows[start:stop].copy_(given if given.device.type == "cpu" else given.to(rows.dtype))
+        rows[start:stop].copy_(values if values.device.type == "cpu" else values.to(rows.dtype))
         written[name] = stop
-        del tensor, given  # a stream makes the next rows meanwhile
+        del tensor, values  # a stream makes the next rows meanwhile
     return {n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]}

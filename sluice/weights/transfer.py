@@ -68,7 +68,7 @@ class UpdateHeader:
             _HEADER_MAGIC, flags, self.version, base.version, bytes.fromhex(base.digest)
         )
         body = fixed + np.array(self.sizes, dtype="<u8").tobytes()
-        return _sealed(body)
+        return _with_checksum(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> UpdateHeader:
@@ -77,7 +77,7 @@ class UpdateHeader:
         Raises:
             ValueError: the bytes are no header, or a damaged one.
         """
-        body = _opened(content, _HEADER_MAGIC, "the header")
+        body = _check_and_unpack(content, _HEADER_MAGIC, "the header")
         _, flags, version, base_version, digest = _HEADER_FORMAT.unpack(body[: _HEADER_FORMAT.size])
         return cls(
             version=version,
@@ -108,7 +108,7 @@ class UpdateTrailer:
         """Return uint8 ``[trailer_bytes(plan)]`` on the CPU."""
         fixed = _TRAILER_FORMAT.pack(_TRAILER_MAGIC, self.version, self.total_bytes)
         body = fixed + b"".join(self.digests)
-        return _sealed(body)
+        return _with_checksum(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> UpdateTrailer:
@@ -117,7 +117,7 @@ class UpdateTrailer:
         Raises:
             ValueError: the bytes are no trailer, or a damaged one.
         """
-        body = _opened(content, _TRAILER_MAGIC, "the trailer")
+        body = _check_and_unpack(content, _TRAILER_MAGIC, "the trailer")
         _, version, total_bytes = _TRAILER_FORMAT.unpack(body[: _TRAILER_FORMAT.size])
         starts = range(_TRAILER_FORMAT.size, len(body), DIGEST_BYTES)
         return cls(version, total_bytes, tuple(body[at : at + DIGEST_BYTES] for at in starts))
@@ -128,13 +128,13 @@ def trailer_bytes(plan: TransferPlan) -> int:
     return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _CHECK_BYTES
 
 
-def _sealed(body: bytes) -> torch.Tensor:
+def _with_checksum(body: bytes) -> torch.Tensor:
     """Return the body and its check sum, uint8 on the CPU."""
-    return torch.frombuffer(bytearray(body + _check_sum(body)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(body + _checksum(body)), dtype=torch.uint8)
 
 
-def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
-    """Return the body given to `_sealed`.
+def _check_and_unpack(content: torch.Tensor, magic: bytes, item: str) -> bytes:
+    """Return the body given to `_with_checksum`.
 
     Raises:
         ValueError: another magic, or a wrong check sum.
@@ -143,12 +143,12 @@ def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
     body, check = received[:-_CHECK_BYTES], received[-_CHECK_BYTES:]
     if not body.startswith(magic):
         raise ValueError(f"{item} starts with {body[: len(magic)]!r}, not {magic!r}")
-    if check != _check_sum(body):
+    if check != _checksum(body):
         raise ValueError(f"{item}'s check sum is wrong")
     return body
 
 
-def _check_sum(body: bytes) -> bytes:
+def _checksum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
 
 
@@ -233,7 +233,7 @@ def send(
 ) -> None:
     """Send a header or a trailer from rank 0. Runs in the owner thread."""
     wire = content.to(group.device.torch_device)
-    group.settle(group.post(wire), phase, item, should_stop)
+    group.wait_for(group.post(wire), phase, item, should_stop)
 
 
 def receive(
@@ -241,7 +241,7 @@ def receive(
 ) -> torch.Tensor:
     """Receive what rank 0 sends: uint8 ``[num_bytes]`` on the CPU. Runs in the owner thread."""
     wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
-    group.settle(group.post(wire), phase, item, should_stop)
+    group.wait_for(group.post(wire), phase, item, should_stop)
     return wire.cpu()
 
 
@@ -255,7 +255,7 @@ def broadcast_buckets(
     """Move every bucket; return the digests of the bytes moved. Runs in the owner thread.
 
     Raises:
-        WeightSyncError: see `TransferGroup.settle`.
+        WeightSyncError: see `TransferGroup.wait_for`.
     """
     digest = StreamDigest(plan)
     is_source = group.spec.rank == 0
@@ -264,16 +264,16 @@ def broadcast_buckets(
     def settle_oldest() -> None:
         bucket, wire, work = in_flight.popleft()
         item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
-        group.settle(work, phase, item, should_stop)
+        group.wait_for(work, phase, item, should_stop)
         if not is_source:  # the bytes have arrived only now
-            digest.absorb(bucket, bucket_port.unload(bucket, wire))
+            digest.update(bucket, bucket_port.unload(bucket, wire))
 
     for bucket in plan.buckets:
         advance()
         wire = bucket_port.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
         if is_source:  # its bytes are complete already: hash them while the wire moves them
-            digest.absorb(bucket, bucket_port.unload(bucket, wire))
+            digest.update(bucket, bucket_port.unload(bucket, wire))
         if len(in_flight) == IN_FLIGHT:
             settle_oldest()
     while in_flight:

@@ -187,7 +187,7 @@ def test_grouped_products_in_bfloat16_are_each_experts_own_in_float32() -> None:
     weights = weights / width**0.5
     ends = torch.tensor(counts, device=accelerator()).cumsum(0).int()
     grouped = [one.clone().requires_grad_() for one in (rows, weights)]
-    found = experts._products(grouped[0], grouped[1], ends)
+    found = experts._expert_products(grouped[0], grouped[1], ends)
     wide = [one.float().requires_grad_() for one in (rows, weights)]
     parts = zip(wide[0].split(counts), wide[1], strict=True)
     expected = torch.cat([part @ weight.t() for part, weight in parts])
@@ -206,7 +206,7 @@ def test_experts_without_any_row_have_gradients_of_zero() -> None:
     rows = torch.empty(0, 64, device=accelerator(), dtype=torch.bfloat16, requires_grad=True)
     weights = torch.randn(4, 96, 64, device=accelerator(), dtype=torch.bfloat16).requires_grad_()
     ends = torch.zeros(4, device=accelerator(), dtype=torch.int32)
-    found = experts._products(rows, weights, ends)
+    found = experts._expert_products(rows, weights, ends)
     assert found.shape == (0, 96)
     found.sum().backward()
     assert weights.grad is not None

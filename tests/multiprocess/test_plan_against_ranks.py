@@ -145,7 +145,7 @@ def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
         config = load_config(None, [*given, f"{actor}.fsdp_config.use_torch_compile={how}"])
         model = launch_plan.local_model(str(tmp_path))
         assert model is not None
-        peaks.append(launch_plan.written_trainer(config, model).phases["backward"])
+        peaks.append(launch_plan.trainer_as_written(config, model).phases["backward"])
     # 384 tokens of 10 bytes a logit, and 1 GiB.
     assert 0.3 * 2**30 < peaks[1] - peaks[0] < 0.5 * 2**30
 
@@ -175,7 +175,7 @@ def test_adapters_to_continue_and_layers_named_by_number_count_like_new_ones_of_
         )
         for adapters in asked
     ]
-    new, continued = (launch_plan.written_trainer(config, model) for config in configs[:2])
+    new, continued = (launch_plan.trainer_as_written(config, model) for config in configs[:2])
     assert new.parts["gradients"] > 0
     assert continued.phases == new.phases
     first, second = (with_adapters(config).actor_rollout_ref.model for config in configs[1:])

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from services.trainer.dry_run.__main__ import dry_run
-from services.trainer.dry_run.measure import counted
+from services.trainer.dry_run.measure import measure_passes
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
@@ -30,7 +30,7 @@ def count_passes(asked: DryRunRequest, config: RunConfig, parallel: TorchDistrib
     # Meshes hold numbers of ranks; a plan has made them before it counts.
     parallel.shard_mesh(layout.shard)
     parallel.expert_mesh(layout.shard)
-    return counted(config, asked.model, parallel)
+    return measure_passes(config, asked.model, parallel)
 
 
 def main() -> int:

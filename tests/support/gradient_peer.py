@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse, TokenPass
 from services.trainer.learner.model.loading import LoadedModel, load_policy
-from services.trainer.learner.model.lora import add_adapters, begin_expert_adapters
+from services.trainer.learner.model.lora import add_adapters, init_expert_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.model.sharding import Shards
@@ -118,7 +118,7 @@ def divided(
     loaded = keep_stage(loaded, own_stage(loaded.model, sharding, cut, parallel))
     shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=CPU)
     assert shards is not None
-    begin_expert_adapters(loaded.model)
+    init_expert_adapters(loaded.model)
     return loaded, shards
 
 

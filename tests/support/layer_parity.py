@@ -112,12 +112,12 @@ def plain_adapters(model: PreTrainedModel, adapter: Adapter) -> Gradients:
     with torch.no_grad():
         for layer, (a, b) in halves.items():
             part = adapted_part(layer)
-            part.of(model.get_parameter(part.weight)).add_((adapter.scale * b @ a).squeeze(0))
+            part.view(model.get_parameter(part.weight)).add_((adapter.scale * b @ a).squeeze(0))
     _, whole = plain(model, with_entropy=True)
     found: Gradients = {}
     for layer, (a, b) in halves.items():
         part = adapted_part(layer)
-        gradient = adapter.scale * part.of(whole[part.weight])
+        gradient = adapter.scale * part.view(whole[part.weight])
         squeezed = [b.mT @ gradient, gradient @ a.mT]
         if not is_of_experts(layer):
             squeezed = [one.squeeze(0) for one in squeezed]
@@ -130,7 +130,7 @@ def random_adapter(model: PreTrainedModel, rank: int = 3) -> Adapter:
     generator, tensors = torch.Generator().manual_seed(2), {}
     for layer, experts in _layers(model).items():
         part = adapted_part(layer)
-        rows, columns = part.of(model.get_parameter(part.weight)).shape[-2:]
+        rows, columns = part.view(model.get_parameter(part.weight)).shape[-2:]
         for suffix, shape in ((A_SUFFIX, (rank, columns)), (B_SUFFIX, (rows, rank))):
             for name in names_in_files(layer + suffix, experts):
                 tensors[name] = 0.2 * torch.randn(shape, generator=generator)

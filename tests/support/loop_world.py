@@ -180,7 +180,7 @@ class World:
     def saved_steps(self) -> Collection[int]:
         return self.saved_to
 
-    async def saved(self) -> None:
+    async def wait_until_saved(self) -> None:
         """Nothing is written in the background."""
 
     def take_memory_metrics(self) -> Mapping[str, float]:
@@ -247,10 +247,10 @@ class World:
 
     # the publisher
 
-    async def let_sleep(self) -> None:
+    async def sleep_replicas(self) -> None:
         await self.happens("sleep")
 
-    async def snapshot_is_free(self) -> None:
+    async def wait_for_free_snapshot(self) -> None:
         if (held := self.holds.get("snapshot")) is not None:
             await held.wait()
 

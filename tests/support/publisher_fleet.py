@@ -133,7 +133,7 @@ class Trainer:
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 holdings=holdings,
-                others=others,
+                other_ranks=others,
             ),
             connect=lambda info: self.replicas[info.instance_id],
             timeout_s=60.0,
@@ -155,7 +155,7 @@ class Trainer:
         self.snapshots.write(weights(version).items(), version, 1.0)
 
     async def publish(self, version: int) -> Any:
-        await self.publisher.snapshot_is_free()
+        await self.publisher.wait_for_free_snapshot()
         self.freeze(version)
         return await self.publisher.publish(version)
 

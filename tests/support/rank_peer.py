@@ -304,7 +304,7 @@ def dying(exchange: Callable[..., Any], calls: int, *, raises: bool = False) -> 
 
 def die_in_exchanges(call: int) -> None:
     """Let this rank die in this call of an exchange of parts of a layer."""
-    for name in ("_exchanged", "_gathered"):
+    for name in ("_exchange", "_all_gather"):
         mock.patch.object(rank_shares, name, dying(getattr(rank_shares, name), call)).start()
 
 

@@ -35,8 +35,8 @@ class CountingSamples(RewardSamples):
 
     num_bytes = 0
 
-    async def _in_time(self, answers: Any, phase: str) -> AsyncIterator[Any]:
-        async for message in super()._in_time(answers, phase):
+    async def _until_stall(self, answers: Any, phase: str) -> AsyncIterator[Any]:
+        async for message in super()._until_stall(answers, phase):
             self.num_bytes += message.ByteSize()
             yield message
 

@@ -176,7 +176,7 @@ class FaultFleet:
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
                 holdings=holdings,
-                others=others,
+                other_ranks=others,
             ),
             connect=lambda info: self.replicas[info.name],
             timeout_s=2 * timeout_s,

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from services.trainer.dry_run.measure import FakeRanks, counted, fake_tensors
+from services.trainer.dry_run.measure import FakeRanks, fake_tensors, measure_passes
 from sluice.algorithm import token_statistics
 from sluice.checkpoint.adapter_files import read_adapter
 from sluice.concurrency.answers import answer_asked
@@ -31,10 +31,10 @@ _BYTES_OF_A_LOGIT = 10
 _IN_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
-def dry_run(asked: DryRunRequest) -> list[PassBytes]:
+def dry_run(request: DryRunRequest) -> list[PassBytes]:
     """Return the bytes of each run."""
     torch.set_num_threads(1)
-    config = with_adapters(msgspec.convert(asked.config, RunConfig))
+    config = with_adapters(msgspec.convert(request.config, RunConfig))
     # Compute the head in blocks as large as on a GPU, and with a GPU's matrix products.
     token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
     if config.actor_rollout_ref.actor.fsdp_config.use_torch_compile:
@@ -44,16 +44,16 @@ def dry_run(asked: DryRunRequest) -> list[PassBytes]:
         token_statistics.widens = token_statistics.is_half
         # It needs no memory, and torch before 2.12 cannot fake it.
         token_statistics._add_product = lambda total, left, right: None
-    parallel = FakeRanks(asked.ranks)
+    parallel = FakeRanks(request.ranks)
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
     gc.freeze()  # imported objects are not garbage
     try:
         with fake_tensors():
-            parallel.divide(trainer_layout(config, asked.ranks))
+            parallel.divide(trainer_layout(config, request.ranks))
             passes = []
-            for stage, layers in asked.runs:
+            for stage, layers in request.runs:
                 parallel.move_to(stage)
-                passes.append(counted(config, with_layers(asked.model, layers), parallel))
+                passes.append(measure_passes(config, with_layers(request.model, layers), parallel))
             return passes
     finally:
         parallel.close()
@@ -86,15 +86,15 @@ def with_adapters(config: RunConfig) -> RunConfig:
             lora_adapter_path=None,
             lora_rank=saved.rank,
             exclude_modules=None,
-            target_modules=_of_each_layer(inside),
+            target_modules=_without_layer_numbers(inside),
         )
     elif isinstance(model.target_modules, list):
-        model = structs.replace(model, target_modules=_of_each_layer(model.target_modules))
+        model = structs.replace(model, target_modules=_without_layer_numbers(model.target_modules))
     policy = structs.replace(config.actor_rollout_ref, model=model)
     return structs.replace(config, actor_rollout_ref=policy)
 
 
-def _of_each_layer(names: Collection[str]) -> list[str]:
+def _without_layer_numbers(names: Collection[str]) -> list[str]:
     return sorted({_IN_LAYER.sub("", name) for name in names})
 
 

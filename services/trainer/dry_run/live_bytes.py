@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
-        self._seen = 0
+        self._num_storages = 0
         self._resize: Any = None
 
     def reset(self) -> None:
@@ -73,9 +73,9 @@ class LiveBytes(TorchDispatchMode):
             result = torch.ops._c10d_functional.wait_tensor(result).clone()
         if func.namespace == "prim":  # half of all calls ask fake tensors for their device
             return result
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor):
-                self._track(_plain(one).untyped_storage())
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._track(_unwrap(leaf).untyped_storage())
         return result
 
     def __enter__(self) -> LiveBytes:
@@ -106,8 +106,8 @@ class LiveBytes(TorchDispatchMode):
         A thread of gloo frees its tensors only some time after the collective has ended, and a wait
         for a sum that ranks divide would count the copy that gloo makes.
         """
-        results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
-        self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
+        results = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Tensor)]
+        self.moved[kind] += sum(tensor.numel() * tensor.element_size() for tensor in results)
         if isinstance(results[0], FakeTensor):
             return func(*args)
         copies = tree_map_only(Tensor, Tensor.clone, args)
@@ -115,15 +115,15 @@ class LiveBytes(TorchDispatchMode):
         work = result[-1] if isinstance(result, tuple | list) else result
         dist.Work.unbox(work).wait()
         done = torch._C._distributed_c10d.FakeWork().boxed()
-        for own, copied in zip(tree_leaves(args), tree_leaves(copies), strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(copied)
+        for original, copied in zip(tree_leaves(args), tree_leaves(copies), strict=True):
+            if isinstance(original, Tensor):
+                original.copy_(copied)
         return (*result[:-1], done) if isinstance(result, tuple | list) else done
 
     def _track(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:
-            self._seen += 1
-            key = self._keys[storage] = self._seen
+            self._num_storages += 1
+            key = self._keys[storage] = self._num_storages
             self._sizes[key] = 0
             weakref.finalize(storage, self._free, key)
             self._set_size(key, storage.nbytes())
@@ -138,7 +138,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _unwrap(tensor: Tensor) -> Tensor:
     """Return the tensor that a wrapper holds: a wrapper has no storage of its own."""
     while isinstance(tensor, DTensor | AsyncCollectiveTensor):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem

@@ -110,8 +110,8 @@ class FakeRanks(TorchDistributed):
 def fake_tensors() -> Iterator[None]:
     """Make tensors in the block fake, except the rank numbers in meshes."""
     mesh, init = DeviceMesh.mesh, DeviceMesh.__init__
-    DeviceMesh.mesh = property(_really(mesh.fget))  # type: ignore[assignment,method-assign,attr-defined]
-    DeviceMesh.__init__ = _really(init)  # type: ignore[method-assign]
+    DeviceMesh.mesh = property(_outside_fake_mode(mesh.fget))  # type: ignore[assignment,method-assign,attr-defined]
+    DeviceMesh.__init__ = _outside_fake_mode(init)  # type: ignore[method-assign]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
@@ -119,7 +119,7 @@ def fake_tensors() -> Iterator[None]:
         DeviceMesh.mesh, DeviceMesh.__init__ = mesh, init  # type: ignore[method-assign]
 
 
-def _really(function: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     def outside(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any function's
         with unset_fake_temporarily():
             return function(*args, **kwargs)
@@ -127,7 +127,7 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def counted(
+def measure_passes(
     config: RunConfig, model: Mapping[str, object], parallel: TorchDistributed
 ) -> PassBytes:
     """Return the bytes of this rank's passes. Collective.
@@ -177,8 +177,8 @@ class _Rank:
         )
         self._micro_batch = largest_micro_batch(config, parallel)
         named = dict(self._model.named_parameters())
-        trained = {name: one for name, one in named.items() if one.requires_grad}
-        self._before = count.live
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._parameter_bytes = count.live
         gradients = None
         if self._shards is not None:
             gradients = ShardedGradients(list(trained.values()), parallel)
@@ -189,7 +189,7 @@ class _Rank:
 
     def run(self) -> PassBytes:
         """Run the passes and return the bytes that they used."""
-        count, parameters = self._count, self._before
+        count, parameters = self._count, self._parameter_bytes
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
         gradients = count.live - parameters
@@ -224,27 +224,27 @@ class _Rank:
         pass, and the bytes moved."""
         stage, shards = self._stage, self._shards
         # Micro-batches between their forward and their backward pass.
-        flight = 1 if stage is None else stage.count - stage.number
+        num_in_flight = 1 if stage is None else stage.count - stage.number
         count = self._count
         if shards is not None and shards.sums_once:
             # Gradients are whole until the last micro-batch, which is alone, sums them.
             self._optimizer.gradients.zero()
             shards.sum_gradients(False)
             torch.autograd.backward(*self._forward())
-        before = count.live
-        waiting = self._forward()[0] if flight > 1 else None
-        one = count.live
+        at_start = count.live
+        waiting = self._forward()[0] if num_in_flight > 1 else None
+        after_first = count.live
         count.reset()
         leaving, gradient = self._forward()
         moved = Counter(count.moved)
-        more = count.live - gradient.nbytes
+        after_second = count.live - gradient.nbytes
         # Further ones keep as much as the second: gathered weights exist only once.
-        others = max(0, flight - 2) * (more - one)
-        forward, kept = count.peak + others, more - before + others
+        further = max(0, num_in_flight - 2) * (after_second - after_first)
+        forward, kept = count.peak + further, after_second - at_start + further
         count.reset()
         if waiting is not None:
             torch.autograd.backward(waiting, gradient)
-        backward = count.peak + others
+        backward = count.peak + further
         count.reset()
         if shards is not None:
             shards.sum_gradients(True)
@@ -258,9 +258,9 @@ class _Rank:
         if stage is None or stage.after is None:
             return outputs, torch.ones_like(outputs)
         # The output is sent, and not kept, while its gradient arrives.
-        return get_gradient_edge(outputs), self._between(stage)
+        return get_gradient_edge(outputs), self._stage_input(stage)
 
-    def _between(self, stage: Stage) -> Tensor:
+    def _stage_input(self, stage: Stage) -> Tensor:
         """Return a tensor like those sent between stages."""
         tokens = self._micro_batch.input_ids.shape[1]
         tokens //= self._tensor.size if self._tensor else 1
@@ -270,16 +270,16 @@ class _Rank:
         stage, tokens = self._stage, self._micro_batch.input_ids.shape[1]
         routing, entering = balanced_routing(self._model, tokens), None
         if stage is not None and stage.before is not None:
-            entering = self._between(stage).requires_grad_(torch.is_grad_enabled())
-        one = TokenPass(
+            entering = self._stage_input(stage).requires_grad_(torch.is_grad_enabled())
+        token_pass = TokenPass(
             self._micro_batch,
             self._config.actor_rollout_ref.rollout.temperature,
             self._entropy,
             routing=routing,
         )
         if stage is not None and stage.after is not None:
-            return hidden_states(self._model, one, entering)
-        return token_outputs(self._model, one, entering).logprobs
+            return hidden_states(self._model, token_pass, entering)
+        return token_outputs(self._model, token_pass, entering).logprobs
 
 
 def largest_micro_batch(config: RunConfig, parallel: ParallelContext) -> MicroBatch:
@@ -290,8 +290,8 @@ def largest_micro_batch(config: RunConfig, parallel: ParallelContext) -> MicroBa
         assert cut.rows_per_micro is not None
         lengths = [longest] * cut.rows_per_micro
     else:
-        whole, rest = divmod(max(cut.token_budget, longest), longest)
-        lengths = [longest] * whole + ([rest] if rest > 1 else [])
+        num_full, remainder = divmod(max(cut.token_budget, longest), longest)
+        lengths = [longest] * num_full + ([remainder] if remainder > 1 else [])
     rows = [
         _row(number, 0 if cut.whole_groups else number, length, data.max_prompt_length)
         for number, length in enumerate(lengths)
@@ -334,15 +334,15 @@ def plan_routing(model: PreTrainedModel) -> None:
         return
     begin = tape.begin
 
-    def really_begin() -> None:
+    def begin_outside_fake_mode() -> None:
         with unset_fake_temporarily():
             begin()
 
-    tape.begin = really_begin  # type: ignore[method-assign]
-    tape.receive = _alike
+    tape.begin = begin_outside_fake_mode  # type: ignore[method-assign]
+    tape.receive = _receive_own_parts
 
 
-def _alike(parts: Tensor, group: ProcessGroup) -> Tensor:
+def _receive_own_parts(parts: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)  # counted, but nothing comes
     return received.copy_(parts[dist.get_rank(group)].expand_as(parts))

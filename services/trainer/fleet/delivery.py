@@ -145,7 +145,7 @@ class SyncCounts:
         self.stall_s = 0.0
 
     @contextmanager
-    def timed(self, phase: SyncPhase) -> Iterator[None]:
+    def time_phase(self, phase: SyncPhase) -> Iterator[None]:
         """Add the seconds of the block to `phase`."""
         began_s = time.monotonic()
         try:
@@ -153,10 +153,10 @@ class SyncCounts:
         finally:
             self.seconds[phase] += time.monotonic() - began_s
 
-    def failed(self, phase: SyncPhase) -> None:
+    def count_failure(self, phase: SyncPhase) -> None:
         self.failures[phase] += 1
 
-    def arrived(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
+    def count_delivery(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
         """Count a version that replicas serve now.
 
         Args:
@@ -246,27 +246,27 @@ class TransferSession:
         """Send a version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
         if self._members != members:
-            with self._counts.timed(SyncPhase.FORM):
+            with self._counts.time_phase(SyncPhase.FORM):
                 is_formed = await self._form(members, delivery)
             if not is_formed:
-                self._counts.failed(SyncPhase.FORM)
+                self._counts.count_failure(SyncPhase.FORM)
                 return delivery
         with self._read() as snapshot:
             # Before any member waits in a collective: encoding would use up its deadline.
-            with self._counts.timed(SyncPhase.ENCODE):
-                update = await self._changes_to(snapshot)
-            with self._counts.timed(SyncPhase.STAGE):
+            with self._counts.time_phase(SyncPhase.ENCODE):
+                update = await self._encode_changes(snapshot)
+            with self._counts.time_phase(SyncPhase.STAGE):
                 delivery.report = await self._stage(snapshot, update, delivery)
         if delivery.report is None:
-            self._counts.failed(SyncPhase.STAGE)
+            self._counts.count_failure(SyncPhase.STAGE)
             return delivery
-        with self._counts.timed(SyncPhase.COMMIT):
+        with self._counts.time_phase(SyncPhase.COMMIT):
             await self._commit(delivery.report, snapshot, delivery)
         if len(delivery.served) < len(self._members):
-            self._counts.failed(SyncPhase.COMMIT)
+            self._counts.count_failure(SyncPhase.COMMIT)
         return delivery
 
-    def left_by(self, replicas: Sequence[ReplicaInfo]) -> None:
+    def note_departure(self, replicas: Sequence[ReplicaInfo]) -> None:
         """Note that replicas join another session's group: the next delivery forms a new one."""
         if not set(replicas).isdisjoint(self._members):
             self._members = ()
@@ -280,7 +280,7 @@ class TransferSession:
         await self._leave()
         self._epoch = self._next_epoch()
         self._clients = {member: self._connect(member) for member in members}
-        members = await self._living(members, delivery)
+        members = await self._find_living(members, delivery)
         if not members:
             await self._leave()
             return False
@@ -290,7 +290,7 @@ class TransferSession:
         specs = await asyncio.to_thread(
             self._sender.form_group, self._epoch, list(keys.values()), self._tensors, shares
         )
-        answers = await self._together(
+        answers = await self._run_jointly(
             members,
             lambda member: self._clients[member].join(specs[keys[member]]),
             self._sender.join,
@@ -302,23 +302,23 @@ class TransferSession:
         self._members = members
         return True
 
-    async def _living(
+    async def _find_living(
         self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult
     ) -> tuple[ReplicaInfo, ...]:
         """Return the members that answer a probe or send a heartbeat meanwhile; drop the others."""
-        before: Mapping[str, float] = {}
+        signs_before: Mapping[str, float] = {}
         silent = members
         for _ in range(_ASKS):
             # Read again each time: a heartbeat from before the silence may arrive during the first.
-            before = self._signs_of_life()
+            signs_before = self._signs_of_life()
             probes = await self._probe(silent)
             silent = tuple(probes.failed)
             if not silent:
                 return members
-        after = self._signs_of_life()
+        signs_after = self._signs_of_life()
         for member in silent:
             key = member.instance_id
-            if key in after and after[key] != before.get(key):
+            if key in signs_after and signs_after[key] != signs_before.get(key):
                 logger.info(
                     "%s answers no probe but sends heartbeats: it stays in the group", member.name
                 )
@@ -348,7 +348,7 @@ class TransferSession:
             reports.append(self._sender.broadcast(snapshot.weights, version, stop, update))
 
         phase = f"staging version {version}"
-        answers = await self._together(members, receive, send, phase)
+        answers = await self._run_jointly(members, receive, send, phase)
         if reports:
             _compare(digests, reports[0].digests, answers, delivery)
         if answers.failed:
@@ -356,7 +356,7 @@ class TransferSession:
             return None
         return reports[0]
 
-    async def _changes_to(self, snapshot: Snapshot) -> Changes | None:
+    async def _encode_changes(self, snapshot: Snapshot) -> Changes | None:
         """Encode the changes since the version that all members serve, if that saves bytes."""
         base, read_again = self._group_base, self._read_again
         if base is None or read_again is None:
@@ -395,11 +395,11 @@ class TransferSession:
         # A delta needs the same base on all members; after a failed commit one may differ.
         self._group_base = None if answers.failed else _GroupBase(snapshot, report.bases)
 
-    async def _together(
+    async def _run_jointly(
         self,
         members: tuple[ReplicaInfo, ...],
         call: Callable[[ReplicaInfo], Awaitable[None]],
-        own: Callable[[threading.Event], None],
+        send: Callable[[threading.Event], None],
         phase: str,
     ) -> PeerResults[GroupMember, None]:
         """Enter a collective with all members; one failure ends it for all."""
@@ -410,11 +410,11 @@ class TransferSession:
                 await call(member)
                 return
             try:
-                await asyncio.to_thread(own, stop)
+                await asyncio.to_thread(send, stop)
             finally:
                 own_part_ended.set()
 
-        async def end_it() -> None:
+        async def end_for_all() -> None:
             stop.set()
             self._sender.abandon("a member failed")
             await self._abort(members)
@@ -422,7 +422,7 @@ class TransferSession:
                 await own_part_ended.wait()
 
         try:
-            return await fan_out((None, *members), enter, on_failure=end_it, phase=phase)
+            return await fan_out((None, *members), enter, on_failure=end_for_all, phase=phase)
         finally:
             stop.set()  # a cancelled delivery must not leave the sending thread behind
 

@@ -59,7 +59,7 @@ class EngineProgress:
     since_s: float
     is_stalled: bool = False
 
-    def after(self, sign: EngineActivity, now_s: float, stall_s: float) -> EngineProgress:
+    def after_heartbeat(self, sign: EngineActivity, now_s: float, stall_s: float) -> EngineProgress:
         """Return the progress after a heartbeat.
 
         An engine with work progresses when it samples tokens; one without work has nothing to
@@ -77,7 +77,7 @@ class EngineProgress:
             return EngineProgress(sign, now_s)
         return self
 
-    def suspected(self) -> EngineProgress:
+    def mark_stalled(self) -> EngineProgress:
         """Return the progress marked as stalled, for a replica that failed to answer another call.
 
         An engine that counts no turns could not prove the opposite, so it is not suspected.
@@ -151,11 +151,11 @@ class Fleet:
             raise InvalidRequestError(f"replica {info.name}: {refusal}")
         if self._layout_digest is not None:
             self._check_weights(info, layout_digest)
-        known = self._members.get(info.name)
-        if known is not None and known.info.instance_id == info.instance_id:
-            self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
+        earlier = self._members.get(info.name)
+        if earlier is not None and earlier.info.instance_id == info.instance_id:
+            self._members[info.name] = replace(earlier, info=info, last_seen_s=now_s)
             return
-        if known is None and len(self._members) >= MAX_MEMBERS:
+        if earlier is None and len(self._members) >= MAX_MEMBERS:
             raise InvalidRequestError(
                 f"replica {info.name}: {MAX_MEMBERS} replicas are registered, which is the limit"
             )
@@ -164,14 +164,14 @@ class Fleet:
                 f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; "
                 "restart the trainer, which forgets those that are gone"
             )
-        if known is not None and known.state is not MemberState.DRAINING:
+        if earlier is not None and earlier.state is not MemberState.DRAINING:
             logger.warning(
                 "replica %s at %s takes the place of the one at %s, heard %.1f s ago; if both run, "
                 "start one with another --name",
                 info.name,
                 info.address,
-                known.info.address,
-                now_s - known.last_seen_s,
+                earlier.info.address,
+                now_s - earlier.last_seen_s,
             )
         load = self._loads.setdefault(info.instance_id, ReplicaCounters())
         progress = self._progress.get(info.instance_id)
@@ -216,7 +216,7 @@ class Fleet:
         busy_s = load.busy_seconds - member.load.busy_seconds
         sign = EngineActivity(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
         progress = self._note_progress(instance_id, sign, now_s)
-        state = MemberState.DRAINING if draining else _judged(member.state, progress)
+        state = MemberState.DRAINING if draining else _next_state(member.state, progress)
         self._note(instance_id, load)
         self._members[name] = replace(
             member,
@@ -227,7 +227,7 @@ class Fleet:
             idle_share=min(1.0, max(0.0, 1.0 - busy_s / elapsed_s)),
         )
         if state is not member.state:
-            _notify(name, member.state, state, now_s - progress.since_s)
+            _log_change(name, member.state, state, now_s - progress.since_s)
             self.changed.set()
 
     def note_counters(self, info: ReplicaInfo, load: ReplicaCounters) -> None:
@@ -256,7 +256,7 @@ class Fleet:
         self._drop(info, reason)
         # It may be alive although it failed; if it registers again, its engine must answer first.
         if (progress := self._progress.get(info.instance_id)) is not None:
-            self._progress[info.instance_id] = progress.suspected()
+            self._progress[info.instance_id] = progress.mark_stalled()
 
     def refuse(self, info: ReplicaInfo, reason: str) -> None:
         """Drop one instance permanently, since its fault is permanent."""
@@ -287,13 +287,13 @@ class Fleet:
             choose: returns how many of a number of replicas to hold; 0 changes nothing.
         """
         serving = [m for m in self.members() if _serves(m, version)]
-        held = serving[: choose(len(serving))]
-        for member in held:
+        chosen = serving[: choose(len(serving))]
+        for member in chosen:
             self._members[member.info.name] = replace(member, state=MemberState.HELD)
-        if held:
+        if chosen:
             self._held_version = version
             self.changed.set()
-        return tuple(member.info for member in held)
+        return tuple(member.info for member in chosen)
 
     def release(self) -> None:
         """End the hold: the held replicas need the current weights, like newcomers."""
@@ -305,7 +305,7 @@ class Fleet:
                 self._members[name] = replace(member, state=MemberState.PENDING)
         self.changed.set()
 
-    def announced(self) -> tuple[AnnouncedReplica, ...]:
+    def announced_replicas(self) -> tuple[AnnouncedReplica, ...]:
         """Return the replicas in use, in order of name, each with its version and use."""
         return tuple(
             AnnouncedReplica(member.info, member.version, self._use_of(member))
@@ -336,7 +336,7 @@ class Fleet:
 
     def reports(self) -> Mapping[str, tuple[ReplicaCounters, ReplicaCounters]]:
         """Return the first and the newest counters of all that ever reported, by instance id."""
-        return {one: (first, self._loads[one]) for one, first in self._first_loads.items()}
+        return {name: (oldest, self._loads[name]) for name, oldest in self._first_loads.items()}
 
     def counters(self) -> ReplicaCounters:
         """Return the sums over all replicas that ever registered.
@@ -357,15 +357,15 @@ class Fleet:
     def _note_progress(
         self, instance_id: str, sign: EngineActivity, now_s: float
     ) -> EngineProgress:
-        known = self._progress.get(instance_id) or EngineProgress(sign, now_s)
-        self._progress[instance_id] = known.after(sign, now_s, self._stall_s)
+        progress = self._progress.get(instance_id) or EngineProgress(sign, now_s)
+        self._progress[instance_id] = progress.after_heartbeat(sign, now_s, self._stall_s)
         return self._progress[instance_id]
 
     def _note(self, instance_id: str, load: ReplicaCounters) -> None:
         """Keep the newest counters, since answers and heartbeats may arrive out of order."""
         self._first_loads.setdefault(instance_id, load)
-        known = self._loads.get(instance_id)
-        if known is None or load.wall_seconds >= known.wall_seconds:
+        newest = self._loads.get(instance_id)
+        if newest is None or load.wall_seconds >= newest.wall_seconds:
             self._loads[instance_id] = load
 
     def _instance(self, name: str, instance_id: str) -> FleetMember | None:
@@ -397,7 +397,7 @@ def _serves(member: FleetMember, version: int) -> bool:
     return member.state is MemberState.SERVING and member.version == version
 
 
-def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
+def _next_state(state: MemberState, progress: EngineProgress) -> MemberState:
     """Return the state after a heartbeat; a replica that recovers needs the weights first."""
     in_use = (MemberState.PENDING, MemberState.SERVING, MemberState.HELD)
     if state in in_use and progress.is_stalled:
@@ -407,10 +407,10 @@ def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
     return state
 
 
-def _notify(name: str, before: MemberState, state: MemberState, idle_s: float) -> None:
+def _log_change(name: str, former: MemberState, state: MemberState, idle_s: float) -> None:
     if state is MemberState.DRAINING:
         logger.info("replica %s drains", name)
     elif state is MemberState.STALLED:
         logger.warning("replica %s out of use: work, but no token for %.1f s", name, idle_s)
-    elif before is MemberState.STALLED:
+    elif former is MemberState.STALLED:
         logger.info("replica %s progresses again and needs the current weights", name)

@@ -107,12 +107,12 @@ class WeightPublisher:
             next_epoch=partial(next, itertools.count(1)),
             timeout_s=timeout_s,
             probe_timeout_s=probe_timeout_s,
-            signs_of_life=self._signs_of_life,
+            signs_of_life=self._last_heartbeats,
             read_again=snapshots.read_again if sends_changes else None,
             counts=self._counts,
         )
         self._main = self._new_session(
-            make_sender(), read=snapshots.read, swaps_at_once=self._in_a_turn
+            make_sender(), read=snapshots.read, swaps_at_once=self._num_per_turn
         )
         # Instance ids of replicas in a running delivery or waiting for one: a replica is in one
         # group at a time. A replica that returns while it waits may be here twice.
@@ -129,7 +129,7 @@ class WeightPublisher:
         """
         began_s = time.monotonic()
         for attempt in itertools.count(1):
-            members = self._free(MemberState.PENDING, MemberState.SERVING)
+            members = self._idle_members(MemberState.PENDING, MemberState.SERVING)
             if not members:
                 self._published = version
                 return PublishReport(0, attempt, time.monotonic() - began_s, 0.0)
@@ -147,7 +147,7 @@ class WeightPublisher:
                 return PublishReport(served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
-    async def snapshot_is_free(self) -> None:
+    async def wait_for_free_snapshot(self) -> None:
         """Wait until no newcomer is receiving the version before the newest.
 
         The next version takes its memory. The deadline of the transfer ends a newcomer that hangs.
@@ -178,7 +178,7 @@ class WeightPublisher:
                 delivery = await self._deliver(session, newcomers)
             finally:
                 await session.close()
-        for info in set(newcomers) & set(self._free(MemberState.PENDING)):
+        for info in set(newcomers) & set(self._idle_members(MemberState.PENDING)):
             if delivery.report is not None and info in delivery.served:
                 self._fleet.mark_serving(info, delivery.report.version)
             else:
@@ -189,16 +189,16 @@ class WeightPublisher:
         serves the published one: no batch may come without it, and so no next version."""
         members = self._fleet.members()
         if any(_serves(member, self._published) for member in members):
-            return self._free(MemberState.PENDING)
-        return self._free(MemberState.PENDING, MemberState.SERVING)
+            return self._idle_members(MemberState.PENDING)
+        return self._idle_members(MemberState.PENDING, MemberState.SERVING)
 
-    async def let_sleep(self) -> None:
+    async def sleep_replicas(self) -> None:
         """Let all replicas free the memory of devices that they share, until the next version.
 
         A replica that does not is no error: the next delivery finds out whether it still answers.
         """
         async with asyncio.TaskGroup() as tasks:
-            for info in self._free(MemberState.SERVING):
+            for info in self._idle_members(MemberState.SERVING):
                 tasks.create_task(self._sleep(info), name=f"sleep of {info.name}")
 
     async def _sleep(self, info: ReplicaInfo) -> None:
@@ -225,17 +225,17 @@ class WeightPublisher:
                 self._seeding = None
                 has_ended.set()
 
-    def _in_a_turn(self, members: Sequence[ReplicaInfo]) -> int:
+    def _num_per_turn(self, members: Sequence[ReplicaInfo]) -> int:
         """Return how many of `members` swap at the same time."""
         serving = set(self._fleet.in_state(MemberState.SERVING))
         if serving.isdisjoint(members):
             return len(members)
         return self._swaps_at_once(len(members))
 
-    def _signs_of_life(self) -> dict[str, float]:
+    def _last_heartbeats(self) -> dict[str, float]:
         return {member.info.instance_id: member.last_seen_s for member in self._fleet.members()}
 
-    def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
+    def _idle_members(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
         members = self._fleet.in_state(*states)
         return tuple(info for info in members if not self._busy[info.instance_id])
 
@@ -243,13 +243,13 @@ class WeightPublisher:
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
     ) -> DeliveryResult:
         if session is not self._main:
-            self._main.left_by(members)
+            self._main.note_departure(members)
         with self._mark_busy(members):
             delivery = await session.deliver(members)
         if delivery.served:
             to = "fleet" if session is self._main else "newcomers"
             stall_s = max(delivery.served.values())
-            self._counts.arrived(to, *_num_bytes(delivery), stall_s)
+            self._counts.count_delivery(to, *_num_bytes(delivery), stall_s)
         for info, reason in delivery.refused.items():
             self._fleet.refuse(info, reason)
         for info, reason in delivery.lost.items():

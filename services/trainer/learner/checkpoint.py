@@ -81,7 +81,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or cannot be written.
         """
-        with self._naming(step):
+        with self._name_step_in_errors(step):
             self.root.mkdir(parents=True, exist_ok=True)
             self._clean_up()
             self._partial(step).mkdir()
@@ -98,8 +98,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or cannot be written.
         """
-        with self._naming(step):
-            self._put(step, self._write_partial(step, write, progress))
+        with self._name_step_in_errors(step):
+            self._move_into_place(step, self._write_partial(step, write, progress))
         try:
             self._delete_old(self.folder(step))
         except OSError as error:  # the new checkpoint is complete, so this ends no run
@@ -107,7 +107,7 @@ class CheckpointStore:
         return self.folder(step)
 
     @contextmanager
-    def _naming(self, step: int) -> Iterator[None]:
+    def _name_step_in_errors(self, step: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -166,7 +166,7 @@ class CheckpointStore:
             raise
         return partial
 
-    def _put(self, step: int, partial: Path) -> None:
+    def _move_into_place(self, step: int, partial: Path) -> None:
         """Move a written checkpoint to its final name, then write the tracker."""
         folder = self.folder(step)
         replaced = self.root / f".global_step_{step}{_REPLACED}"
@@ -206,14 +206,14 @@ class CheckpointStore:
         if self._keep is None:
             return
         stored = sorted(stored_checkpoints(self.root), key=lambda folder: folder != newest)
-        kept = {self.folder(step) for step in self.protects(self.saved_steps())}
+        protected = {self.folder(step) for step in self.protects(self.saved_steps())}
         for folder in stored[self._keep :]:
-            if folder not in kept:
+            if folder not in protected:
                 _delete_folder(folder)
                 logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", folder.name)
 
 
-def num_kept(trainer: TrainerConfig, *, with_critic: bool) -> int | None:
+def num_to_keep(trainer: TrainerConfig, *, with_critic: bool) -> int | None:
     """Return how many checkpoints to keep, the larger of both counts; ``None`` for all."""
     keep = trainer.max_actor_ckpt_to_keep
     if keep is None or not with_critic:
@@ -296,18 +296,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def resume_remedy(folder: Path) -> str:
     """Return the remedy for an unusable checkpoint: the newest other complete one, if any."""
-    for other in stored_checkpoints(folder.parent):
-        if other != folder and _is_whole(other):
+    for candidate in stored_checkpoints(folder.parent):
+        if candidate != folder and _is_complete(candidate):
             return (
                 "resume from another complete one with trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path={other}"
+                f"trainer.resume_from_path={candidate}"
             )
     return (
         "resume from another with trainer.resume_mode=resume_path, or begin at step 0 with disable"
     )
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     sizes = _read_data(folder).files.items()
     return all((folder / n).is_file() and (folder / n).stat().st_size == size for n, size in sizes)
 

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER, resume_remedy
-from services.trainer.learner.model.experts import check_native_experts, routing_tape, uncounted
+from services.trainer.learner.model.experts import (
+    check_native_experts,
+    routing_tape,
+    without_load_counts,
+)
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
-from services.trainer.learner.model.lora import on_the_wire
+from services.trainer.learner.model.lora import scaled_for_sending
 from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
@@ -128,8 +132,8 @@ class Learner:
             critic=self._critic,
             image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
         )
-        self._check_equal_weights([trained.initial_sum for trained in self._trained()])
-        self._beside = parallel.beside() if actor.checkpoint.async_save else None
+        self._check_equal_weights([trained.initial_sum for trained in self._trained_models()])
+        self._save_ranks = parallel.in_second_group() if actor.checkpoint.async_save else None
 
     def _reference(self) -> Reference:
         config, parallel = self._config, self._parallel
@@ -148,7 +152,7 @@ class Learner:
         tests check."""
         if self._policy.stage is not None:
             return
-        with uncounted(self._model):
+        with without_load_counts(self._model):
             check_packing(
                 self._model,
                 DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],
@@ -203,9 +207,9 @@ class Learner:
         return self._policy.layouts
 
     @property
-    def saves_aside(self) -> bool:
+    def saves_in_background(self) -> bool:
         """Return whether checkpoints are written while training continues."""
-        return self._beside is not None
+        return self._save_ranks is not None
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank trains, ascending. Collective.
@@ -245,7 +249,7 @@ class Learner:
     @property
     def untrained_names(self) -> frozenset[str]:
         """Return the names of the policy's weights that are not trained."""
-        return frozenset(n for n, one in self._policy.outline.items() if not one.requires_grad)
+        return frozenset(name for name, p in self._policy.outline.items() if not p.requires_grad)
 
     def parts(
         self, names: Iterable[str] | None = None, *, left_out: frozenset[str] = frozenset()
@@ -258,8 +262,8 @@ class Learner:
             names: names of weights that this rank holds; ``None`` for all.
         """
         parameters = self._policy.parameters
-        parts = {name: local_part(one) for name, one in parameters.items() if name not in left_out}
-        travelling = on_the_wire(self._policy.model, parts)
+        parts = {name: local_part(p) for name, p in parameters.items() if name not in left_out}
+        travelling = scaled_for_sending(self._policy.model, parts)
         for name in parts if names is None else names:
             if name in parts:
                 yield name, travelling[name]
@@ -280,14 +284,16 @@ class Learner:
         self.begin_save(directory)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Return the work of `save` as a function. If `saves_aside`, it may run beside training.
+        """Return the work of `save` as a function. If `saves_in_background`, it may run during
+        training.
 
         It then has copies of this rank's parts on the host, and a separate group of all ranks.
         """
-        path, parallel = self._config.actor_rollout_ref.model.path, self._beside or self._parallel
+        path = self._config.actor_rollout_ref.model.path
+        parallel = self._save_ranks or self._parallel
         states = [
-            PolicyState(folder, trained, path, parallel.world_size, copies=self.saves_aside)
-            for trained, folder in self._holdings(directory)
+            PolicyState(folder, trained, path, parallel.world_size, copies=self.saves_in_background)
+            for trained, folder in self._model_folders(directory)
         ]
         coef = json.dumps({"coef": self._update.kl_controller.coef})
 
@@ -327,17 +333,17 @@ class Learner:
         # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
             load_model_state(folder, trained)
-            for trained, folder in reversed(self._holdings(directory))
+            for trained, folder in reversed(self._model_folders(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)
-        for trained in self._trained():
+        for trained in self._trained_models():
             trained.optimizer.rate_factor = rate_factor
         self._check_equal_weights(sums)
 
-    def _trained(self) -> list[TrainedModel]:
+    def _trained_models(self) -> list[TrainedModel]:
         return [self._policy, *([self._critic.trained] if self._critic else [])]
 
-    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path]]:
+    def _model_folders(self, actor: Path) -> list[tuple[TrainedModel, Path]]:
         """Return each model of a checkpoint and its folder."""
         models = [(self._policy, actor)]
         if self._critic is not None:
@@ -345,7 +351,7 @@ class Learner:
         return models
 
     def _reshard(self) -> None:
-        for trained in self._trained():
+        for trained in self._trained_models():
             if trained.shards is not None:
                 trained.shards.reshard()
 
@@ -364,7 +370,7 @@ class Learner:
     def _check_equal_weights(self, sums: list[float]) -> None:
         # Ranks read the files separately; a difference would spoil training without any error.
         totals = self._parallel.all_gather([sum(sums)], "comparing the ranks' weights")
-        if any(other != totals[0] for other in totals[1:]):
+        if any(total != totals[0] for total in totals[1:]):
             raise ConfigError(
                 f"trainer ranks hold different weights (sums {totals}); give every rank the same "
                 "files at actor_rollout_ref.model.path and in the checkpoint folder"

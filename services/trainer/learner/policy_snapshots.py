@@ -39,9 +39,9 @@ def holdings_of(layouts: TensorLayouts) -> tuple[Holding, ...]:
     if holds_all(layouts, 0):
         return ()
     by_rank: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
-    for name, placed in layouts.items():
-        for piece in placed.pieces:
-            by_rank.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
+    for name, layout in layouts.items():
+        for piece in layout.pieces:
+            by_rank.setdefault(piece.holders[0], []).append((name, layout.cuts(piece)))
     return tuple(Holding(rank, tuple(by_rank[rank])) for rank in sorted(by_rank))
 
 
@@ -64,17 +64,17 @@ class PolicySnapshots:
         self._learner, self._timeout_s = learner, timeout_s
         self.tensors = tensor_specs(learner.named_weights(), wire_dtype)
         self.holdings = holdings_of(learner.layouts)
-        senders = [one.rank for one in self.holdings] or [0]
+        senders = [holding.rank for holding in self.holdings] or [0]
         self.number = senders.index(rank) if rank in senders else None
         self._buffers: SnapshotBuffers | None = None
         if self.number is not None:
-            own = self.holdings[self.number] if self.holdings else None
+            holding = self.holdings[self.number] if self.holdings else None
             self._buffers = SnapshotBuffers(
                 self.tensors,
                 learner.untrained_names,
-                own,
+                holding,
                 beside=next(
-                    (one.device for _, one in learner.named_weights() if one.is_cuda), None
+                    (tensor.device for _, tensor in learner.named_weights() if tensor.is_cuda), None
                 ),
             )
 
@@ -84,21 +84,22 @@ class PolicySnapshots:
         assert self._buffers is not None
         return self._buffers
 
-    def freeze(self, version: int, others: AbstractContextManager[None] | None = None) -> None:
+    def freeze(self, version: int, other_ranks: AbstractContextManager[None] | None = None) -> None:
         """Copy this rank's part of the current weights as `version`.
 
         Args:
-            others: entered once the buffer is free; the version is readable only after it is left.
+            other_ranks: entered once the buffer is free; the version is readable only after it is
+                left.
 
         Raises:
             DeadlineError: the buffer is still being read.
         """
         if self._buffers is not None:
-            with closing(self._parts(others or nullcontext())) as parts:
+            with closing(self._parts(other_ranks or nullcontext())) as parts:
                 self._buffers.write(parts, version, self._timeout_s)
 
     def _parts(
-        self, others: AbstractContextManager[None]
+        self, other_ranks: AbstractContextManager[None]
     ) -> Generator[tuple[str, Tensor], None, None]:
         # The buffers keep weights that never change.
         has_all = self.buffers.version is not None
@@ -106,7 +107,7 @@ class PolicySnapshots:
         names = None
         if self.number is not None and self.holdings:
             names = [name for name, _ in self.holdings[self.number].parts]
-        with others:
+        with other_ranks:
             yield from self._learner.parts(names, left_out=untrained)
 
 
@@ -159,13 +160,13 @@ def connected_ranks(
             stack.callback(server.close)
             port = server.port
         places = _exchange_addresses(address, port, parallel, phase)
-        others: list[SendingRankClient] = []
+        clients: list[SendingRankClient] = []
         if parallel.rank == 0:
             for holding in snapshots.holdings[1:]:
-                other = SendingRankClient(holding.rank, *places[holding.rank], key, certificates)
-                stack.callback(other.close)
-                others.append(other)
-        yield others
+                client = SendingRankClient(holding.rank, *places[holding.rank], key, certificates)
+                stack.callback(client.close)
+                clients.append(client)
+        yield clients
 
 
 def _own_address() -> str:
@@ -187,5 +188,5 @@ def _exchange_addresses(
 ) -> Sequence[tuple[str, int]]:
     """Return every rank's address. Ranks exchange numbers: those of its letters."""
     letters = [float(ord(letter)) for letter in address.ljust(_ADDRESS_CHARS)]
-    every = parallel.all_gather([float(port), *letters], phase)
-    return [("".join(chr(int(one)) for one in rest).strip(), int(port)) for port, *rest in every]
+    gathered = parallel.all_gather([float(port), *letters], phase)
+    return [("".join(chr(int(n)) for n in text).strip(), int(port)) for port, *text in gathered]

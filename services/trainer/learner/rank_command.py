@@ -110,7 +110,7 @@ class RankLeader:
             an empty text if all samples arrived; otherwise the reason why the batch must be taken
             again.
         """
-        with self._together():
+        with self._on_all_ranks():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
             self._send(CommandKind.TAKE, {"step": step}, body)
             return self._samples.take(outline, step)
@@ -121,13 +121,13 @@ class RankLeader:
         Args:
             batch: the outline of `take_samples`.
         """
-        with self._together():
+        with self._on_all_ranks():
             self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id})
-            return self._learner.train_step(self._samples.taken(batch.batch_id), step)
+            return self._learner.train_step(self._samples.pop_batch(batch.batch_id), step)
 
     def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
-        with self._together():
+        with self._on_all_ranks():
             arguments = {"directory": str(directory), "rate_factor": rate_factor}
             self._send(CommandKind.LOAD, arguments)
             self._learner.load(directory, rate_factor)
@@ -145,28 +145,28 @@ class RankLeader:
         if not snapshots.holdings:  # rank 0 holds all weights: the others are not needed
             snapshots.freeze(version)
             return
-        snapshots.freeze(version, self._freezing_others(version))
+        snapshots.freeze(version, self._freeze_on_others(version))
 
     @contextmanager
-    def _freezing_others(self, version: int) -> Iterator[None]:
+    def _freeze_on_others(self, version: int) -> Iterator[None]:
         """Make the other ranks freeze during the block, and wait for them."""
         with self._commanding:
-            with self._noting_failure():
+            with self._remember_failure():
                 self._send(CommandKind.FREEZE, {"version": version})
             try:
                 yield  # after an error here all ranks still meet and take commands
             finally:
-                with self._noting_failure():
+                with self._remember_failure():
                     self._parallel.all_gather([0.0], _FREEZING)
 
     @property
-    def saves_aside(self) -> bool:
-        """Return `Learner.saves_aside`."""
-        return self._learner.saves_aside
+    def saves_in_background(self) -> bool:
+        """Return `Learner.saves_in_background`."""
+        return self._learner.saves_in_background
 
     def save(self, directory: Path) -> None:
         """Call `Learner.save` on all ranks."""
-        with self._together(survived=OSError):
+        with self._on_all_ranks(survived=OSError):
             self._send(CommandKind.SAVE, {"directory": str(directory)})
             self._learner.save(directory)
 
@@ -174,13 +174,13 @@ class RankLeader:
         """Call `Learner.begin_save` on all ranks.
 
         Returns:
-            rank 0's work, to be called. If `saves_aside`, the other ranks are working already and
+            rank 0's work, to be called. If `saves_in_background`, the other ranks work already and
             later commands may run meanwhile, so call it in another thread. Otherwise all ranks work
             during the call.
         """
-        if not self.saves_aside:
+        if not self.saves_in_background:
             return partial(self.save, directory)
-        with self._together(survived=OSError):
+        with self._on_all_ranks(survived=OSError):
             self._send(CommandKind.SAVE, {"directory": str(directory)})
             return self._learner.begin_save(directory)
 
@@ -198,18 +198,18 @@ class RankLeader:
             self._samples.close()
 
     @contextmanager
-    def _together(self, survived: type[Exception] | None = None) -> Iterator[None]:
+    def _on_all_ranks(self, survived: type[Exception] | None = None) -> Iterator[None]:
         """Hold back other commands while all ranks work; after an error, fail all later ones.
 
         Args:
             survived: an error after which all ranks still take commands: if one rank cannot write,
                 the save fails on all.
         """
-        with self._commanding, self._noting_failure(survived):
+        with self._commanding, self._remember_failure(survived):
             yield
 
     @contextmanager
-    def _noting_failure(self, survived: type[Exception] | None = None) -> Iterator[None]:
+    def _remember_failure(self, survived: type[Exception] | None = None) -> Iterator[None]:
         """After an error, make every later command fail at once.
 
         The other ranks may still be working, and a command would wait for them until its deadline.
@@ -281,9 +281,10 @@ class RankSamples:
                 outcome, problem = reading.result()
             outcomes = self._parallel.all_gather([outcome], f"{phase}: comparing the ranks")
             if [_Outcome.READING] not in outcomes:
-                return _agreed([_Outcome(int(one)) for (one,) in outcomes], outcome, problem, phase)
+                ended = [_Outcome(int(number)) for (number,) in outcomes]
+                return _combine_outcomes(ended, outcome, problem, phase)
 
-    def taken(self, batch_id: str) -> TrainBatch:
+    def pop_batch(self, batch_id: str) -> TrainBatch:
         """Return the batch with this rank's samples, and drop it here.
 
         Raises:
@@ -320,10 +321,10 @@ class RankSamples:
         return outcome, problem
 
 
-def _agreed(
-    outcomes: Sequence[_Outcome], own: _Outcome, problem: SluiceError | None, phase: str
+def _combine_outcomes(
+    outcomes: Sequence[_Outcome], outcome: _Outcome, problem: SluiceError | None, phase: str
 ) -> str:
-    if own is _Outcome.FAILED:
+    if outcome is _Outcome.FAILED:
         assert problem is not None
         raise problem
     if _Outcome.FAILED in outcomes:
@@ -354,7 +355,7 @@ def follow(
     samples = RankSamples(learner, parallel, reader)
     try:
         # If a save failed, the others wait for this rank's part until this process ends.
-        while not failures and _obeys(learner, parallel, samples, saving, failures, snapshots):
+        while not failures and _execute(learner, parallel, samples, saving, failures, snapshots):
             pass
     except Exception:
         # The thread ends with the process, and all ranks would lose the checkpoint. Wait half of
@@ -367,7 +368,7 @@ def follow(
         raise failures[0]
 
 
-def _obeys(
+def _execute(
     learner: Learner,
     parallel: ParallelContext,
     samples: RankSamples,
@@ -383,7 +384,7 @@ def _obeys(
     if kind is CommandKind.TAKE:
         samples.take(outline_from_bytes(message[split:]), int(header["step"]))
     elif kind is CommandKind.TRAIN:
-        learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
+        learner.train_step(samples.pop_batch(header["batch_id"]), int(header["step"]))
     elif kind is CommandKind.LOAD:
         learner.load(Path(header["directory"]), float(header["rate_factor"]))
     elif kind is CommandKind.FREEZE:
@@ -393,7 +394,7 @@ def _obeys(
     elif kind is CommandKind.SAVE:
         directory = Path(header["directory"])
         # Keep no reference to the work: it has a copy of this rank's parts.
-        if learner.saves_aside:
+        if learner.saves_in_background:
             saving.submit(partial(_save_aside, learner.begin_save(directory), failures))
         else:
             _save(learner.begin_save(directory))

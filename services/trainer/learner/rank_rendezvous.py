@@ -56,7 +56,7 @@ class RankRendezvous:
         try:
             if self._server is not None:
                 self._server.begin(_EPOCH)
-            self.store = _joined(place, timeout_s)
+            self.store = _join_store(place, timeout_s)
         except BaseException:
             self.close()
             raise
@@ -75,35 +75,35 @@ def rank_place(environment: Mapping[str, str]) -> RankAddress:
     """
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:
-        raise _no_place(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
+        raise _environment_error(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
     port = _number(environment, "MASTER_PORT")
     if not 0 < port <= 65535:
-        raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
-    host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
+        raise _environment_error(f"MASTER_PORT = {port} is not in 1..65535")
+    host = split_host_port(_variable(environment, "MASTER_ADDR"))[0]
     return RankAddress(rank, world_size, host, port)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    text = _given(environment, name)
+    text = _variable(environment, name)
     if not (text.isascii() and text.isdigit()):
-        raise _no_place(f"{name} = {text!r} is not a number")
+        raise _environment_error(f"{name} = {text!r} is not a number")
     return int(text)
 
 
-def _given(environment: Mapping[str, str], name: str) -> str:
+def _variable(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
-        raise _no_place(f"{name} is not set")
+        raise _environment_error(f"{name} is not set")
     return environment[name]
 
 
-def _no_place(why: str) -> ConfigError:
+def _environment_error(why: str) -> ConfigError:
     return ConfigError(
         f"several trainer ranks need torchrun's environment, and {why}; start them with torchrun "
         "or sluice up"
     )
 
 
-def _joined(place: RankAddress, timeout_s: float) -> EpochStore:
+def _join_store(place: RankAddress, timeout_s: float) -> EpochStore:
     """Reach the store and wait there for all ranks."""
     spec = TransferGroupSpec(
         epoch=_EPOCH,
@@ -117,7 +117,7 @@ def _joined(place: RankAddress, timeout_s: float) -> EpochStore:
         tensors=(),
         plan_digest="",
     )
-    store = _reached(spec, place)
+    store = _reach_store(spec, place)
     try:
         gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
     except DeadlineError as error:
@@ -127,7 +127,7 @@ def _joined(place: RankAddress, timeout_s: float) -> EpochStore:
     return store
 
 
-def _reached(spec: TransferGroupSpec, place: RankAddress) -> EpochStore:
+def _reach_store(spec: TransferGroupSpec, place: RankAddress) -> EpochStore:
     """Retry until the store answers, since rank 0 may start later than the others.
 
     Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
@@ -137,7 +137,7 @@ def _reached(spec: TransferGroupSpec, place: RankAddress) -> EpochStore:
     while True:
         try:
             store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
-            store.present(())
+            store.existing(())
         except (DeadlineError, WeightSyncError) as error:
             if time.monotonic() > ends_s:
                 why = f"{error}; {LATE_REMEDY}"

@@ -56,12 +56,16 @@ class SequenceShare(_Share):
         padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % self.size)]
         return np.split(np.pad(values, padding), self.size, axis=-1)[self.rank]
 
-    def own(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    def local_indices(
+        self, positions: npt.NDArray[np.int64], num_tokens: int
+    ) -> npt.NDArray[np.int64]:
         """Return the indices of the packed positions that belong to this rank."""
-        each = -(-num_tokens // self.size)
-        return np.flatnonzero(positions // each == self.rank)
+        part_tokens = -(-num_tokens // self.size)
+        return np.flatnonzero(positions // part_tokens == self.rank)
 
-    def local(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    def local_positions(
+        self, positions: npt.NDArray[np.int64], num_tokens: int
+    ) -> npt.NDArray[np.int64]:
         """Return this rank's packed positions as positions in its part."""
         return positions - self.rank * -(-num_tokens // self.size)
 
@@ -92,17 +96,17 @@ class SequenceShare(_Share):
         exchanged = all_to_all(tokens.unflatten(0, (self.size, -1)), self.group)
         return exchanged.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
-    def whole_tokens(self, values: Tensor, own: Tensor, num_values: int) -> Tensor:
+    def whole_tokens(self, values: Tensor, indices: Tensor, num_values: int) -> Tensor:
         """Return values of all response tokens [k, N] from this rank's [k, n].
 
         The gradient of a rank's own values comes from its own loss, which all ranks compute alike.
 
         Args:
             values: float32.
-            own: int64 [n], the indices of these values among the N.
+            indices: int64 [n], the indices of these values among the N.
             num_values: N.
         """
-        tokens: Tensor = _WholeTokens.apply(values, own, num_values, self.group)  # type: ignore[no-untyped-call]
+        tokens: Tensor = _WholeTokens.apply(values, indices, num_values, self.group)  # type: ignore[no-untyped-call]
         return tokens
 
     def _cut_heads(self, states: Tensor) -> Tensor:
@@ -145,7 +149,7 @@ class TensorShare(_Share):
         scattered: Tensor = _Scattered.apply(parts.squeeze(0), self)  # type: ignore[no-untyped-call]
         return scattered.unsqueeze(0)
 
-    def whole(self, values: Tensor) -> Tensor:
+    def gather_values(self, values: Tensor) -> Tensor:
         """Return values of all tokens [T] from this rank's [T / size].
 
         The gradient of a rank's own values comes from its own loss, which all ranks compute alike.
@@ -153,10 +157,10 @@ class TensorShare(_Share):
         gathered: Tensor = _Whole.apply(values, self)  # type: ignore[no-untyped-call]
         return gathered
 
-    def own(self, num_tokens: int) -> slice:
+    def local_slice(self, num_tokens: int) -> slice:
         """Return this rank's slice of a number of tokens that the ranks divide evenly."""
-        each = num_tokens // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        part_tokens = num_tokens // self.size
+        return slice(self.rank * part_tokens, (self.rank + 1) * part_tokens)
 
 
 def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> None:
@@ -182,10 +186,10 @@ def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> Non
     heads //= tensor
     if not shares_heads(size, heads, kv_heads):
         sizes = ", ".join(map(str, sequence_sizes(heads, kv_heads)))
-        left = f" that {TENSOR_KEY}={tensor} leaves" if tensor > 1 else ""
+        condition = f" that {TENSOR_KEY}={tensor} leaves" if tensor > 1 else ""
         raise ConfigError(
             f"{SEQUENCE_KEY}={size}: so many ranks cannot share {heads} attention heads and "
-            f"{kv_heads} key-value heads{left} evenly; give one of {sizes}"
+            f"{kv_heads} key-value heads{condition} evenly; give one of {sizes}"
         )
 
 
@@ -226,14 +230,14 @@ class _AllToAll(torch.autograd.Function):
         received: list[int] | None,
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _exchanged(parts, group, sent, received)
+        return _exchange(parts, group, sent, received)
 
     @staticmethod
     def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(of_output, ctx.group, ctx.received, ctx.sent), None, None, None
+        return _exchange(of_output, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
-def _exchanged(
+def _exchange(
     parts: Tensor, group: ProcessGroup, sent: list[int] | None, received: list[int] | None
 ) -> Tensor:
     rows = len(parts) if received is None else sum(received)
@@ -245,18 +249,18 @@ def _exchanged(
 class _WholeTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ShareContext, values: Tensor, own: Tensor, num_values: int, group: ProcessGroup
+        ctx: _ShareContext, values: Tensor, indices: Tensor, num_values: int, group: ProcessGroup
     ) -> Tensor:
-        ctx.save_for_backward(own)
-        whole = values.new_zeros((values.shape[0], num_values))
-        whole[:, own] = values
-        dist.all_reduce(whole, group=group)  # each value is one rank's
-        return whole
+        ctx.save_for_backward(indices)
+        gathered = values.new_zeros((values.shape[0], num_values))
+        gathered[:, indices] = values
+        dist.all_reduce(gathered, group=group)  # each value is one rank's
+        return gathered
 
     @staticmethod
     def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return of_output[:, own], None, None, None
+        (indices,) = ctx.saved_tensors
+        return of_output[:, indices], None, None, None
 
 
 class _CutContext(FunctionCtx):
@@ -267,37 +271,37 @@ class _AllGathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CutContext, tokens: Tensor, share: TensorShare) -> Tensor:
         ctx.share = share
-        return _gathered(tokens, share)
+        return _all_gather(tokens, share)
 
     @staticmethod
     def backward(ctx: _CutContext, of_all: Tensor) -> tuple[Tensor, None]:
-        return _scattered(of_all, ctx.share), None
+        return _reduce_scatter(of_all, ctx.share), None
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CutContext, parts: Tensor, share: TensorShare) -> Tensor:
         ctx.share = share
-        return _scattered(parts, share)
+        return _reduce_scatter(parts, share)
 
     @staticmethod
     def backward(ctx: _CutContext, of_own: Tensor) -> tuple[Tensor, None]:
-        return _gathered(of_own, ctx.share), None
+        return _all_gather(of_own, ctx.share), None
 
 
 class _Whole(_AllGathered):
     @staticmethod
     def backward(ctx: _CutContext, of_all: Tensor) -> tuple[Tensor, None]:
-        return of_all[ctx.share.own(len(of_all))], None
+        return of_all[ctx.share.local_slice(len(of_all))], None
 
 
-def _gathered(tokens: Tensor, share: TensorShare) -> Tensor:
+def _all_gather(tokens: Tensor, share: TensorShare) -> Tensor:
     output = tokens.new_empty((tokens.shape[0] * share.size, *tokens.shape[1:]))
     _ALL_GATHER(output, tokens.contiguous(), group=share.group)
     return output
 
 
-def _scattered(parts: Tensor, share: TensorShare) -> Tensor:
+def _reduce_scatter(parts: Tensor, share: TensorShare) -> Tensor:
     output = parts.new_empty((parts.shape[0] // share.size, *parts.shape[1:]))
     _REDUCE_SCATTER(output, parts.contiguous(), group=share.group)
     return output

@@ -244,7 +244,7 @@ class ParallelContext:
         assert not sends, phase
         assert not receives, phase
 
-    def beside(self) -> ParallelContext:
+    def in_second_group(self) -> ParallelContext:
         """Return the same ranks in a separate Gloo group, for a second thread."""
         return self
 
@@ -294,7 +294,7 @@ class TorchDistributed(ParallelContext):
         super().__init__(device.torch_device.type)
         self._meshes: dict[tuple[int | str, ...], DeviceMesh] = {}
         self._group: ProcessGroup | None = None  # all ranks, as torch forms it
-        self._own_groups: list[ProcessGroup] = []
+        self._groups: list[ProcessGroup] = []
         backend = rank_backends(device.torch_device.type)
         if self.device_type == "cuda":
             outlive_collectives()  # so that a rank ends with an error that names the late one
@@ -309,11 +309,11 @@ class TorchDistributed(ParallelContext):
             self._leave_rendezvous()
             raise
         assert dist.group.WORLD is not None
-        self._own_groups.append(dist.group.WORLD)
+        self._groups.append(dist.group.WORLD)
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self._processes: list[ProcessMark] = []
-        self._processes = self._meet()
+        self._processes = self._exchange_processes()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Sum on the tensors' device, one collective per tensor."""
@@ -322,9 +322,10 @@ class TorchDistributed(ParallelContext):
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Gather over Gloo as float64."""
-        own = torch.tensor(values, dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._run(partial(dist.all_gather, gathered, own, group=self._group, async_op=True), phase)
+        local = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
+        gather = partial(dist.all_gather, gathered, local, group=self._group, async_op=True)
+        self._run(gather, phase)
         return [part.tolist() for part in gathered]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
@@ -342,25 +343,25 @@ class TorchDistributed(ParallelContext):
 
     def shard_mesh(self, size: int) -> DeviceMesh:
         # Neighboring ranks share a copy: they are likely on one machine, with fast links.
-        grid = self._by_stage().unflatten(1, (-1, size, self.layout.tensor))
+        grid = self._rank_grid().unflatten(1, (-1, size, self.layout.tensor))
         names: tuple[str, ...] = (COPY_DIM, SHARD_DIM, TENSOR_DIM)
         if self.layout.tensor == 1:
             grid, names = grid.squeeze(-1), names[:2]
-        return self._mesh_of(grid, names, f"{size} ranks that share a model")
+        return self._mesh_once(grid, names, f"{size} ranks that share a model")
 
     def whole_mesh(self, size: int) -> DeviceMesh:
         of_copy = size * self.layout.tensor
-        grid = self._by_stage().unflatten(1, (-1, of_copy))
-        return self._mesh_of(grid, (COPY_DIM, SHARD_DIM), f"{of_copy} ranks that share a tower")
+        grid = self._rank_grid().unflatten(1, (-1, of_copy))
+        return self._mesh_once(grid, (COPY_DIM, SHARD_DIM), f"{of_copy} ranks that share a tower")
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         super().expert_mesh(size)
         experts, tensor = self.layout.experts, self.layout.tensor
         if experts == tensor == 1:
             return None
-        grid = self._by_stage().unflatten(1, (-1, size * tensor // experts, experts))
+        grid = self._rank_grid().unflatten(1, (-1, size * tensor // experts, experts))
         names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
-        return self._mesh_of(grid, names, f"{experts} ranks with experts")
+        return self._mesh_once(grid, names, f"{experts} ranks with experts")
 
     def divide(self, layout: ParallelLayout) -> None:
         super().divide(layout)
@@ -372,10 +373,10 @@ class TorchDistributed(ParallelContext):
             self.stages = StageRanks(tuple(column), stage)
         with self.naming_failures("forming groups of the ranks that train the same rows"):
             if layout.sequence > 1:
-                group, ranks = self._own_group(grid, 2)
+                group, ranks = self._make_groups(grid, 2)
                 self.share = SequenceShare(group, ranks.index(self.rank), len(ranks))
             if layout.tensor > 1:
-                group, ranks = self._own_group(grid, 3)
+                group, ranks = self._make_groups(grid, 3)
                 self.tensor = TensorShare(group, ranks.index(self.rank), len(ranks))
             self.image_ranks = self._image_ranks(grid)
 
@@ -385,7 +386,7 @@ class TorchDistributed(ParallelContext):
         if tensor is not None and share is None:
             share = SequenceShare(tensor.group, tensor.rank, tensor.size)
         elif tensor is not None:
-            group, ranks = self._own_group(grid.flatten(2), 2)
+            group, ranks = self._make_groups(grid.flatten(2), 2)
             share = SequenceShare(group, ranks.index(self.rank), len(ranks))
         return ImageRanks(share, encodes=self.stages is None or self.stages.number == 0)
 
@@ -396,23 +397,23 @@ class TorchDistributed(ParallelContext):
         phase: str,
     ) -> None:
         """Exchange on the tensors' devices, at once."""
-        operations = [dist.P2POp(dist.isend, one, rank, self._group) for one, rank in sends]
-        operations += [dist.P2POp(dist.irecv, one, rank, self._group) for one, rank in receives]
+        operations = [dist.P2POp(dist.isend, t, rank, self._group) for t, rank in sends]
+        operations += [dist.P2POp(dist.irecv, t, rank, self._group) for t, rank in receives]
         if not operations:
             return
-        others = sorted({rank for _, rank in (*sends, *receives)})
-        peer = "trainer rank " + ", ".join(map(str, others))
+        peers = sorted({rank for _, rank in (*sends, *receives)})
+        peer = "trainer rank " + ", ".join(map(str, peers))
         with self.naming_failures(phase, peer):
             works = dist.batch_isend_irecv(operations)
         for work in works:
-            self._run(partial(_itself, work), phase, peer)
+            self._run(partial(_identity, work), phase, peer)
 
-    def beside(self) -> ParallelContext:
-        other = copy(self)
+    def in_second_group(self) -> ParallelContext:
+        context = copy(self)
         with self.naming_failures("forming a second group of all ranks"):
             deadline = timedelta(seconds=self.timeout_s)
-            other._group = dist.new_group(backend=_GLOO, timeout=deadline)
-        return other
+            context._group = dist.new_group(backend=_GLOO, timeout=deadline)
+        return context
 
     @contextmanager
     def naming_failures(self, phase: str, peer: str = "a trainer rank") -> Iterator[None]:
@@ -427,7 +428,7 @@ class TorchDistributed(ParallelContext):
         except SluiceError:
             raise
         except Exception as error:
-            given_up, text = self._given_up(), str(error)
+            given_up, text = self._watchdog_error(), str(error)
             is_backend = isinstance(error, RuntimeError) and (
                 isinstance(error, dist.DistError) or _GLOO in text
             )
@@ -435,7 +436,7 @@ class TorchDistributed(ParallelContext):
                 raise
             is_late = given_up == ErrorType.TIMEOUT or _LATE in text.lower()
             self._fail(error, phase, peer, is_late=is_late)
-        if (given_up := self._given_up()) is not None:
+        if (given_up := self._watchdog_error()) is not None:
             why = RuntimeError(f"NCCL gave up a collective: {given_up.name}")
             self._fail(why, phase, peer, is_late=given_up == ErrorType.TIMEOUT)
 
@@ -477,36 +478,36 @@ class TorchDistributed(ParallelContext):
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
             self._fail(error, phase, peer, is_late=is_late)
 
-    def _given_up(self) -> ErrorType | None:
+    def _watchdog_error(self) -> ErrorType | None:
         """Return why NCCL's watchdog gave up a collective of this rank; ``None`` if it did not."""
         if self.device_type != "cuda":
             return None
         device = torch.device(self.device_type)
-        backends = [group._get_backend(device) for group in self._own_groups]
-        errors = [one.get_error() for one in backends]
-        return next((one for one in errors if one != ErrorType.SUCCESS), None)
+        backends = [group._get_backend(device) for group in self._groups]
+        errors = [backend.get_error() for backend in backends]
+        return next((error for error in errors if error != ErrorType.SUCCESS), None)
 
     def _fail(self, error: Exception, phase: str, peer: str, *, is_late: bool) -> NoReturn:
-        ended = self._ended(0.0 if is_late else _ENDING_S) or peer
-        seen = f"{ended}, seen from rank {self.rank} of {self.world_size}"
+        ended = self._name_ended_ranks(0.0 if is_late else _ENDING_S) or peer
+        blamed = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
-            raise DeadlineError(seen, phase, self.timeout_s, LATE_REMEDY) from error
-        raise PeerError(seen, phase, str(error)) from error
+            raise DeadlineError(blamed, phase, self.timeout_s, LATE_REMEDY) from error
+        raise PeerError(blamed, phase, str(error)) from error
 
-    def _meet(self) -> list[ProcessMark]:
+    def _exchange_processes(self) -> list[ProcessMark]:
         """Return all ranks' processes; those on other machines cannot be observed. Collective."""
         fields = stat_fields(os.getpid())
         started = float(fields[START_FIELD]) if fields else 0.0
         host = host_of_pids()
-        own = [float(os.getpid()), started, float(zlib.crc32(host.encode()))]
+        local = [float(os.getpid()), started, float(zlib.crc32(host.encode()))]
         return [
             ProcessMark(
-                f"trainer rank {rank}", int(pid), host if place == own[2] else "", int(start)
+                f"trainer rank {rank}", int(pid), host if place == local[2] else "", int(start)
             )
-            for rank, (pid, start, place) in enumerate(self.all_gather(own, FORMING))
+            for rank, (pid, start, place) in enumerate(self.all_gather(local, FORMING))
         ]
 
-    def _ended(self, wait_s: float) -> str:
+    def _name_ended_ranks(self, wait_s: float) -> str:
         """Name the ranks of this machine that have ended or are stopped.
 
         A process closes its connections shortly before it is gone.
@@ -519,11 +520,11 @@ class TorchDistributed(ParallelContext):
                 return ", ".join(ended)
             time.sleep(_RETRY_S)
 
-    def _by_stage(self) -> Tensor:
+    def _rank_grid(self) -> Tensor:
         """Return the numbers of all ranks, [stages, ranks of a stage]."""
         return torch.arange(self.world_size).view(self.layout.pipeline, -1)
 
-    def _mesh_of(self, grid: Tensor, names: tuple[str, ...], sharing: str) -> DeviceMesh:
+    def _mesh_once(self, grid: Tensor, names: tuple[str, ...], sharing: str) -> DeviceMesh:
         """Return the mesh of a grid of all ranks, made once; all ask for grids in the same order.
 
         The mesh is of this rank's stage, the grid's first dimension; the second is left out if its
@@ -543,21 +544,21 @@ class TorchDistributed(ParallelContext):
             world = dist.group.WORLD
             assert world is not None
             return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=names)
-        own = [self._own_group(grid, dim)[0] for dim in range(1, grid.ndim)]
+        groups = [self._make_groups(grid, dim)[0] for dim in range(1, grid.ndim)]
         stage = grid[self.stages.number if self.stages else 0].clone()
-        return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.device_type, mesh=stage, mesh_dim_names=names)
 
-    def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
+    def _make_groups(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
         """Make the groups along one dimension of all ranks; return this rank's group and its
         ranks."""
-        size, own = grid.shape[dim], None
+        size, own_group = grid.shape[dim], None
         for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
             group = self._new_group(ranks)
             if self.rank in ranks:
-                self._own_groups.append(group)
-                own = group, ranks
-        assert own is not None
-        return own
+                self._groups.append(group)
+                own_group = group, ranks
+        assert own_group is not None
+        return own_group
 
     def _new_group(self, ranks: list[int]) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""
@@ -566,7 +567,7 @@ class TorchDistributed(ParallelContext):
         return group
 
 
-def _itself(work: dist.Work) -> dist.Work:
+def _identity(work: dist.Work) -> dist.Work:
     return work
 
 

@@ -74,11 +74,11 @@ class RewardSamples:
             )
             async with aclosing(stream) as answers:
                 try:
-                    return await with_samples(outline, rows, self._in_time(answers, phase))
+                    return await with_samples(outline, rows, self._until_stall(answers, phase))
                 except NotFoundError as error:  # the service has restarted since
                     raise PeerError(_PEER, phase, str(error)) from error
 
-    async def _in_time(
+    async def _until_stall(
         self, answers: AsyncIterator[reward.TakeSamplesResponse], phase: str
     ) -> AsyncIterator[reward.TakeSamplesResponse]:
         num_came = 0

@@ -107,7 +107,7 @@ class SendingRank(services.SendingRankServiceServicer):
         self._device, self._timeout_s, self._keeps_base = device, timeout_s, keeps_base
         self._certificates = certificates
         self._epochs: dict[int, _Epoch] = {}
-        self._left: deque[int] = deque(maxlen=_LEFT_EPOCHS)
+        self._left_epochs: deque[int] = deque(maxlen=_LEFT_EPOCHS)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sending-rank")
         self._server = member_server(
@@ -121,22 +121,22 @@ class SendingRank(services.SendingRankServiceServicer):
         """Leave all epochs and stop listening."""
         with self._lock:
             epochs, self._epochs = self._epochs, {}
-        for one in epochs.values():
-            one.sender.abandon("the trainer rank ends")
+        for epoch in epochs.values():
+            epoch.sender.abandon("the trainer rank ends")
         stop_server(self._server, self._threads)
 
     def JoinGroups(
         self, request: messages.JoinGroupsRequest, context: grpc.ServicerContext
     ) -> messages.JoinGroupsResponse:
         def join(stop: threading.Event) -> messages.JoinGroupsResponse:
-            sender = self._sender_of(request)
-            workers = frozenset(name for one in request.classes for name in one.workers)
-            for ended in self._begin(request.epoch, _Epoch(sender, workers)):
+            sender = self._make_sender(request)
+            workers = frozenset(name for group in request.classes for name in group.workers)
+            for ended in self._start_epoch(request.epoch, _Epoch(sender, workers)):
                 ended.abandon("the epoch is over")
             sender.join(stop)
             return messages.JoinGroupsResponse()
 
-        return _answered(context, join)
+        return _answer(context, join)
 
     def EncodeChanges(
         self, request: messages.EncodeChangesRequest, context: grpc.ServicerContext
@@ -155,7 +155,7 @@ class SendingRank(services.SendingRankServiceServicer):
                 epoch.changes = epoch.sender.encode(bases, old.weights, new.weights, stop)
             return messages.EncodeChangesResponse(saves=any(epoch.changes or ()))
 
-        return _answered(context, encode)
+        return _answer(context, encode)
 
     def SendVersion(
         self, request: messages.SendVersionRequest, context: grpc.ServicerContext
@@ -174,13 +174,13 @@ class SendingRank(services.SendingRankServiceServicer):
                 ]
             )
 
-        return _answered(context, send)
+        return _answer(context, send)
 
     def LeaveGroups(
         self, request: messages.LeaveGroupsRequest, context: grpc.ServicerContext
     ) -> messages.LeaveGroupsResponse:
         with self._lock:
-            self._left.append(request.epoch)  # the call that joins it may come later
+            self._left_epochs.append(request.epoch)  # the call that joins it may come later
             epoch = self._epochs.pop(request.epoch, None)
         if epoch is not None:
             epoch.sender.abandon(request.reason)
@@ -191,8 +191,8 @@ class SendingRank(services.SendingRankServiceServicer):
     ) -> messages.ProbeResponse:
         return messages.ProbeResponse()
 
-    def _sender_of(self, request: messages.JoinGroupsRequest) -> RankSender:
-        own = self._holdings[self._number]
+    def _make_sender(self, request: messages.JoinGroupsRequest) -> RankSender:
+        holding = self._holdings[self._number]
         spec = TransferGroupSpec(
             epoch=request.epoch,
             host=request.host,
@@ -208,25 +208,26 @@ class SendingRank(services.SendingRankServiceServicer):
             certificates=self._certificates,
             holdings=self._holdings,
         )
-        shares = [share_from_proto(one.share, "classes") for one in request.classes]
+        shares = [share_from_proto(group.share, "classes") for group in request.classes]
         plans = [
-            stream_plans(self._tensors, request.bucket_bytes, share, [own])[0] for share in shares
+            stream_plans(self._tensors, request.bucket_bytes, share, [holding])[0]
+            for share in shares
         ]
-        workers = [dict(enumerate(one.workers, 1)) for one in request.classes]
-        name = rank_name(own.rank)
+        workers = [dict(enumerate(group.workers, 1)) for group in request.classes]
+        name = rank_name(holding.rank)
         return RankSender(spec, self._number, plans, name, workers, self._device, self._keeps_base)
 
-    def _begin(self, number: int, new: _Epoch) -> list[RankSender]:
+    def _start_epoch(self, number: int, new: _Epoch) -> list[RankSender]:
         """Note an epoch, unless it is over; return the senders of epochs that are over now."""
         with self._lock:
             # A worker is in one group at a time, so the calls to leave its earlier groups were
             # lost.
             rivals = [
-                n for n, one in self._epochs.items() if n == number or one.workers & new.workers
+                n for n, epoch in self._epochs.items() if n == number or epoch.workers & new.workers
             ]
-            if number in self._left or max(rivals, default=number) > number:
+            if number in self._left_epochs or max(rivals, default=number) > number:
                 return [new.sender]
-            self._left.extend(n for n in rivals if n < number)
+            self._left_epochs.extend(n for n in rivals if n < number)
             ended = [self._epochs.pop(n).sender for n in rivals]
             self._epochs[number] = new
             return ended
@@ -238,9 +239,7 @@ class SendingRank(services.SendingRankServiceServicer):
             return self._epochs[number]
 
 
-def _answered(
-    context: grpc.ServicerContext, work: Callable[[threading.Event], _AnswerT]
-) -> _AnswerT:
+def _answer(context: grpc.ServicerContext, work: Callable[[threading.Event], _AnswerT]) -> _AnswerT:
     """Return the answer, or send an error to rank 0. The end of the call ends the work."""
     stop = threading.Event()
     context.add_callback(stop.set)
@@ -334,7 +333,7 @@ class SendingRankClient(RemoteRank):
             self._calls.SendVersion, request, epoch, phase, timeout_s + _GRACE_S, should_stop
         )
         return [
-            NOTHING if plan is None else _sent(plan, stream)
+            NOTHING if plan is None else _sent_stream(plan, stream)
             for plan, stream in zip(plans, answer.streams, strict=True)
         ]
 
@@ -349,11 +348,11 @@ class SendingRankClient(RemoteRank):
         with self._lock:
             self._leaving.add(leaving)  # gRPC cancels a call that nobody holds
             running = tuple(self._running.pop(epoch, ()))  # a call that ends leaves the set
-        leaving.add_done_callback(self._left)
+        leaving.add_done_callback(self._forget_call)
         for call in running:
             call.cancel()
 
-    def _left(self, call: grpc.Future[Any]) -> None:
+    def _forget_call(self, call: grpc.Future[Any]) -> None:
         with self._lock:
             self._leaving.discard(call)
 
@@ -396,7 +395,7 @@ class SendingRankClient(RemoteRank):
         return WeightSyncError(self.name, phase, error.details() or code.name)
 
 
-def _sent(plan: TransferPlan, stream: messages.SentStream) -> SentStream:
+def _sent_stream(plan: TransferPlan, stream: messages.SentStream) -> SentStream:
     starts = range(0, len(stream.digests), DIGEST_BYTES)
     parts = tuple(stream.digests[at : at + DIGEST_BYTES] for at in starts)
     return SentStream(WeightDigests(part_names(plan), parts), stream.num_bytes)

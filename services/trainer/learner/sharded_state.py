@@ -141,23 +141,23 @@ def write_state(
         OSError: the disk is full or cannot be written.
     """
     count = parallel.world_size
-    pieces = ((name, piece) for name, one in layouts.items() for piece in one.pieces)
+    pieces = ((name, piece) for name, layout in layouts.items() for piece in layout.pieces)
     # The holders of pieces take turns, so that ranks write equal amounts.
     placed = [
         _WrittenPiece(name, piece, piece.holders[turn % len(piece.holders)])
         for turn, (name, piece) in enumerate(pieces)
     ]
-    own = [part for part in placed if part.writer == parallel.rank]
+    own_pieces = [written for written in placed if written.writer == parallel.rank]
     header = {
-        one.name: (
-            () if layouts[one.name].is_scalar else one.piece.shape,
-            layouts[one.name].dtype,
+        written.name: (
+            () if layouts[written.name].is_scalar else written.piece.shape,
+            layouts[written.name].dtype,
         )
-        for one in own
+        for written in own_pieces
     }
     with TensorFile(folder / file_name(stem, parallel.rank, count), header) as file:
-        for one in own:
-            part = parts[one.name]
+        for written in own_pieces:
+            part = parts[written.name]
             step = max(1, BUCKET_BYTES // max(1, part[:1].nbytes))
             for start in range(0, part.shape[0], step):
                 file.append(part[start : start + step])
@@ -170,7 +170,7 @@ def _write_index(
     file: Path, stem: str, count: int, placed: Sequence[_WrittenPiece], layouts: TensorLayouts
 ) -> None:
     tensors: dict[str, Any] = {
-        name: {"shape": one.own_shape, "pieces": []} for name, one in layouts.items()
+        name: {"shape": layout.own_shape, "pieces": []} for name, layout in layouts.items()
     }
     for part in placed:
         tensors[part.name]["pieces"].append([part.writer, *part.piece.offset])
@@ -192,17 +192,17 @@ class StateFiles:
         self._opened: dict[Path, Any] = {}
         index = folder / f"{stem}.index.json"
         if not index.is_file():
-            whole = folder / file_name(stem, 0, 1)
-            for name in self._open(whole).keys():  # noqa: SIM118 - safetensors' handle is no mapping
-                self._shapes[name] = self._shape(whole, name)
-                self._pieces[name] = [(whole, (0,) * max(1, len(self._shapes[name])))]
+            file = folder / file_name(stem, 0, 1)
+            for name in self._open(file).keys():  # noqa: SIM118 - safetensors' handle is no mapping
+                self._shapes[name] = self._shape(file, name)
+                self._pieces[name] = [(file, (0,) * max(1, len(self._shapes[name])))]
             return
         content = json.loads(index.read_text(encoding="utf-8"))
         try:
             files = [folder / name for name in content["files"]]
-            for name, one in content["tensors"].items():
-                self._shapes[name] = tuple(one["shape"])
-                self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
+            for name, entry in content["tensors"].items():
+                self._shapes[name] = tuple(entry["shape"])
+                self._pieces[name] = [(files[number], tuple(o)) for number, *o in entry["pieces"]]
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{index.name}: not the index of a state: {error}") from error
 
@@ -222,7 +222,7 @@ class StateFiles:
         Args:
             offset: where the part begins, by dimension.
         """
-        left = target.numel()
+        num_left = target.numel()
         for file, begin in self._pieces[name]:
             shape = self._shape(file, name) or (1,)
             start = [max(a, b) for a, b in zip(offset, begin, strict=True)]
@@ -231,10 +231,10 @@ class StateFiles:
                 for a, n, b, m, s in zip(offset, target.shape, begin, shape, start, strict=True)
             ]
             if min(size) > 0:
-                into = target[region(_less(start, offset), size)]
-                self._copy(into, file, name, _less(start, begin))
-                left -= into.numel()
-        if left:
+                into = target[region(_subtract(start, offset), size)]
+                self._copy(into, file, name, _subtract(start, begin))
+                num_left -= into.numel()
+        if num_left:
             raise ValueError(f"{name}: the pieces do not make the whole tensor")
 
     def _copy(self, into: Tensor, file: Path, name: str, offset: Sizes) -> None:
@@ -244,9 +244,9 @@ class StateFiles:
             return
         stored = opened.get_slice(name)
         step = max(1, BUCKET_BYTES // max(1, into[:1].nbytes))
-        for first in range(0, into.shape[0], step):
-            rows = into[first : first + step]
-            rows.copy_(stored[region((offset[0] + first, *offset[1:]), rows.shape)])
+        for row in range(0, into.shape[0], step):
+            rows = into[row : row + step]
+            rows.copy_(stored[region((offset[0] + row, *offset[1:]), rows.shape)])
 
     def _shape(self, file: Path, name: str) -> Sizes:
         return tuple(self._open(file).get_slice(name).get_shape())
@@ -257,5 +257,5 @@ class StateFiles:
         return self._opened[file]
 
 
-def _less(one: Sequence[int], other: Sequence[int]) -> Sizes:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+def _subtract(minuend: Sequence[int], subtrahend: Sequence[int]) -> Sizes:
+    return tuple(a - b for a, b in zip(minuend, subtrahend, strict=True))

@@ -44,7 +44,7 @@ class MemoryPeaks:
         if name is not None:
             self._phases[name] = max(self._phases.get(name, 0), peak.allocated_bytes)
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         """Return memory that torch caches to the device's driver."""
         self._device.empty_cache()
 
@@ -102,16 +102,16 @@ def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) 
     numbers = count()
     total = 0.0
     for group in batch.groups:
-        kept = [one for one in group.rollouts if next(numbers) not in skipped]
-        labels = sum(one.num_tokens for one in kept)
-        paths = [(one.turns, path) for one in kept for path in training_paths(one.turns)]
-        after = [path_length(*one) for one in paths if follows_prompt(*one)]
-        alone = [path_length(*one) for one in paths if not follows_prompt(*one)]
-        prompt = int(group.prompt_token_ids.size) if after else 0
+        rollouts = [rollout for rollout in group.rollouts if next(numbers) not in skipped]
+        labels = sum(rollout.num_tokens for rollout in rollouts)
+        paths = [(r.turns, path) for r in rollouts for path in training_paths(r.turns)]
+        continuing = [path_length(*path) for path in paths if follows_prompt(*path)]
+        alone = [path_length(*path) for path in paths if not follows_prompt(*path)]
+        prompt = int(group.prompt_token_ids.size) if continuing else 0
         if labels:
-            pairs = causal_pairs(prompt) + sum(n * prompt for n in after)
-            pairs += sum(causal_pairs(n) for n in (*after, *alone))
-            total += shape.training_flops(prompt + sum(after) + sum(alone), labels, pairs)
+            pairs = causal_pairs(prompt) + sum(n * prompt for n in continuing)
+            pairs += sum(causal_pairs(n) for n in (*continuing, *alone))
+            total += shape.training_flops(prompt + sum(continuing) + sum(alone), labels, pairs)
     return total
 
 
@@ -126,12 +126,12 @@ class StepProfiler:
     """
 
     def __init__(self, config: RunConfig, rank: int, kind: str) -> None:
-        everywhere, own = config.global_profiler, config.actor_rollout_ref.actor.profiler
-        is_on = own.enable and (own.tool or everywhere.tool) == "torch"
-        is_traced = is_on and (own.all_ranks or rank in own.ranks)
+        profiler, actor_profiler = config.global_profiler, config.actor_rollout_ref.actor.profiler
+        is_on = actor_profiler.enable and (actor_profiler.tool or profiler.tool) == "torch"
+        is_traced = is_on and (actor_profiler.all_ranks or rank in actor_profiler.ranks)
         self._rank = rank
-        self._steps = frozenset(everywhere.steps or ()) if is_traced else frozenset[int]()
-        self._folder = Path(own.save_path or everywhere.save_path)
+        self._steps = frozenset(profiler.steps or ()) if is_traced else frozenset[int]()
+        self._folder = Path(actor_profiler.save_path or profiler.save_path)
         self._activities = [ProfilerActivity.CPU]
         if kind == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
@@ -150,7 +150,7 @@ class StepProfiler:
         """
         times: dict[str, float] = {}
         began_s = time.perf_counter()
-        profiler = self._started(step) if step in self._steps else None
+        profiler = self._start_profiler(step) if step in self._steps else None
         if profiler is None:
             yield times
             return
@@ -158,13 +158,13 @@ class StepProfiler:
         try:
             yield times
         except BaseException:
-            self._stop(profiler, step, is_kept=False)
+            self._stop_profiler(profiler, step, is_kept=False)
             raise
         ended_s = time.perf_counter()
-        self._stop(profiler, step, is_kept=True)
+        self._stop_profiler(profiler, step, is_kept=True)
         times["timing_s/stop_profile"] = time.perf_counter() - ended_s
 
-    def _started(self, step: int) -> profile | None:
+    def _start_profiler(self, step: int) -> profile | None:
         """Return a running profiler; ``None`` if it cannot start."""
         try:
             profiler = profile(activities=self._activities)
@@ -174,7 +174,7 @@ class StepProfiler:
             return None
         return profiler
 
-    def _stop(self, profiler: profile, step: int, *, is_kept: bool) -> None:
+    def _stop_profiler(self, profiler: profile, step: int, *, is_kept: bool) -> None:
         path = self._folder / f"step-{step}-rank-{self._rank}.json.gz"
         try:
             profiler.stop()

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from services.trainer.learner.ranks import ParallelContext
 from sluice.errors import ConfigError
 from sluice.weight_share import Cut
-from sluice.weights.share import Cuts, overlapping
+from sluice.weights.share import Cuts, overlapping_ranks
 
 Sizes: TypeAlias = tuple[int, ...]
 
@@ -65,8 +65,8 @@ class TensorLayout:
         sides = zip(piece.offset, piece.shape, self.shape, strict=True)
         return tuple(
             Cut(dimension, ((offset, size),))
-            for dimension, (offset, size, whole) in enumerate(sides)
-            if size != whole
+            for dimension, (offset, size, length) in enumerate(sides)
+            if size != length
         )
 
 
@@ -94,9 +94,9 @@ def local_region(tensor: Tensor) -> tuple[Sizes, Sizes]:
     cuts = zip(tensor.placements, mesh.shape, own_index, strict=True)
     for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
         if isinstance(placement, Shard | _StridedShard):
-            whole = part[placement.dim]
-            start = min(-(-whole // size) * index, whole)
-            part[placement.dim] = min(-(-whole // size), whole - start)
+            length = part[placement.dim]
+            start = min(-(-length // size) * index, length)
+            part[placement.dim] = min(-(-length // size), length - start)
             offset[placement.dim] += start
     return tuple(offset), tuple(part)
 
@@ -131,39 +131,40 @@ def exchange_layouts(
     for device in sorted(devices, key=str):
         # NCCL connects a group only in a collective of all its ranks; sends are not collective.
         parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
-    whole = tensors if outline is None else outline
-    own = [float(n) for name in whole for part in _own_region(name, tensors, whole) for n in part]
-    every = parallel.all_gather(own, phase)
+    all_tensors = tensors if outline is None else outline
+    parts = [_region_or_empty(name, tensors, all_tensors) for name in all_tensors]
+    sent = [float(n) for offset_and_shape in parts for part in offset_and_shape for n in part]
+    gathered = parallel.all_gather(sent, phase)
     layouts: dict[str, TensorLayout] = {}
     start = 0
-    for name, tensor in whole.items():
+    for name, tensor in all_tensors.items():
         shape = at_least_1d(tensor.shape)
         middle, start = start + len(shape), start + 2 * len(shape)
         if not tensor.numel():
             layouts[name] = replicated_layout(tensor, parallel.world_size)
             continue
         holders: dict[tuple[Sizes, Sizes], list[int]] = {}
-        for rank, numbers in enumerate(every):
+        for rank, numbers in enumerate(gathered):
             offset, size = (
-                _whole(numbers[middle - len(shape) : middle]),
-                _whole(numbers[middle:start]),
+                _to_sizes(numbers[middle - len(shape) : middle]),
+                _to_sizes(numbers[middle:start]),
             )
             if math.prod(size):
                 holders.setdefault((offset, size), []).append(rank)
         pieces = tuple(TensorShard(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
-        placed = TensorLayout(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
-        cuts = [(piece.holders[0], placed.cuts(piece)) for piece in pieces]
+        layout = TensorLayout(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+        cuts = [(piece.holders[0], layout.cuts(piece)) for piece in pieces]
         num_elements = sum(math.prod(piece.shape) for piece in pieces)
-        if num_elements != math.prod(shape) or overlapping(cuts, shape):
+        if num_elements != math.prod(shape) or overlapping_ranks(cuts, shape):
             raise ConfigError(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
                 f"its shape {shape}; choose another layout of trainer ranks"
             )
-        layouts[name] = placed
+        layouts[name] = layout
     return layouts
 
 
-def _own_region(
+def _region_or_empty(
     name: str, tensors: Mapping[str, Tensor], outline: Mapping[str, Tensor]
 ) -> tuple[Sizes, Sizes]:
     """Return `local_region` of a tensor, or an empty part if this rank lacks it."""
@@ -173,30 +174,30 @@ def _own_region(
     return nothing, nothing
 
 
-def _whole(numbers: Sequence[float]) -> Sizes:
+def _to_sizes(numbers: Sequence[float]) -> Sizes:
     return tuple(map(int, numbers))
 
 
 def holds_all(layouts: TensorLayouts, rank: int) -> bool:
     """Return whether a rank holds every piece of every tensor."""
-    return all(rank in piece.holders for one in layouts.values() for piece in one.pieces)
+    return all(rank in piece.holders for layout in layouts.values() for piece in layout.pieces)
 
 
 def replicated_layout(tensor: Tensor, world_size: int) -> TensorLayout:
     """Return the entry for a tensor that every rank holds whole."""
     shape = at_least_1d(tensor.shape)
-    whole = TensorShard((0,) * len(shape), shape, tuple(range(world_size)))
-    return TensorLayout(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
+    shard = TensorShard((0,) * len(shape), shape, tuple(range(world_size)))
+    return TensorLayout(shape, tensor.dtype, (shard,), is_scalar=not tensor.ndim)
 
 
-def moment_layout(placed: TensorLayout, moment: Tensor) -> TensorLayout:
+def moment_layout(layout: TensorLayout, moment: Tensor) -> TensorLayout:
     """Return the layouts of an optimizer's state tensor of a parameter.
 
     It has the parameter's shape, or is a number on each rank that has a part of it.
     """
     if moment.ndim:
-        return replace(placed, dtype=moment.dtype)
-    holders = sorted({rank for piece in placed.pieces for rank in piece.holders})
+        return replace(layout, dtype=moment.dtype)
+    holders = sorted({rank for piece in layout.pieces for rank in piece.holders})
     return TensorLayout(
         (1,), moment.dtype, (TensorShard((0,), (1,), tuple(holders)),), is_scalar=True
     )

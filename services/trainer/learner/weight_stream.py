@@ -37,18 +37,18 @@ def cut_buckets(
         bucket_bytes: size of a bucket; a longer row gets a bucket of its own.
     """
     bucket: list[TensorRows] = []
-    left = bucket_bytes
+    bytes_left = bucket_bytes
     for name in names:
-        placed = layouts[name]
-        row_bytes = max(1, placed.row_bytes)
-        start, rows = 0, placed.shape[0]
+        layout = layouts[name]
+        row_bytes = max(1, layout.row_bytes)
+        start, rows = 0, layout.shape[0]
         while start < rows or not rows:
-            if bucket and left < row_bytes:
+            if bucket and bytes_left < row_bytes:
                 yield bucket
-                bucket, left = [], bucket_bytes
-            stop = min(rows, start + max(1, left // row_bytes))
+                bucket, bytes_left = [], bucket_bytes
+            stop = min(rows, start + max(1, bytes_left // row_bytes))
             bucket.append(TensorRows(name, start, stop))
-            left -= (stop - start) * row_bytes
+            bytes_left -= (stop - start) * row_bytes
             start = stop
             if not rows:
                 break
@@ -97,33 +97,33 @@ class _BucketExchange:
         self.scattered: list[tuple[Tensor, Tensor]] = []
         self._rank = rank
         self._parts = parts
-        self._device = next((one.device for one in parts.values()), torch.device("cpu"))
+        self._device = next((tensor.device for tensor in parts.values()), torch.device("cpu"))
 
-    def take(self, receiver: int, rows: TensorRows, placed: TensorLayout) -> Tensor | None:
+    def take(self, receiver: int, rows: TensorRows, layout: TensorLayout) -> Tensor | None:
         """Return the rows, complete after the exchange, on their receiver; None on other ranks."""
         part = self._parts.get(rows.name)  # a rank of another stage has none
-        pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
+        pieces = [piece for piece in layout.pieces if _common_rows(piece, rows) is not None]
         is_here = len(pieces) == 1 and receiver in pieces[0].holders
         if receiver != self._rank:
             for piece in pieces if not is_here else ():
                 if _source(piece, receiver) == self._rank:
                     assert part is not None
-                    own, _ = _within(piece, rows)
-                    self.sends.append((part[own].contiguous(), receiver))
+                    local, _ = _positions(piece, rows)
+                    self.sends.append((part[local].contiguous(), receiver))
             return None
         if is_here:
             assert part is not None
-            return part[_within(pieces[0], rows)[0]]
-        shape = (rows.stop - rows.start, *placed.shape[1:])
-        whole = torch.empty(shape, dtype=placed.dtype, device=self._device)
+            return part[_positions(pieces[0], rows)[0]]
+        shape = (rows.stop - rows.start, *layout.shape[1:])
+        result = torch.empty(shape, dtype=layout.dtype, device=self._device)
         for piece in pieces:
-            own, target = _within(piece, rows)
+            local, target = _positions(piece, rows)
             if (source := _source(piece, receiver)) == receiver:
                 assert part is not None
-                whole[target].copy_(part[own])
+                result[target].copy_(part[local])
             else:
-                self._receive(whole[target], source)
-        return whole
+                self._receive(result[target], source)
+        return result
 
     def _receive(self, target: Tensor, source: int) -> None:
         values = target
@@ -140,15 +140,15 @@ def _source(piece: TensorShard, receiver: int) -> int:
     return piece.holders[receiver % len(piece.holders)]
 
 
-def _common(piece: TensorShard, rows: TensorRows) -> tuple[int, int] | None:
+def _common_rows(piece: TensorShard, rows: TensorRows) -> tuple[int, int] | None:
     start = max(rows.start, piece.offset[0])
     stop = min(rows.stop, piece.offset[0] + piece.shape[0])
     return (start, stop) if start < stop else None
 
 
-def _within(piece: TensorShard, rows: TensorRows) -> tuple[slice, tuple[slice, ...]]:
+def _positions(piece: TensorShard, rows: TensorRows) -> tuple[slice, tuple[slice, ...]]:
     """Return the positions of the common rows in the piece and in `rows`."""
-    start, stop = _common(piece, rows) or (0, 0)
-    own = slice(start - piece.offset[0], stop - piece.offset[0])
+    start, stop = _common_rows(piece, rows) or (0, 0)
+    local = slice(start - piece.offset[0], stop - piece.offset[0])
     offset = (start - rows.start, *piece.offset[1:])
-    return own, region(offset, (stop - start, *piece.shape[1:]))
+    return local, region(offset, (stop - start, *piece.shape[1:]))

@@ -161,9 +161,9 @@ class RunAccountant:
             logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
             tokens = self._since_restart(
-                reading.account(), reading.max_residual, has_restarted=self._notes_restart()
+                reading.account(), reading.max_residual, has_restarted=self._take_restart()
             )
-            self._keep(tokens, reading.moved_tokens)
+            self._keep_tokens(tokens, reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
         return self._publish(
             replace(
@@ -176,19 +176,19 @@ class RunAccountant:
 
     async def _read(self) -> TokenReading | None:
         """Read all token counts; return None if a peer did not answer."""
-        before = await self._ask_reward_counters()
+        reward_before = await self._ask_reward_counters()
         all_answered = await self._ask_fleet_counters()
         fleet = self._fleet.counters()
-        if before is None or not all_answered:
+        if reward_before is None or not all_answered:
             return None
-        after = await self._ask_reward_counters()
-        if after is None:
+        reward_after = await self._ask_reward_counters()
+        if reward_after is None:
             return None
-        reading = TokenReading(before, fleet, after)
+        reading = TokenReading(reward_before, fleet, reward_after)
         if reading.account().residual > 0:
             # Tokens were sent and not received: they are on the wire, or lost. Ask again to see.
-            after = await self._ask_reward_counters() or after
-        return TokenReading(before, fleet, after)
+            reward_after = await self._ask_reward_counters() or reward_after
+        return TokenReading(reward_before, fleet, reward_after)
 
     async def settle(self) -> Mapping[str, float]:
         """Return the accounts of one moment, for a run that has ended.
@@ -197,7 +197,7 @@ class RunAccountant:
         them and every sent token was received. After some attempts or seconds, keep the reading
         during which the fewest tokens were sent.
         """
-        kept, min_sent, has_restarted = self.accounting(), float("inf"), False
+        calmest, min_sent, has_restarted = self.accounting(), float("inf"), False
         ends_s = time.monotonic() + _LONGEST_SETTLE_S
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -208,21 +208,21 @@ class RunAccountant:
             await self._ask_fleet_counters()
             sent_between = self._fleet.counters().sent_tokens - sent_before
             accounting = self.accounting()
-            has_restarted |= self._notes_restart()
+            has_restarted |= self._take_restart()
             if accounting.tokens is not None:
                 tokens = self._since_restart(
                     accounting.tokens, accounting.tokens.residual, has_restarted=has_restarted
                 )
                 accounting = replace(accounting, tokens=tokens)
             if sent_between <= min_sent:
-                kept, min_sent = accounting, sent_between
+                calmest, min_sent = accounting, sent_between
             if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
                 break
             if time.monotonic() >= ends_s:
                 break
-        if kept.tokens is not None:
-            self._keep(kept.tokens, moved=0)
-        return self._publish(kept)
+        if calmest.tokens is not None:
+            self._keep_tokens(calmest.tokens, moved=0)
+        return self._publish(calmest)
 
     def close(self, settled: Mapping[str, float]) -> Mapping[str, float]:
         """Return the settled accounts with the trainer's seconds up to now."""
@@ -237,7 +237,7 @@ class RunAccountant:
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
         return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
 
-    def _notes_restart(self) -> bool:
+    def _take_restart(self) -> bool:
         """Return whether a process has restarted, or met a restarted one, since the last call.
 
         A restarted trainer meets its replicas one by one, each with the tokens that it has sampled
@@ -245,9 +245,9 @@ class RunAccountant:
         """
         members = {member.info.instance_id for member in self._fleet.members()}
         # Not one that has registered since the fleet was asked: its tokens are in no reading yet.
-        known = frozenset(self._answered & members)
-        is_new = self._has_restarted and known != self._known_replicas
-        self._known_replicas = known
+        replicas = frozenset(self._answered & members)
+        is_new = self._has_restarted and replicas != self._known_replicas
+        self._known_replicas = replicas
         is_new, self._reward_has_restarted = is_new or self._reward_has_restarted, False
         return is_new
 
@@ -266,7 +266,7 @@ class RunAccountant:
         self._before_restart = min(self._before_restart, max_residual)
         return with_tokens_before_restart(tokens, self._before_restart)
 
-    def _keep(self, tokens: Account, moved: int) -> None:
+    def _keep_tokens(self, tokens: Account, moved: int) -> None:
         self._tokens, self._tokens_moved = tokens, moved
         self._tokens_read_s = time.monotonic()
 
@@ -288,13 +288,13 @@ class RunAccountant:
     async def _ask_fleet_counters(self) -> bool:
         """Ask all replicas; return whether all have answered."""
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            calls = [
                 tasks.create_task(
                     self._ask_replica_counters(member.info), name=f"counters of {member.info.name}"
                 )
                 for member in self._fleet.members()
             ]
-        return all(task.result() for task in asked)
+        return all(task.result() for task in calls)
 
     async def _ask_replica_counters(self, replica: ReplicaInfo) -> bool:
         try:

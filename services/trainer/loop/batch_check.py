@@ -37,7 +37,7 @@ class BatchTerms:
     min_share: float = MIN_SHARE
     sources: Mapping[str, BatchTerms] = field(default_factory=dict)
 
-    def of(self, group: TrainGroup) -> BatchTerms | None:
+    def for_group(self, group: TrainGroup) -> BatchTerms | None:
         """Return the terms of a group; ``None`` if the run lacks its source."""
         if not self.sources and not group.source:
             return self
@@ -60,7 +60,7 @@ def batch_terms(config: RunConfig) -> BatchTerms:
         whole_groups=needs_whole_groups(config),
         with_baselines=needs_greedy_baseline(config),
         min_share=config.sluice.reward.outcomes.min_share,
-        sources={name: batch_terms(one) for name, one in source_configs(config).items() if name},
+        sources={name: batch_terms(c) for name, c in source_configs(config).items() if name},
     )
 
 
@@ -87,12 +87,12 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
         yield f"formed for version {batch.policy_version}, but version {version} is updated"
     if len(batch.groups) != terms.num_groups:
         yield f"{len(batch.groups)} groups instead of {terms.num_groups}"
-    seen: set[str] = set()  # a prompt twice in a batch would be trained twice
+    prompt_ids: set[str] = set()  # a prompt twice in a batch would be trained twice
     for group in batch.groups:
         name = f"group {group.prompt_id}"
-        if group.prompt_id in seen:
+        if group.prompt_id in prompt_ids:
             yield f"{name}: it is in the batch twice"
-        seen.add(group.prompt_id)
+        prompt_ids.add(group.prompt_id)
         yield from (f"{name}: {problem}" for problem in _group_problems(group, terms))
         for rollout, scored in zip(group.rollouts, group.scores, strict=False):
             sample = f"{name}, sample {rollout.sample_index}"
@@ -106,7 +106,7 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
 
 
 def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
-    terms = of_run.of(group)
+    terms = of_run.for_group(group)
     if terms is None:
         yield (
             f"it is of the source '{group.source}', which sluice.sources does not have; run the "

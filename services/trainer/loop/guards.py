@@ -43,7 +43,7 @@ RECORD_FILE = "guards.json"
 
 
 class RunGuards:
-    """The guards of one run; used from one event loop, but for `protected`.
+    """The guards of one run; used from one event loop, but for `steps_to_protect`.
 
     Args:
         file: the file of their record.
@@ -55,7 +55,7 @@ class RunGuards:
     ) -> None:
         self._keep: KeepConfig = config.keep
         self.rules = tuple(
-            msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules
+            msgspec.convert(msgspec.to_builtins(rule), GuardRule) for rule in config.rules
         )
         self._file = file
         self._state = state
@@ -70,7 +70,7 @@ class RunGuards:
         """The factor on the learning rate after all rollbacks so far."""
         return self._record.learning_rate_factor
 
-    def protected(self, saved: Collection[int]) -> Collection[int]:
+    def steps_to_protect(self, saved: Collection[int]) -> Collection[int]:
         """Return the steps whose checkpoints stay: the best, and the one being validated.
 
         Args:
@@ -80,28 +80,28 @@ class RunGuards:
         best = self._best(saved, self._keep.top)
         return best if validating is None else (*best, validating)
 
-    def saved(self, step: int) -> None:
+    def note_saved(self, step: int) -> None:
         """Note that this run has a checkpoint of `step`."""
-        own = dict.fromkeys((*self._record.saved, step))
-        self._record = replace(self._record, saved=tuple(own))
+        steps = dict.fromkeys((*self._record.saved, step))
+        self._record = replace(self._record, saved=tuple(steps))
         self._write()
 
-    def validating(self, step: int | None) -> None:
+    def note_validating(self, step: int | None) -> None:
         """Note that the weights after `step` are being validated (``None``: none are)."""
         self._validating = step
 
-    def validated(self, step: int, report: ValidationReport) -> None:
+    def note_validated(self, step: int, report: ValidationReport) -> None:
         """Record the metrics of a validation."""
         self._note(step, report.metrics, report.standard_errors, of_validation=True)
         self._write()
 
-    def not_validated(self, step: int, why: str) -> None:
+    def note_failed_validation(self, step: int, why: str) -> None:
         """Note that a validation failed: it says nothing about the policy."""
         absent = Signal(step, absence=f"the validation of step {step} failed: {why}")
         self._add(dict.fromkeys(self._names(of_validation=True), absent))
         self._write()
 
-    def stepped(self, step: int, row: Mapping[str, float]) -> None:
+    def note_step(self, step: int, row: Mapping[str, float]) -> None:
         """Record the metrics of a train step."""
         self._note(step, row, {}, of_validation=False)
 
@@ -118,12 +118,12 @@ class RunGuards:
     def has_validated(self, step: int) -> bool:
         """Return whether a validation of `step` returned a watched metric."""
         names = self._names(of_validation=True)
-        signals = [one for name in names for one in self._record.signals.get(name, ())]
-        return any(one.step == step and one.value is not None for one in signals)
+        signals = [signal for name in names for signal in self._record.signals.get(name, ())]
+        return any(signal.step == step and signal.value is not None for signal in signals)
 
-    def restored(self, version: int) -> int | None:
+    def restored_step(self, version: int) -> int | None:
         """Return the step whose weights a version has after a rollback; ``None`` for its own."""
-        by_version = {one.version: one.restored for one in self._record.rollbacks}
+        by_version = {rollback.version: rollback.restored for rollback in self._record.rollbacks}
         return by_version.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
@@ -133,7 +133,7 @@ class RunGuards:
             return None
         if self._has_held:  # a user has resumed: earlier values no longer count
             self._has_held = False
-            self._settle()
+            self._ignore_past()
         if not self.is_due:
             return None
         steps = saved()
@@ -141,7 +141,7 @@ class RunGuards:
         self._has_held = verdict is not None and verdict.action is GuardAction.HOLD
         return verdict
 
-    def rolled_back(self, verdict: Verdict, version: int) -> float:
+    def note_rollback(self, verdict: Verdict, version: int) -> float:
         """Note that `version` has the weights that the verdict restores; write it to disk.
 
         Returns:
@@ -156,7 +156,7 @@ class RunGuards:
         """Return the state of each rule."""
         return [(rule, judge(rule, self._record)) for rule in self.rules]
 
-    def row(self, step: int) -> Mapping[str, float]:
+    def metrics(self, step: int) -> Mapping[str, float]:
         """Return the guards' metrics of a step; none without rules."""
         if not self.rules:
             return {}
@@ -168,22 +168,22 @@ class RunGuards:
             "guards/without_signal": float(states.count(RuleState.NO_SIGNAL)),
         }
 
-    def best_text(self, saved: Collection[int]) -> str:
+    def describe_best(self, saved: Collection[int]) -> str:
         """Return a text about the best checkpoint; empty if none was validated."""
         best = self._best(saved, 1)
-        signals = [one for one in self._kept_signals() if best and one.step == best[0]]
-        return f"the best checkpoint has {self._kept_name}: {signals[-1].text}" if signals else ""
+        signals = [signal for signal in self._best_signals() if best and signal.step == best[0]]
+        return f"the best checkpoint has {self._best_metric}: {signals[-1].text}" if signals else ""
 
     def _best(self, saved: Collection[int], top: int) -> tuple[int, ...]:
-        own = set(self._record.saved).intersection(saved)
-        return best_steps(self._kept_signals(), self._keep.better, own, top)
+        candidates = set(self._record.saved).intersection(saved)
+        return best_steps(self._best_signals(), self._keep.better, candidates, top)
 
     @property
-    def _kept_name(self) -> str:
+    def _best_metric(self) -> str:
         return self._keep.metric or ACCURACY
 
-    def _kept_signals(self) -> Sequence[Signal]:
-        return self._record.signals.get(self._kept_name, ())
+    def _best_signals(self) -> Sequence[Signal]:
+        return self._record.signals.get(self._best_metric, ())
 
     def _names(self, *, of_validation: bool) -> dict[str, str | None]:
         """Return the metrics that are watched, by their name in the record."""
@@ -219,18 +219,18 @@ class RunGuards:
         self._record = self._record.added(signals)
         self._state.wake()
 
-    def _settle(self) -> None:
+    def _ignore_past(self) -> None:
         """Ignore all values so far; a validation that still runs may break a rule."""
-        seen = {name: signals[-1].step for name, signals in self._record.signals.items() if signals}
-        self._record = replace(self._record, resumed_after=seen)
+        newest = {name: rows[-1].step for name, rows in self._record.signals.items() if rows}
+        self._record = replace(self._record, resumed_after=newest)
         self._write()
 
     def _write(self) -> None:
         of_validations = self._names(of_validation=True)
-        kept = {n: s for n, s in self._record.signals.items() if n in of_validations}
+        signals = {n: s for n, s in self._record.signals.items() if n in of_validations}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file, msgspec.json.encode(replace(self._record, signals=kept)))
+            write_whole(self._file, msgspec.json.encode(replace(self._record, signals=signals)))
         except OSError as error:
             logger.warning("%s is not written; a restart forgets it: %s", self._file, error)
 
@@ -252,6 +252,6 @@ def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
     return replace(record, saved=tuple(dict.fromkeys((*record.saved, checkpoint.step))))
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    names = difflib.get_close_matches(name, known, n=3)
+def _nearest(name: str, candidates: Collection[str]) -> str:
+    names = difflib.get_close_matches(name, candidates, n=3)
     return f" (nearest: {', '.join(names)})" if names else ""

@@ -37,7 +37,7 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        gives_back: engines share the device, and take the memory that training does not hold.
+        frees_cache: engines share the device, and take the memory that training does not hold.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class LearnerThread:
         store: CheckpointStore,
         peaks: MemoryPeaks,
         *,
-        gives_back: bool = False,
+        frees_cache: bool = False,
     ) -> None:
         self._leader = leader
         self._store = store
         self._peaks = peaks
-        self._gives_back = gives_back
+        self._frees_cache = frees_cache
         self._thread = OwnerThread("learner")
         self._writer = OwnerThread("checkpoint")
         self._saving: Future[None] | None = None
@@ -64,7 +64,7 @@ class LearnerThread:
         """Update the policy with the samples taken on all ranks; return metrics by verl's names."""
 
         if self._saving is not None and self._saving.done():
-            await self.saved()  # raises its error
+            await self.wait_until_saved()  # raises its error
         return await self._run(lambda: self._leader.train_step(batch, step))
 
     async def load(self, step: int, rate_factor: float) -> None:
@@ -73,7 +73,7 @@ class LearnerThread:
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        await self.saved()
+        await self.wait_until_saved()
         checkpoint = self._store.checkpoint(step)
         await self._run(lambda: self._leader.load(checkpoint.actor, rate_factor))
 
@@ -91,8 +91,8 @@ class LearnerThread:
         def freeze() -> None:
             self._leader.freeze(version)
             self._peaks.end_phase("update_weights")
-            if self._gives_back:
-                self._peaks.give_back()
+            if self._frees_cache:
+                self._peaks.empty_cache()
 
         await self._run(freeze)
 
@@ -100,25 +100,26 @@ class LearnerThread:
         """Write a checkpoint and return its folder.
 
         With ``actor.checkpoint.async_save`` training waits only for copies of what is to be saved;
-        `saved` and the next save wait for the rest. If that fails, the next step raises the error.
+        `wait_until_saved` and the next save wait for the rest. If that fails, the next step raises
+        the error.
         """
         began_s = time.monotonic()
-        await self.saved()
-        aside = self._leader.saves_aside
+        await self.wait_until_saved()
+        in_background = self._leader.saves_in_background
 
         def begin() -> None:
             write = self._leader.begin_save(self._store.begin(step))
-            rest = partial(self._store.finish, step, write, progress)
-            if not aside:
-                rest()
+            finish = partial(self._store.finish, step, write, progress)
+            if not in_background:
+                finish()
             self._peaks.end_phase("save_checkpoint")
             waited_s = time.monotonic() - began_s
             # From here: other ranks wait for the rest, also if our caller does not any more.
-            self._saving = self._writer.submit(lambda: complete(rest, waited_s))
+            self._saving = self._writer.submit(lambda: complete(finish, waited_s))
 
-        def complete(rest: Callable[[], object], waited_s: float) -> None:
-            if aside:
-                rest()
+        def complete(finish: Callable[[], object], waited_s: float) -> None:
+            if in_background:
+                finish()
             logger.info(
                 "checkpoint of step %d saved in %.1f s; training waited %.1f s of them",
                 step,
@@ -129,7 +130,7 @@ class LearnerThread:
         await self._run(begin)
         return str(self._store.folder(step))
 
-    async def saved(self) -> None:
+    async def wait_until_saved(self) -> None:
         """Wait until the last checkpoint is complete.
 
         Raises:
@@ -147,7 +148,7 @@ class LearnerThread:
         """Complete a checkpoint, then stop the other ranks, after the running work."""
         try:
             await self._run(lambda: None)  # a save whose caller was cancelled may begin yet
-            await self.saved()
+            await self.wait_until_saved()
         except Exception as error:
             logger.warning(
                 "the last checkpoint is not complete: %s",

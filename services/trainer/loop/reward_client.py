@@ -94,7 +94,7 @@ class RewardClient:
         """
         logger.info("waiting for the reward service")
         retries = Retries(
-            _patience(math.inf),
+            _retry_policy(math.inf),
             _PEER,
             "starting",
             deadline_s=timeout_s,
@@ -138,7 +138,7 @@ class RewardClient:
             )
 
         self._announcement = request
-        await self._over_an_absence(self._announce, self._batch_timeout_s)
+        await self._retry_absence(self._announce, self._batch_timeout_s)
 
     async def take_batch(
         self,
@@ -168,27 +168,27 @@ class RewardClient:
         request = reward.TakeBatchRequest(step=step, policy_version=version)
         phase = f"taking the batch of step {step}"
         retries = Retries(
-            _patience(self._batch_timeout_s),
+            _retry_policy(self._batch_timeout_s),
             _PEER,
             f"filling the batch of step {step}",
             retries_on=is_absence,
             max_defects=_MAX_DEFECTS,
         )
         losses = Retries(
-            _patience(math.inf), _PEER, phase, retries_on=is_absence, max_failures=_MAX_FAILURES
+            _retry_policy(math.inf), _PEER, phase, retries_on=is_absence, max_failures=_MAX_FAILURES
         )
 
         async def progress() -> str | None:
-            seen = await self._progress()
+            of_service = await self._progress()
             # Tokens alone bring no batch while the service does not answer.
-            return seen and f"{generated_tokens()} {seen}"
+            return of_service and f"{generated_tokens()} {of_service}"
 
         while True:
             answer = await retries.call(
                 lambda: self._call(self._stub.TakeBatch, request, phase, _POLL_S), progress
             )
             retries.note_progress()  # earlier failures must not count after a lost stream
-            batch = _decoded(answer.batch, step)
+            batch = _decode_batch(answer.batch, step)
             lost = await take_samples(batch, step)
             if not lost:
                 return batch
@@ -205,7 +205,7 @@ class RewardClient:
         request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
         try:
-            await self._over_an_absence(call, self._batch_timeout_s)
+            await self._retry_absence(call, self._batch_timeout_s)
         except NotFoundError as error:
             logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
 
@@ -226,7 +226,7 @@ class RewardClient:
         request = reward.EvaluateRequest(policy_version=version, examples=examples)
         phase = f"evaluating version {version}"
         retries = Retries(
-            _patience(self._batch_timeout_s),
+            _retry_policy(self._batch_timeout_s),
             _PEER,
             phase,
             retries_on=_is_restart,
@@ -270,7 +270,7 @@ class RewardClient:
                 times in a row that it is broken.
         """
         within_s = self._batch_timeout_s if patience_s is None else patience_s
-        status = await self._over_an_absence(self._status, within_s)
+        status = await self._retry_absence(self._status, within_s)
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
@@ -289,10 +289,10 @@ class RewardClient:
         answer = await self._call(self._stub.GetStatus, request, phase, _COUNTERS_WITHIN_S)
         return dict(answer.statistics)
 
-    async def _over_an_absence(
+    async def _retry_absence(
         self, call: Callable[[], Awaitable[ResponseT]], patience_s: float
     ) -> ResponseT:
-        policy = _patience(patience_s)
+        policy = _retry_policy(patience_s)
         retries = Retries(
             policy, _PEER, retries_on=is_absence, max_defects=_MAX_DEFECTS, warns_after_s=0.0
         )
@@ -364,24 +364,24 @@ class PolicyAnnouncer:
     async def announce(
         self,
         *,
-        after: Callable[[], Awaitable[None]] | None = None,
+        preparation: Callable[[], Awaitable[None]] | None = None,
         rolled_back_to: int | None = None,
     ) -> None:
         """Announce a changed version or changed replicas; do nothing before the first version.
 
         Args:
-            after: awaited first, while no other announcement can be made.
+            preparation: awaited first, while no other announcement can be made.
             rolled_back_to: the version has the weights of this earlier one. Later announcements of
                 the same version repeat it, for a service that restarts.
         """
         async with self._one_at_a_time:
-            if after is not None:
-                await after()
+            if preparation is not None:
+                await preparation()
             # Read under the lock: an announcement that had to wait reports the newest version.
             version = self._state.version
             if version is None:
                 return
-            current = (version, self._fleet.announced())
+            current = (version, self._fleet.announced_replicas())
             if current == self._last:
                 return
             if rolled_back_to is not None:
@@ -391,11 +391,11 @@ class PolicyAnnouncer:
             self._last = current
 
 
-def _patience(seconds: float) -> RetryPolicy:
+def _retry_policy(seconds: float) -> RetryPolicy:
     return RetryPolicy(first_s=_PAUSE_S, max_s=_PAUSE_S, patience_s=seconds)
 
 
-def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
+def _decode_batch(message: reward.TrainBatch, step: int) -> TrainBatch:
     try:
         return outline_from_proto(message)
     except InvalidRequestError as error:
@@ -403,7 +403,7 @@ def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
         raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error
 
 
-async def connected_reward(
+async def connect_reward(
     config: RunConfig, credentials: Credentials, instance_id: str, stack: AsyncExitStack
 ) -> RewardClient:
     """Return a client of the run's reward service; `stack` closes its channel."""

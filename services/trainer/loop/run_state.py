@@ -155,11 +155,11 @@ class RunState:
         """
         if lease_s is not None and holder in self._holds and self._holds[holder] is None:
             return  # this pause lasts until `resume`
-        self._end(holder)
+        self._end_pause(holder)
         self._holds[holder] = (
             None
             if lease_s is None
-            else asyncio.get_running_loop().call_later(lease_s, self._end, holder)
+            else asyncio.get_running_loop().call_later(lease_s, self._end_pause, holder)
         )
 
     def hold(self, reason: str) -> None:
@@ -172,9 +172,9 @@ class RunState:
 
         The operator, whose name is empty, ends the guards' pause too.
         """
-        self._end(holder)
+        self._end_pause(holder)
         if not holder:
-            self._end(_GUARDS)
+            self._end_pause(_GUARDS)
 
     def restore(self, version: int) -> None:
         """Count a step that trained no batch: its version has the weights of a checkpoint."""
@@ -193,26 +193,26 @@ class RunState:
         if skips_validation:
             self.no_validation.set()
         for holder in tuple(self._holds):
-            self._end(holder)
+            self._end_pause(holder)
         self.wake()
 
-    async def control_call(self) -> None:
+    async def next_control_call(self) -> None:
         """Wait for the next call that a paused or waiting run must handle."""
         self._control.clear()
         await self._control.wait()
 
     def wake(self) -> None:
-        """End `control_call`."""
+        """End `next_control_call`."""
         self._control.set()
 
-    async def saved(self) -> tuple[int, str]:
+    async def request_save(self) -> tuple[int, str]:
         """Request a checkpoint and wait for it; return its step and folder.
 
         Raises:
             NotReadyError: the run ended first.
         """
         if self.phase is RunPhase.FINISHED:
-            raise _ended()
+            raise _run_ended_error()
         request: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._save_requests.append(request)
         self.wake()
@@ -243,7 +243,7 @@ class RunState:
             self.enter(RunPhase.FINISHED)
             self._advanced.notify_all()
         for request in self._take_save_requests():
-            request.set_exception(_ended())
+            request.set_exception(_run_ended_error())
 
     async def records_from(self, step: int) -> tuple[StepRecord, ...]:
         """Wait for records of steps from `step` on; return none once the run has finished.
@@ -259,7 +259,7 @@ class RunState:
             )
             return tuple(record for record in self._records if record.step >= step)
 
-    def _end(self, holder: str) -> None:
+    def _end_pause(self, holder: str) -> None:
         """End the pause of this holder only."""
         if holder == _GUARDS:
             self.hold_reason = ""
@@ -279,7 +279,7 @@ def phase_waits(state: RunState) -> tuple[Waiting, ...]:
     return () if awaited is None else (Waiting(*awaited, state.phase_seconds),)
 
 
-def _ended() -> NotReadyError:
+def _run_ended_error() -> NotReadyError:
     return NotReadyError("the run has ended and saves no more; its last checkpoint stands")
 
 
@@ -316,5 +316,5 @@ async def under_control(
                 await save()
                 continue
             state.enter(phase)
-            await state.control_call()
+            await state.next_control_call()
     return None if task.cancelled() else task.result()

@@ -29,7 +29,7 @@ class StepTrace:
         self._step, self._span = step, span
         self._prompts: dict[str, TraceContext] = {}
 
-    def takes(self, batch: TrainBatch) -> None:
+    def link_prompts(self, batch: TrainBatch) -> None:
         """Link the step's span to the prompts of its batch."""
         if not TRACER.is_on:
             return

@@ -163,7 +163,7 @@ class TrainLoop:
         await self._freeze(self._state.step)
         await self._deliver(self._state.step)
         # A trainer that died in a rollback may have saved the version and not announced it.
-        await self._announcer.announce(rolled_back_to=self._guards.restored(self._state.step))
+        await self._announcer.announce(rolled_back_to=self._guards.restored_step(self._state.step))
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
         self._acknowledged_before = (await self._reward.accounts())[ACKNOWLEDGED]
@@ -175,7 +175,7 @@ class TrainLoop:
     async def _is_over(self, tasks: asyncio.TaskGroup) -> bool:
         """Return whether no step follows. While the run is paused, wait and save on request."""
         while not self._state.is_over:
-            await self._obey_guards(tasks)
+            await self._act_on_guards(tasks)
             if not self._state.is_paused:
                 break
             await self._await_delivery()
@@ -183,16 +183,16 @@ class TrainLoop:
                 await self._save_now()
             elif self._stays_paused():  # as before the delivery
                 self._state.enter(RunPhase.PAUSED)
-                await self._state.control_call()
+                await self._state.next_control_call()
         return self._state.is_over
 
-    async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
+    async def _act_on_guards(self, tasks: asyncio.TaskGroup) -> None:
         """Hold, stop or roll back the run if a rule is broken."""
         verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is not None and verdict.action is GuardAction.ROLLBACK:
             await self._await_delivery()
             await self._await_validation()
-            await self._learner.saved()  # a save deletes older checkpoints
+            await self._learner.wait_until_saved()  # a save deletes older checkpoints
             # A pause, a stop or a newer value may have come meanwhile.
             verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:
@@ -215,8 +215,8 @@ class TrainLoop:
         the way finds the rule broken again, or continues from the restored weights.
         """
         version, restored = self._state.step + 1, verdict.restores
-        factor = self._guards.rolled_back(verdict, version)
-        async with self._own_devices():
+        factor = self._guards.note_rollback(verdict, version)
+        async with self._engines_asleep():
             await self._learner.load(restored, factor)
         self._state.restore(version)
         await self._save(version)
@@ -224,24 +224,24 @@ class TrainLoop:
         await self._deliver(version)
         await self._announcer.announce(rolled_back_to=restored)
         logger.warning("version %d has the weights of step %d again", version, restored)
-        self._reporter.step(version, self._guards.row(version))
+        self._reporter.step(version, self._guards.metrics(version))
         if self._validates:
             await self._start_validation(tasks, version)
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s = time.monotonic()
-        fleet_began = {one: newest for one, (_, newest) in self._fleet.reports().items()}
+        fleet_began = {name: newest for name, (_, newest) in self._fleet.reports().items()}
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(tasks, step)
         if batch is None:
             return
-        trace.takes(batch)
+        trace.link_prompts(batch)
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         learned, train_s = await self._train(batch, step, trace)
-        await self._leave_to_validation()
+        await self._hold_for_validation()
         published_from_s = time.monotonic()
         await self._publish(tasks, batch, step, trace)
         published_s = time.monotonic()
@@ -268,9 +268,9 @@ class TrainLoop:
             **self._learner.take_memory_metrics(),
             **host_memory_metrics(),
             **account_metrics(await accounting),
-            **self._guards.row(step),
+            **self._guards.metrics(step),
         }
-        self._guards.stepped(step, metrics)
+        self._guards.note_step(step, metrics)
         self._reporter.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
 
@@ -283,7 +283,7 @@ class TrainLoop:
         if not (self._validates and is_due and self._state.step == step):
             return
         await self._await_validation()  # of an earlier version, if replicas are held at it
-        await self._obey_guards(tasks)
+        await self._act_on_guards(tasks)
         if self._state.step == step:
             await self._start_validation(tasks, step)
 
@@ -293,7 +293,7 @@ class TrainLoop:
         """Return the metrics and the seconds of an update."""
         if self._engines_sleep:
             await self._await_validation()  # it samples
-        async with self._own_devices():
+        async with self._engines_asleep():
             began_s = time.monotonic()
             self._state.enter(RunPhase.TRAINING)
             with trace.span(SpanName.TRAIN_STEP):
@@ -301,13 +301,13 @@ class TrainLoop:
             return learned, time.monotonic() - began_s
 
     @asynccontextmanager
-    async def _own_devices(self) -> AsyncIterator[None]:
+    async def _engines_asleep(self) -> AsyncIterator[None]:
         """Let engines that share the learner's devices sleep, and seed no newcomer meanwhile."""
         if not self._engines_sleep:
             yield
             return
         async with self._devices:
-            await self._publisher.let_sleep()
+            await self._publisher.sleep_replicas()
             yield
 
     async def _next_batch(self, tasks: asyncio.TaskGroup, step: int) -> TrainBatch | None:
@@ -367,14 +367,14 @@ class TrainLoop:
         return self._state.stop_reason is not None
 
     async def _wait_for_replicas(self) -> None:
-        wanted = self._config.sluice.trainer.min_replicas
+        least = self._config.sluice.trainer.min_replicas
         async with deadline(
             replica_wait_timeout_s(self._config),
             peer="rollout fleet",
-            phase=f"waiting for {wanted} replicas to register",
+            phase=f"waiting for {least} replicas to register",
             remedy="start rollout replicas, or raise sluice.trainer.replica_wait_timeout_s",
         ):
-            while len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < wanted:
+            while len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < least:
                 self._fleet.changed.clear()
                 await self._fleet.changed.wait()
 
@@ -388,7 +388,7 @@ class TrainLoop:
                 await self._deliver(step)
             # The announcer's lock covers both: no other announcement of the new version may come
             # before the acknowledgement of the batch that made it.
-            await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
+            await self._announcer.announce(preparation=lambda: self._acknowledge(batch, step))
             return
         await self._await_delivery()
         await self._freeze(step)
@@ -401,7 +401,7 @@ class TrainLoop:
 
     async def _freeze(self, version: int) -> None:
         self._state.enter(RunPhase.PUBLISHING)
-        await self._publisher.snapshot_is_free()
+        await self._publisher.wait_for_free_snapshot()
         await self._learner.freeze(version)
 
     async def _deliver(self, version: int) -> None:
@@ -439,13 +439,13 @@ class TrainLoop:
         if self._state.no_validation.is_set():
             return
         self._validated_step = step
-        self._guards.validating(step)
+        self._guards.note_validating(step)
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
-        self._validation.add_done_callback(self._validation_ended)
+        self._validation.add_done_callback(self._end_validation)
 
-    def _validation_ended(self, _: asyncio.Task[None]) -> None:
+    def _end_validation(self, _: asyncio.Task[None]) -> None:
         self._fleet.release()
-        self._guards.validating(None)
+        self._guards.note_validating(None)
 
     async def _validate(self, step: int) -> None:
         if self._delivery is not None:  # of `step`: the next one begins after this validation
@@ -460,23 +460,23 @@ class TrainLoop:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
             self._validation_error = error
             self._reporter.validation_failed(step, time.monotonic() - began_s)
-            self._guards.not_validated(step, str(error))
+            self._guards.note_failed_validation(step, str(error))
             return
-        self._guards.validated(step, report)
+        self._guards.note_validated(step, report)
         self._reporter.validation(step, report, time.monotonic() - began_s)
 
-    async def _leave_to_validation(self) -> None:
+    async def _hold_for_validation(self) -> None:
         """Before a publish, hold replicas for a running validation, or wait for its end."""
         if self._validation is None or self._fleet.held_version is not None:
             return
         await self._await_delivery()  # of the version that is validated
         version = self._validated_step
         num_held = partial(held_for_validation, max_staleness=self._terms.max_staleness)
-        held = () if self._validation.done() else self._fleet.hold(version, num_held)
-        if not held:
+        held_replicas = () if self._validation.done() else self._fleet.hold(version, num_held)
+        if not held_replicas:
             await self._await_validation()
             return
-        names = ", ".join(info.name for info in held)
+        names = ", ".join(info.name for info in held_replicas)
         logger.info("the validation of version %d continues: %s held at it", version, names)
         # Only now may the others swap: the reward service has taken the validation from them.
         await self._announcer.announce()
@@ -495,8 +495,8 @@ class TrainLoop:
             self._validation.cancel()
 
     async def _save_if_due(self, step: int) -> None:
-        last = step >= self._state.total_steps or self._state.stop_reason is not None
-        if self._state.is_save_wanted or _is_due(step, self._config.trainer.save_freq, last):
+        is_last = step >= self._state.total_steps or self._state.stop_reason is not None
+        if self._state.is_save_wanted or _is_due(step, self._config.trainer.save_freq, is_last):
             await self._save(step)
 
     async def _save_now(self) -> None:
@@ -507,9 +507,9 @@ class TrainLoop:
         with TRACER.span(SpanName.SAVE):
             path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
-        self._guards.saved(step)
+        self._guards.note_saved(step)
         if self._state.is_save_wanted:
-            await self._learner.saved()
+            await self._learner.wait_until_saved()
         self._state.answer_saves(step, path)
 
     async def _finish(self, tasks: asyncio.TaskGroup) -> None:
@@ -523,11 +523,11 @@ class TrainLoop:
         saves = self._config.trainer.save_freq > 0 or self._state.saves_at_end
         if self._state.is_save_wanted or (saves and step > self._saved_step):
             await self._save(step)
-        await self._learner.saved()
+        await self._learner.wait_until_saved()
         self._accounts = await self._final_accounts()
         self._reporter.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
-        if best := self._guards.best_text(self._learner.saved_steps()):
+        if best := self._guards.describe_best(self._learner.saved_steps()):
             logger.info("%s", best)
         await self._state.finish()
         if self._validation_error is not None:
@@ -536,21 +536,21 @@ class TrainLoop:
     async def _final_accounts(self) -> dict[str, float]:
         accounting = await self._accounting.settle()
         tokens, busy_s = self._fleet.totals()
-        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
-        known[DATA_EXHAUSTED] = float(self._data_exhausted)
+        accounts = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
+        accounts[DATA_EXHAUSTED] = float(self._data_exhausted)
         try:
             counted = await self._reward.accounts(_LAST_ACCOUNTS_WITHIN_S)
         except SluiceError as error:
             logger.warning("accounts.json holds only what the trainer knows: %s", error)
-            return {"groups_trained": float(self._groups_trained), **known}
-        return {**self._settled(counted), **known}
+            return {"groups_trained": float(self._groups_trained), **accounts}
+        return {**self._settle_accounts(counted), **accounts}
 
-    def _settled(self, counted: Mapping[str, float]) -> dict[str, float]:
-        before = self._acknowledged_before
+    def _settle_accounts(self, counted: Mapping[str, float]) -> dict[str, float]:
+        acknowledged = self._acknowledged_before
         accounts = settled_accounts(
             counted,
             groups_trained=self._groups_trained,
-            acknowledged_before=counted[ACKNOWLEDGED] if before is None else before,
+            acknowledged_before=counted[ACKNOWLEDGED] if acknowledged is None else acknowledged,
         )
         if accounts["prompts_lost"]:
             logger.error(
@@ -568,26 +568,26 @@ class TrainLoop:
     def _fleet_interval(self, began: Mapping[str, ReplicaCounters]) -> FleetInterval:
         # What a process did before its first report was not done in this step.
         work = {
-            one: (began.get(one, first), newest)
-            for one, (first, newest) in self._fleet.reports().items()
+            name: (began.get(name, oldest), newest)
+            for name, (oldest, newest) in self._fleet.reports().items()
         }
-        before, now = (fleet_counters(pair[end] for pair in work.values()) for end in (0, 1))
-        busy_s = {one: newest.busy_seconds - b.busy_seconds for one, (b, newest) in work.items()}
+        before, after = (fleet_counters(pair[end] for pair in work.values()) for end in (0, 1))
+        busy_s = {name: newest.busy_seconds - b.busy_seconds for name, (b, newest) in work.items()}
         serving = self._fleet.in_state(MemberState.SERVING, MemberState.HELD)
         return FleetInterval(
-            now.generated_tokens - before.generated_tokens,
-            now.busy_seconds - before.busy_seconds,
+            after.generated_tokens - before.generated_tokens,
+            after.busy_seconds - before.busy_seconds,
             len(serving),
-            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
-            reused_tokens=now.reused_tokens - before.reused_tokens,
-            replica_busy_s=tuple(busy_s.get(one.instance_id, 0.0) for one in serving),
+            prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+            reused_tokens=after.reused_tokens - before.reused_tokens,
+            replica_busy_s=tuple(busy_s.get(info.instance_id, 0.0) for info in serving),
         )
 
 
-def _is_due(step: int, every: int, last: bool) -> bool:
+def _is_due(step: int, interval: int, is_last: bool) -> bool:
     """Return whether `step` is a multiple of `every` or the last one; never if `every` <= 0.
 
     As in verl, a frequency of 0 or less excludes the last step too
     (`verl/trainer/ppo/ray_trainer.py`, `fit`).
     """
-    return every > 0 and (last or step % every == 0)
+    return interval > 0 and (is_last or step % interval == 0)

@@ -58,7 +58,7 @@ class MlflowSink:
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log a table as the artifact ``val_generations/<step>.json``."""
-        rows = [[step, one.prompt, one.response, one.score] for one in examples]
+        rows = [[step, example.prompt, example.response, example.score] for example in examples]
         table = {"columns": list(TABLE_COLUMNS), "data": rows}
         self._client.log_dict(self._run_id, table, f"val_generations/{step}.json")
 

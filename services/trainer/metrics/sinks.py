@@ -125,8 +125,8 @@ class BackgroundSink:
         self._writer.put(lambda: self._attempt(lambda sink: sink.write(step, numbers)))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        kept = tuple(examples)
-        self._writer.put(lambda: self._attempt(lambda sink: sink.write_generations(step, kept)))
+        copy = tuple(examples)
+        self._writer.put(lambda: self._attempt(lambda sink: sink.write_generations(step, copy)))
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
@@ -313,9 +313,9 @@ class Reporter:
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
         self._write_file(self._run_dir / "validation" / f"{step}.jsonl", lines)
-        shown = choose_examples(report.examples, self._shown_generations)
-        for sink in self._sinks if shown else ():
-            sink.write_generations(step, shown)
+        chosen = choose_examples(report.examples, self._shown_generations)
+        for sink in self._sinks if chosen else ():
+            sink.write_generations(step, chosen)
 
     def validation_failed(self, step: int, seconds: float) -> None:
         """Record that the version after `step` could not be validated."""
@@ -393,13 +393,13 @@ class ConsoleSink(MetricSink):
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log a line per response, with line ends written as ``\\n``."""
-        for one in examples:
+        for example in examples:
             logger.info(
                 "step:%d - input:%r - output:%r - score:%g",
                 step,
-                one.prompt,
-                one.response,
-                one.score,
+                example.prompt,
+                example.response,
+                example.score,
             )
 
 
@@ -411,7 +411,7 @@ class ProgressSink(MetricSink):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if metric_names.STEP_S in metrics:
-            left = self._time_left.after(step, self._total_steps, metrics)
-            logger.info("%s", step_line(step, self._total_steps, metrics, left))
+            time_left = self._time_left.after(step, self._total_steps, metrics)
+            logger.info("%s", step_line(step, self._total_steps, metrics, time_left))
         elif (accuracy := accuracy_of(metrics)) is not None:
             logger.info("validation after step %d: accuracy %.3f", step, accuracy)

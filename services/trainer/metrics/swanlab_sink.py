@@ -44,8 +44,8 @@ class SwanlabSink:
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log the texts as ``val/generations``, each with its score as caption."""
         texts = [
-            swanlab.Text(f"input: {one.prompt}\n\noutput: {one.response}", caption=f"{one.score:g}")
-            for one in examples
+            swanlab.Text(f"input: {e.prompt}\n\noutput: {e.response}", caption=f"{e.score:g}")
+            for e in examples
         ]
         self._run.log({"val/generations": texts}, step=step)
 

@@ -25,8 +25,8 @@ class TensorBoardSink:
 
     def __init__(self, target: SinkTarget) -> None:
         folder = os.environ.get(FOLDER_VARIABLE) or target.run_dir / "tensorboard"
-        first = None if target.replaces_after is None else target.replaces_after + 1
-        self._writer = SummaryWriter(log_dir=str(Path(folder)), purge_step=first)
+        purge_step = None if target.replaces_after is None else target.replaces_after + 1
+        self._writer = SummaryWriter(log_dir=str(Path(folder)), purge_step=purge_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -38,7 +38,7 @@ class TrackioSink:
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log a table ``val/generations``."""
-        rows = [[step, one.prompt, one.response, one.score] for one in examples]
+        rows = [[step, example.prompt, example.response, example.score] for example in examples]
         table = self._trackio.Table(columns=list(TABLE_COLUMNS), data=rows)
         self._run.log({"val/generations": table}, step=step)
 

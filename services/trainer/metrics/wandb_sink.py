@@ -65,7 +65,7 @@ class WandbSink:
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log a table ``val/generations``."""
-        rows = [[step, one.prompt, one.response, one.score] for one in examples]
+        rows = [[step, example.prompt, example.response, example.score] for example in examples]
         table = wandb.Table(columns=list(TABLE_COLUMNS), data=rows)
         self._log(step, {"val/generations": table})
 

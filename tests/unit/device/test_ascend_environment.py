@@ -96,10 +96,11 @@ def test_a_whitelist_of_the_users_stays() -> None:
 
 def test_torch_does_not_load_the_npu_where_torch_npu_is_installed() -> None:
     variable = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert import_environment(has_torch_npu=True, given={}) == variable
-    assert import_environment(has_torch_npu=False, given={}) == {}
+    assert import_environment(has_torch_npu=True, environment={}) == variable
+    assert import_environment(has_torch_npu=False, environment={}) == {}
     assert (
-        import_environment(has_torch_npu=True, given={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}) == {}
+        import_environment(has_torch_npu=True, environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"})
+        == {}
     )
 
 

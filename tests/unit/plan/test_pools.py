@@ -20,9 +20,9 @@ from sluice.plan.dry_run import PassBytes
 from sluice.plan.pools import (
     TrainerPool,
     engine_pool,
+    extrapolate_layers,
     largest_pool,
     layer_counts,
-    of_all_layers,
     trainer_pool,
 )
 
@@ -58,10 +58,10 @@ def pool(*overrides: str, encoder: ImageEncoder | None = None) -> TrainerPool:
 
 def test_bytes_of_all_layers_follow_from_those_of_a_few() -> None:
     more = msgspec.structs.replace(COUNTED, backward=35, moved={"all_gather": 110})
-    found = of_all_layers({3: COUNTED, 4: more}, 36)
+    found = extrapolate_layers({3: COUNTED, 4: more}, 36)
     assert (found.backward, found.parameters) == (33 + 33 * 2, 10)
     assert found.moved == {"all_gather": 100 + 33 * 10}
-    assert of_all_layers({2: COUNTED}, 2) == COUNTED
+    assert extrapolate_layers({2: COUNTED}, 2) == COUNTED
 
 
 def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
@@ -79,7 +79,7 @@ def test_the_stage_that_takes_most_is_the_pool_and_the_first_one_has_the_encoder
     assert found.stages == {0: found.peak - 7, 1: found.peak, 3: found.peak - 7}
     assert found.stage_name == "stage 2 of 4"
     assert "backward on stage 2 of 4 takes" in (
-        found.lack(dataclasses.replace(DEVICE, gib=1e-9)) or ""
+        found.shortfall(dataclasses.replace(DEVICE, gib=1e-9)) or ""
     )
     seeing = largest_pool(config, SHAPE, DEVICE, stages, ENCODER)
     assert seeing.stage_name == "stage 1 of 4"

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 class Leader:
     """Copies at once; writes when it may."""
 
-    saves_aside = True
+    saves_in_background = True
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -84,7 +84,7 @@ async def test_training_continues_and_the_checkpoint_is_the_latest_once_it_is_co
         await learner.train(cast("Any", None), 2)
         assert (leader.did, latest_step(tmp_path)) == (["copy", "train 2"], None)
         leader.may_write.set()
-        await learner.saved()
+        await learner.wait_until_saved()
         assert (leader.did[-1], latest_step(tmp_path)) == ("write", 1)
 
 
@@ -98,7 +98,7 @@ async def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
             assert leader.did == ["copy", "train 2"]
             leader.may_write.set()
             await second
-        await learner.saved()
+        await learner.wait_until_saved()
     assert leader.did == ["copy", "train 2", "write", "copy", "write", "stop"]
     assert latest_step(tmp_path) == 2
 
@@ -110,11 +110,11 @@ async def test_a_save_that_fails_ends_the_next_step_and_leaves_the_former_checkp
     async with running(leader, tmp_path) as learner:
         leader.may_write.set()
         await learner.save(1, DataProgress(0))
-        await learner.saved()
+        await learner.wait_until_saved()
         leader.failure = OSError("no space left")
         await learner.save(2, DataProgress(0))
         with pytest.raises(CheckpointError, match=r"step 2 cannot .* \(no space left\)"):
-            await learner.saved()
+            await learner.wait_until_saved()
         with pytest.raises(CheckpointError, match="step 2 cannot"):
             await learner.train(cast("Any", None), 3)
     assert leader.did == ["copy", "write", "copy", "stop"]
@@ -159,7 +159,7 @@ async def test_a_wait_for_a_checkpoint_that_is_cancelled_loses_none(tmp_path: Pa
     async with running(leader, tmp_path) as learner, asyncio.TaskGroup() as tasks:
         learner._writer.submit(lambda: leader.may_write.wait(WAIT_S))  # the thread begins late
         await learner.save(1, DataProgress(0))
-        waiting = tasks.create_task(learner.saved())
+        waiting = tasks.create_task(learner.wait_until_saved())
         await asyncio.sleep(0)
         waiting.cancel()
     assert leader.did == ["copy", "write", "stop"]
@@ -184,8 +184,8 @@ class Copies:
 class Following:
     """A rank above 0 without a model; its saves do as `write` says."""
 
-    def __init__(self, write: Callable[[], None], *, saves_aside: bool) -> None:
-        self.saves_aside = saves_aside
+    def __init__(self, write: Callable[[], None], *, saves_in_background: bool) -> None:
+        self.saves_in_background = saves_in_background
         self.write = write
         self.copies: list[weakref.ref[Copies]] = []
         self.was_freed = False
@@ -226,7 +226,7 @@ class Commands:
 
 
 def test_a_follower_frees_its_copies_once_they_are_written() -> None:
-    learner = Following(lambda: None, saves_aside=True)
+    learner = Following(lambda: None, saves_in_background=True)
     follow(cast("Any", learner), cast("Any", Commands("save", "load", "stop")), NO_SAMPLES)
     assert learner.was_freed
 
@@ -235,7 +235,7 @@ def test_a_followers_log_says_why_it_did_not_write(caplog: pytest.LogCaptureFixt
     def write() -> None:
         raise OSError("no space left")
 
-    learner = Following(write, saves_aside=True)
+    learner = Following(write, saves_in_background=True)
     with caplog.at_level(logging.ERROR):
         follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert "the checkpoint cannot be written: no space left" in caplog.text
@@ -261,7 +261,7 @@ def test_a_follower_whose_save_beside_training_fails_for_another_reason_ends(
     def write() -> None:
         raise MemoryError("no memory left on the host")
 
-    learner = Following(write, saves_aside=True)
+    learner = Following(write, saves_in_background=True)
     with caplog.at_level(logging.ERROR), pytest.raises(MemoryError, match="no memory left"):
         follow(cast("Any", learner), cast("Any", made()), NO_SAMPLES)
     assert "the checkpoint cannot be written" in caplog.text
@@ -280,7 +280,7 @@ def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Pat
             fails.set()
             raise RuntimeError("no memory left on the device")
 
-    learner = Failing(write, saves_aside=True)
+    learner = Failing(write, saves_in_background=True)
     with pytest.raises(RuntimeError, match="no memory left"):
         follow(cast("Any", learner), cast("Any", Commands("save", "load")), NO_SAMPLES)
     assert written.exists()
@@ -288,6 +288,8 @@ def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Pat
 
 def test_a_save_that_training_waits_for_sends_from_the_thread_of_all_other_commands() -> None:
     threads: list[threading.Thread] = []
-    learner = Following(lambda: threads.append(threading.current_thread()), saves_aside=False)
+    learner = Following(
+        lambda: threads.append(threading.current_thread()), saves_in_background=False
+    )
     follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert threads == [threading.current_thread()]

@@ -15,7 +15,7 @@ from services.trainer.learner import checkpoint
 from services.trainer.learner.checkpoint import (
     Checkpoint,
     CheckpointStore,
-    num_kept,
+    num_to_keep,
     resume_point,
     resume_remedy,
 )
@@ -279,8 +279,8 @@ def test_a_checkpoint_stays_while_the_policys_or_the_critics_count_keeps_it(
     actor: int | None, critic: int | None, kept: int | None
 ) -> None:
     trainer = TrainerConfig(max_actor_ckpt_to_keep=actor, max_critic_ckpt_to_keep=critic)
-    assert num_kept(trainer, with_critic=True) == kept
-    assert num_kept(trainer, with_critic=False) == actor
+    assert num_to_keep(trainer, with_critic=True) == kept
+    assert num_to_keep(trainer, with_critic=False) == actor
 
 
 def test_the_remedy_names_the_newest_whole_checkpoint(tmp_path: Path) -> None:

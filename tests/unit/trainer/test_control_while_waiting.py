@@ -51,7 +51,7 @@ async def test_a_checkpoint_is_saved_while_a_batch_is_awaited_which_is_then_trai
         tasks.create_task(run(world.loop()))
         await until(lambda: "take 2" in world.events)
         async with asyncio.timeout(WAIT_S):
-            assert await world.state.saved() == (1, "folder-1")
+            assert await world.state.request_save() == (1, "folder-1")
         await until(lambda: world.state.phase is RunPhase.WAITING_FOR_BATCH)
         world.holds["take 2"].set()
     assert takes(world) == ["take 1", "take 2", "take 3"]
@@ -63,7 +63,7 @@ async def test_a_batch_that_comes_during_a_save_is_trained(world: World) -> None
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(world.loop()))
         await until(lambda: "take 2" in world.events)
-        saving = tasks.create_task(world.state.saved())
+        saving = tasks.create_task(world.state.request_save())
         await until(lambda: "save 1 at 10" in world.events)
         world.holds["take 2"].set()
         await asyncio.sleep(0)

@@ -17,7 +17,7 @@ def sign(tokens: int = 0, turns: int = 1, *, work: bool = True) -> EngineActivit
 def followed(*signs: tuple[float, EngineActivity]) -> EngineProgress:
     progress = EngineProgress(signs[0][1], signs[0][0])
     for now_s, each in signs[1:]:
-        progress = progress.after(each, now_s, STALL_S)
+        progress = progress.after_heartbeat(each, now_s, STALL_S)
     return progress
 
 
@@ -33,7 +33,7 @@ def test_every_token_restarts_the_time() -> None:
 def test_an_engine_without_work_is_never_stalled_and_gets_its_whole_time_for_new_work() -> None:
     idle = followed((0, sign(5)), (500, sign(5, work=False)))
     assert not idle.is_stalled
-    assert not idle.after(sign(5), 509, STALL_S).is_stalled
+    assert not idle.after_heartbeat(sign(5), 509, STALL_S).is_stalled
 
 
 def test_a_stalled_engine_comes_back_when_it_draws() -> None:
@@ -42,9 +42,9 @@ def test_a_stalled_engine_comes_back_when_it_draws() -> None:
 
 def test_a_stalled_engine_whose_work_was_taken_comes_back_only_when_its_loop_answers() -> None:
     stalled = followed((0, sign(5, turns=3)), (11, sign(5, turns=3)))
-    taken = stalled.after(sign(5, turns=3, work=False), 12, STALL_S)
+    taken = stalled.after_heartbeat(sign(5, turns=3, work=False), 12, STALL_S)
     assert taken.is_stalled
-    assert not taken.after(sign(5, turns=4, work=False), 13, STALL_S).is_stalled
+    assert not taken.after_heartbeat(sign(5, turns=4, work=False), 13, STALL_S).is_stalled
 
 
 def test_an_engine_that_answers_but_does_not_draw_its_work_stays_out() -> None:
@@ -57,10 +57,10 @@ def test_an_engine_that_counts_no_turns_comes_back_when_it_has_no_work() -> None
 
 
 def test_a_suspect_is_out_until_it_answers_and_only_if_it_can() -> None:
-    suspect = EngineProgress(sign(5, turns=3, work=False), 0.0).suspected()
+    suspect = EngineProgress(sign(5, turns=3, work=False), 0.0).mark_stalled()
     assert suspect.is_stalled
-    assert not suspect.after(sign(5, turns=4, work=False), 1.0, STALL_S).is_stalled
-    assert not EngineProgress(sign(5, turns=0), 0.0).suspected().is_stalled
+    assert not suspect.after_heartbeat(sign(5, turns=4, work=False), 1.0, STALL_S).is_stalled
+    assert not EngineProgress(sign(5, turns=0), 0.0).mark_stalled().is_stalled
 
 
 @given(
@@ -73,5 +73,5 @@ def test_an_engine_that_draws_at_every_heartbeat_is_never_stalled(
     tokens, progress = 0, EngineProgress(sign(), 0.0)
     for number, more in enumerate(sampled, 1):
         tokens += more + 1
-        progress = progress.after(sign(tokens), number * gap_s, STALL_S)
+        progress = progress.after_heartbeat(sign(tokens), number * gap_s, STALL_S)
         assert not progress.is_stalled

@@ -43,7 +43,7 @@ async def test_a_replica_serves_once_it_reports_the_weights_of_files() -> None:
     await service.register("b", "another layout")  # nobody sends weights
     assert await service.heartbeat("a", None) is MemberState.PENDING
     assert await service.heartbeat("a", 0) is MemberState.SERVING
-    (announced,) = service.fleet.announced()
+    (announced,) = service.fleet.announced_replicas()
     assert (announced.info.name, announced.policy_version) == ("a", 0)
 
 

@@ -80,7 +80,7 @@ def test_experts_that_get_no_row_at_all_are_no_grouped_product_and_have_gradient
     monkeypatch.setattr(torch.Tensor, "tensor_split", None)
     rows = torch.empty(0, 4, requires_grad=True)
     weights = torch.randn(3, 5, 4, requires_grad=True)
-    found = experts_module._products(rows, weights, torch.zeros(3, dtype=torch.int32))
+    found = experts_module._expert_products(rows, weights, torch.zeros(3, dtype=torch.int32))
     assert found.shape == (0, 5)
     found.sum().backward()
     assert rows.grad is not None
@@ -129,13 +129,13 @@ def test_counts_are_exchanged_once_a_layer_and_not_again_where_it_is_recomputed(
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     exchanges: list[int] = []
-    exchanged = RoutingTape._exchanged
+    exchanged = RoutingTape._exchange_counts
 
     def counted(tape: RoutingTape, counts: Tensor) -> object:
         exchanges.append(len(counts))
         return exchanged(tape, counts)
 
-    monkeypatch.setattr(RoutingTape, "_exchanged", counted)
+    monkeypatch.setattr(RoutingTape, "_exchange_counts", counted)
     routing = Routing()
     loss = run(model, routing).logsumexp(-1).sum()
     assert exchanges == [1, 1]

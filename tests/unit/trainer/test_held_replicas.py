@@ -39,7 +39,7 @@ def fleet() -> Fleet:
 
 
 def _uses(fleet: Fleet) -> dict[str, tuple[int, ReplicaUse]]:
-    return {one.info.name: (one.policy_version, one.use) for one in fleet.announced()}
+    return {one.info.name: (one.policy_version, one.use) for one in fleet.announced_replicas()}
 
 
 def _state(fleet: Fleet, name: str) -> MemberState:

@@ -24,7 +24,7 @@ from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
     add_adapters,
-    on_the_wire,
+    scaled_for_sending,
     without_adapters,
 )
 from services.trainer.learner.model.passes import idle_micro_batch
@@ -77,7 +77,7 @@ def served(learner: Learner) -> dict[str, torch.Tensor]:
 
 def test_products_for_the_wire_lie_in_memory_one_at_a_time() -> None:
     model = adapted_model("qwen3")
-    wire = on_the_wire(model, adapter_parameters(model))
+    wire = scaled_for_sending(model, adapter_parameters(model))
     products = [weakref.ref(wire[name]) for name in wire if name.endswith(B_SUFFIX)]
     assert products
     assert not any(one() is not None for one in products)
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str
     model(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
     plain = make_model(family)
     with torch.no_grad():
-        weights = merge_adapters(on_the_wire(model, dict(model.named_parameters())))
+        weights = merge_adapters(scaled_for_sending(model, dict(model.named_parameters())))
     plain.load_state_dict(weights, strict=False)
     plain(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
     layers = adapted_layers(model)
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str
         part = adapted_part(name)
         of_weight = plain.get_parameter(part.weight).grad
         assert of_weight is not None
-        change = part.of(of_weight)
+        change = part.view(of_weight)
         scale, a, b = 12.0 / 4, layer.lora_A.weight, layer.lora_B.weight
         for found, expected in (
             (a.grad, scale * b.mT @ change),
@@ -179,7 +179,7 @@ def test_the_balance_of_experts_is_that_of_the_policys_passes_alone(
     monkeypatch.setattr(RoutingTape, "take_load", taken)
     for measures_divergence in (False, True):
         learner = make_learner(folder, use_kl_loss=measures_divergence, kl_loss_coef=0.0)
-        learner._update._balance()
+        learner._update._expert_balance()
         assert not loads.pop().any()  # the trial of packed tokens is no pass of the run
         learner.train_step(make_batch(), 1)
     without, beside_a_reference = loads
@@ -343,7 +343,7 @@ def test_the_merged_folder_loads_with_the_weights_that_engines_had(
     learner = make_learner(folder)
     learner.train_step(make_batch(), 1)
     learner.save(tmp_path / "actor")
-    wanted = on_the_wire(learner._model, dict(learner.named_weights()))
+    wanted = scaled_for_sending(learner._model, dict(learner.named_weights()))
     options = MergeOptions(dtype="float32")
     merge_checkpoint(find_source(tmp_path), tmp_path / "out", options, lambda *_: None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
@@ -388,7 +388,7 @@ def test_experts_that_lie_in_one_tensor_of_a_file_are_merged_as_published_or_tra
                     for half in ("lora_A", "lora_B")
                 )
                 if part.weight == of_all:
-                    part.of(expected[expert]).add_(adapter.scale * b @ a)
+                    part.view(expected[expert]).add_(adapter.scale * b @ a)
             torch.testing.assert_close(loaded.get_parameter(of_all), expected)
 
 

@@ -90,7 +90,7 @@ def test_a_device_whose_memory_torch_does_not_count_has_no_peaks(tmp_path: Path)
 class Publishing:
     """Leader, snapshots and checkpoints of a rank that does nothing."""
 
-    saves_aside = False
+    saves_in_background = False
 
     def freeze(self, version: int) -> None:
         """Nothing."""

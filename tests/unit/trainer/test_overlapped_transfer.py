@@ -142,7 +142,7 @@ async def test_a_checkpoint_on_request_during_a_transfer_holds_the_last_trained_
     async with running(world.loop(overlaps=True)):
         await until(lambda: "take 2" in world.events)
         async with asyncio.timeout(60.0):
-            assert await world.state.saved() == (1, "folder-1")
+            assert await world.state.request_save() == (1, "folder-1")
         assert world.state.version == 0
         sent.set()
         world.holds["take 2"].set()

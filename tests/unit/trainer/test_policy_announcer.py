@@ -90,7 +90,7 @@ async def test_every_announcement_tells_where_the_data_set_stands_at_that_versio
     async def acknowledge() -> None:
         desk.progress = DataProgress(4)
 
-    await desk.announcer.announce(after=acknowledge)
+    await desk.announcer.announce(preparation=acknowledge)
     desk.serve("a", 1)
     await desk.announcer.announce()
     assert [progress for _, _, progress in desk.sent] == [None, DataProgress(4), DataProgress(4)]
@@ -125,7 +125,7 @@ async def test_what_comes_first_comes_before_any_other_announcement() -> None:
     desk.state.version = 1
     acknowledged = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(desk.announcer.announce(after=lambda: wait(acknowledged)))
+        tasks.create_task(desk.announcer.announce(preparation=lambda: wait(acknowledged)))
         await asyncio.sleep(0)
         tasks.create_task(desk.announcer.announce())
         for _ in range(5):

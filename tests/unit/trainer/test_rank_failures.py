@@ -44,7 +44,9 @@ class World:
         def fail(*_: object) -> None:
             raise error
 
-        learner: Any = SimpleNamespace(load=fail, save=fail, begin_save=fail, saves_aside=True)
+        learner: Any = SimpleNamespace(
+            load=fail, save=fail, begin_save=fail, saves_in_background=True
+        )
         self.closed = threading.Event()
         samples: Any = SimpleNamespace(close=self.closed.set)
         self.parallel = TwoRanks()

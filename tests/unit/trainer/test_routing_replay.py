@@ -118,7 +118,7 @@ def test_logprobs_are_those_of_the_engines_experts_whatever_the_router_would_cho
 ) -> None:
     groups = [made_up_routing(make_group(seed, (5, 1, 7)), EXPERTS) for seed in (1, 2)]
     micro_batch = packed(*groups)
-    found = logprobs(model, micro_batch, Routing(given=micro_batch.routing))
+    found = logprobs(model, micro_batch, Routing(engine_experts=micro_batch.routing))
     free = logprobs(model, micro_batch, Routing())
     rows = [(group, one) for group in groups for one in group.rollouts]
     for row, (group, rollout) in enumerate(rows):
@@ -131,7 +131,7 @@ def test_later_passes_and_the_backward_pass_take_the_engines_experts_too(
     model: PreTrainedModel,
 ) -> None:
     micro_batch = packed(made_up_routing(make_group(1), EXPERTS))
-    routing = Routing(given=micro_batch.routing)
+    routing = Routing(engine_experts=micro_batch.routing)
     first = torch.cat(logprobs(model, micro_batch, routing))
     assert micro_batch.routing is not None
     for layer, experts in routing.experts.items():
@@ -155,7 +155,7 @@ def test_a_sample_without_experts_gets_those_of_the_trainers_router(
     last = group.rollouts[2].with_routing(None)
     group = replace(group, rollouts=(*group.rollouts[:2], last))
     micro_batch = packed(group)
-    routing = Routing(given=micro_batch.routing)
+    routing = Routing(engine_experts=micro_batch.routing)
     found = logprobs(model, micro_batch, routing)
     own = routing.experts[0][-6:]  # the last row's tokens
     assert micro_batch.routing is not None
@@ -168,7 +168,7 @@ def test_a_sample_without_experts_gets_those_of_the_trainers_router(
 def test_more_experts_than_a_byte_holds_are_followed_too() -> None:
     model = own_model(num_experts=300)
     micro_batch = packed(made_up_routing(make_group(1), 300))
-    routing = Routing(given=micro_batch.routing)
+    routing = Routing(engine_experts=micro_batch.routing)
     logprobs(model, micro_batch, routing)
     assert micro_batch.routing is not None
     assert int(micro_batch.routing.experts.max()) > 255
@@ -194,7 +194,7 @@ def test_the_agreement_is_the_share_of_the_engines_experts_that_routers_choose_t
     theirs = own.flip(-1).clone()
     theirs[1, 0, 0] = next(e for e in range(EXPERTS) if e not in own[1, 0])
     given = replace(routed.routing, experts=theirs)
-    logprobs(model, routed, Routing(given=given))
+    logprobs(model, routed, Routing(engine_experts=given))
     agreed, num = tape.take_agreement(torch.device("cpu")).tolist()
     assert num == own.numel()
     # A token's layer above may choose others once one expert below has changed; here none is below.

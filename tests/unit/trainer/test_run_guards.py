@@ -72,7 +72,7 @@ async def test_a_checkpoint_that_a_save_under_way_deletes_is_not_restored(
     async def ends_and_deletes() -> None:
         world.saved_to.discard(2)
 
-    monkeypatch.setattr(world, "saved", ends_and_deletes)
+    monkeypatch.setattr(world, "wait_until_saved", ends_and_deletes)
     await run(world.loop(guards=guards("rollback"), **EVERY_STEP))
     assert [event for event in world.events if event.startswith("load")] == ["load 1 at rate 0.5"]
 
@@ -177,18 +177,18 @@ def report(value: float) -> ValidationReport:
 def test_the_best_checkpoint_and_the_one_being_validated_are_protected(tmp_path: Path) -> None:
     found = noted(tmp_path)
     for step, accuracy in enumerate((0.95, 0.9, 0.5)):
-        found.validated(step, report(accuracy))
-    found.saved(1)
-    found.saved(2)
-    found.validating(3)
+        found.note_validated(step, report(accuracy))
+    found.note_saved(1)
+    found.note_saved(2)
+    found.note_validating(3)
     # That of step 0 is an earlier run's.
-    assert set(found.protected({0, 1, 2, 3})) == {1, 3}
+    assert set(found.steps_to_protect({0, 1, 2, 3})) == {1, 3}
 
 
 def test_a_restarted_run_finds_rule_rollbacks_and_rate_as_they_were(tmp_path: Path) -> None:
     before = noted(tmp_path, GuardRecord(rollbacks=(Rollback(4, 1, 0.5),)))
-    before.validated(5, report(0.9))
-    before.validated(6, report(0.1))
+    before.note_validated(5, report(0.9))
+    before.note_validated(6, report(0.1))
     at = Checkpoint(6, tmp_path / "global_step_6" / "actor", DataProgress(0))
     after = noted(tmp_path, read_record(at))
     assert after.is_due
@@ -200,22 +200,22 @@ def test_a_restarted_run_finds_rule_rollbacks_and_rate_as_they_were(tmp_path: Pa
 
 def test_the_checkpoint_under_validation_stays_while_train_steps_end(tmp_path: Path) -> None:
     found = noted(tmp_path)
-    found.validating(4)
-    found.stepped(5, {"actor/entropy": 1.0})
-    assert set(found.protected({4, 5})) == {4}
-    found.validated(4, report(0.9))
-    found.validating(None)
-    assert set(found.protected({4, 5})) == set()
+    found.note_validating(4)
+    found.note_step(5, {"actor/entropy": 1.0})
+    assert set(found.steps_to_protect({4, 5})) == {4}
+    found.note_validated(4, report(0.9))
+    found.note_validating(None)
+    assert set(found.steps_to_protect({4, 5})) == set()
 
 
 def test_a_rollback_that_was_killed_before_its_save_is_due_again(tmp_path: Path) -> None:
     before = noted(tmp_path)
     for step, accuracy in ((2, 0.9), (3, 0.1)):
-        before.validated(step, report(accuracy))
-        before.saved(step)
+        before.note_validated(step, report(accuracy))
+        before.note_saved(step)
     verdict = before.verdict(lambda: {2, 3})
     assert verdict is not None
-    before.rolled_back(verdict, 4)
+    before.note_rollback(verdict, 4)
     assert not before.is_due
     at = Checkpoint(3, tmp_path / "global_step_3" / "actor", DataProgress(0))
     assert noted(tmp_path, read_record(at)).is_due
@@ -225,11 +225,11 @@ def test_after_a_hold_was_ended_only_values_that_come_later_count(tmp_path: Path
     state = RunState("t", 99, 4)
     found = RunGuards(guards("hold"), tmp_path / "guards.json", state, GuardRecord())
     for step, accuracy in ((2, 0.9), (3, 0.1)):
-        found.validated(step, report(accuracy))
+        found.note_validated(step, report(accuracy))
     assert found.verdict(set) is not None
     assert not found.is_due  # held
     assert found.verdict(set) is None  # resumed, while the validation of step 4 runs
-    found.validated(4, report(0.1))
+    found.note_validated(4, report(0.1))
     assert found.is_due
 
 
@@ -237,7 +237,7 @@ def test_a_run_that_is_over_obeys_no_rule(tmp_path: Path) -> None:
     state = RunState("t", 3, 3)
     found = RunGuards(guards("rollback"), tmp_path / "guards.json", state, GuardRecord(saved=(2,)))
     for step, accuracy in ((2, 0.9), (3, 0.1)):
-        found.validated(step, report(accuracy))
+        found.note_validated(step, report(accuracy))
     assert found.is_broken
     assert found.verdict(lambda: {2}) is None
 
@@ -273,8 +273,8 @@ async def test_a_restarted_run_that_fills_no_batch_validates_its_checkpoint(tmp_
     world.register("a")
     world.saved_to = {2, 3}
     before = noted(tmp_path)
-    before.validated(2, report(0.9))
-    before.saved(2)
+    before.note_validated(2, report(0.9))
+    before.note_saved(2)
     world.accuracy_of = collapses_at(3)
     world.faults["take 4"] = BatchUnfillableError("hardly a group is kept")
     at = Checkpoint(3, tmp_path / "global_step_3" / "actor", DataProgress(30))

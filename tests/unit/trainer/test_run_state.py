@@ -60,7 +60,7 @@ async def test_a_late_watcher_still_gets_the_last_steps(state: RunState) -> None
 
 async def test_all_who_wait_for_a_checkpoint_get_the_same_one(state: RunState) -> None:
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(state.saved()) for _ in range(2)]
+        calls = [tasks.create_task(state.request_save()) for _ in range(2)]
         await settle()
         assert state.is_save_wanted
         state.answer_saves(3, "folder")
@@ -70,7 +70,7 @@ async def test_all_who_wait_for_a_checkpoint_get_the_same_one(state: RunState) -
 
 async def test_a_caller_that_went_away_wants_no_checkpoint(state: RunState) -> None:
     async with asyncio.TaskGroup() as tasks:
-        call = tasks.create_task(state.saved())
+        call = tasks.create_task(state.request_save())
         await settle()
         call.cancel()
         await settle()
@@ -81,7 +81,7 @@ async def test_a_caller_that_went_away_wants_no_checkpoint(state: RunState) -> N
 async def test_the_end_of_the_run_answers_who_waits_for_a_checkpoint(state: RunState) -> None:
     async def ask() -> str:
         try:
-            await state.saved()
+            await state.request_save()
         except NotReadyError as error:
             return str(error)
         return "saved"
@@ -107,7 +107,7 @@ async def test_a_guards_hold_outlasts_a_lease_of_the_operator(state: RunState) -
     state.pause(lease_s=0.01)
     async with asyncio.timeout(60):
         while "" in state.holders:
-            await state.control_call()
+            await state.next_control_call()
     assert state.is_paused
     assert state.hold_reason == "the reward has collapsed"
     state.resume()
@@ -120,11 +120,11 @@ async def test_a_paused_run_wakes_for_every_call_it_has_to_look_at(
 ) -> None:
     state.pause()
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(state.control_call())
+        waiting = tasks.create_task(state.next_control_call())
         await settle()
         assert not waiting.done()
         if call == "saved":
-            saving = tasks.create_task(state.saved())
+            saving = tasks.create_task(state.request_save())
         elif call == "stop":
             state.stop("enough")
         else:

@@ -136,8 +136,8 @@ def _first_of_two_on_gpus(
     with Alone() as ranks:
         ranks.divide(ParallelLayout(2, sequence=2))
         assert ranks.share is not None
-        assert [dist.get_process_group_ranks(one) for one in ranks._own_groups] == [[0, 1]] * 2
-        found = dict(zip(ranks._own_groups, (ErrorType.SUCCESS, error), strict=True))
+        assert [dist.get_process_group_ranks(one) for one in ranks._groups] == [[0, 1]] * 2
+        found = dict(zip(ranks._groups, (ErrorType.SUCCESS, error), strict=True))
 
         def backend(group: object, _: torch.device) -> object:
             return SimpleNamespace(get_error=lambda: found[cast("dist.ProcessGroup", group)])

@@ -57,14 +57,14 @@ async def test_a_step_has_a_trace_that_links_to_its_prompts_and_they_to_it(world
 async def test_a_run_that_is_not_traced_takes_no_notice_of_the_prompts(world: World) -> None:
     await run(loop(world))
     with step_trace(1) as trace:
-        trace.takes(traced_batch(1))
+        trace.link_prompts(traced_batch(1))
         with trace.span(SpanName.TRAIN_STEP):
             assert TRACER.current() is None
 
 
 async def test_prompts_that_are_not_recorded_are_not_linked() -> None:
     with traced() as kept, step_trace(1) as trace:
-        trace.takes(batch_of(1))
+        trace.link_prompts(batch_of(1))
         with trace.span(SpanName.TRAIN_STEP):
             pass
     assert [(s.name, s.links) for s in kept.spans] == [("train step", ()), ("step", ())]

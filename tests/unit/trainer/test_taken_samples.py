@@ -186,13 +186,13 @@ async def test_all_reads_share_one_event_loop(
     batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
-    in_time = RewardSamples._in_time
+    in_time = RewardSamples._until_stall
 
     def noted(*arguments: Any) -> Any:
         loops.append(asyncio.get_running_loop())
         return in_time(*arguments)
 
-    monkeypatch.setattr(RewardSamples, "_in_time", noted)
+    monkeypatch.setattr(RewardSamples, "_until_stall", noted)
     async with reader_of(Service(batch)) as reader:
         for step in (3, 4):
             await asyncio.to_thread(reader.read, outline_of(batch), OWN, step)

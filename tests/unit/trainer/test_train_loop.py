@@ -423,9 +423,9 @@ async def test_a_skipped_validation_protects_no_checkpoint(world: World) -> None
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(loop))
         await until(lambda: "evaluate 0" in world.events)
-        assert 0 in world.guards.protected({0})
+        assert 0 in world.guards.steps_to_protect({0})
         world.state.stop("interrupted", skips_validation=True)
-    assert 0 not in world.guards.protected({0})
+    assert 0 not in world.guards.steps_to_protect({0})
 
 
 async def test_a_stop_that_saves_also_saves_a_run_that_saves_no_steps(world: World) -> None:
@@ -469,7 +469,7 @@ async def test_a_paused_run_saves_at_once_when_asked(world: World) -> None:
     async with asyncio.TaskGroup() as tasks:
         await paused(world, tasks, world.loop())
         async with asyncio.timeout(WAIT_S):
-            assert await world.state.saved() == (1, "folder-1")
+            assert await world.state.request_save() == (1, "folder-1")
         assert world.state.phase is RunPhase.PAUSED or "take 2" not in world.events
         world.state.resume()
     assert "save 1 at 10" in world.events
@@ -479,7 +479,7 @@ async def test_a_resume_during_a_save_is_not_lost(world: World) -> None:
     world.holds["save 1 at 10"] = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         await paused(world, tasks, world.loop())
-        tasks.create_task(world.state.saved())
+        tasks.create_task(world.state.request_save())
         await until(lambda: "save 1 at 10" in world.events)
         world.state.resume()
         world.holds["save 1 at 10"].set()
@@ -491,7 +491,7 @@ async def test_a_running_run_saves_after_the_step_when_asked(world: World) -> No
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(world.loop()))
         await until(lambda: "train 2" in world.events)
-        saving = tasks.create_task(world.state.saved())
+        saving = tasks.create_task(world.state.request_save())
         await asyncio.sleep(0)
         world.holds["train 2"].set()
     assert saving.result() == (2, "folder-2")

@@ -121,10 +121,10 @@ def test_the_last_step_and_the_last_validation_are_exported() -> None:
 
 def test_weight_updates_are_exported_by_encoding_and_phase() -> None:
     run = metrics()
-    run.sync.arrived("fleet", 100, 100, 0.5)
-    run.sync.arrived("newcomers", 10, 100, 0.25)
-    run.sync.failed(SyncPhase.STAGE)
-    with run.sync.timed(SyncPhase.COMMIT):
+    run.sync.count_delivery("fleet", 100, 100, 0.5)
+    run.sync.count_delivery("newcomers", 10, 100, 0.25)
+    run.sync.count_failure(SyncPhase.STAGE)
+    with run.sync.time_phase(SyncPhase.COMMIT):
         pass
     found = reported(run)
     assert found[("sluice_weights_updates_total", "fleet")] == 1.0

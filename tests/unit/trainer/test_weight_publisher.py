@@ -87,11 +87,11 @@ async def test_all_that_serve_are_let_sleep_and_one_that_fails_stays_a_member(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = trainer.add("a"), trainer.add("b")
-    await trainer.publisher.let_sleep()  # nobody serves yet
+    await trainer.publisher.sleep_replicas()  # nobody serves yet
     assert "sleep" not in first.calls
     await trainer.publish(0)
     second.faults["sleep"] = raising(PeerError("b", "falling asleep", "UNAVAILABLE"))
-    await trainer.publisher.let_sleep()
+    await trainer.publisher.sleep_replicas()
     assert "sleep" in first.calls
     assert "b does not sleep and may keep its memory" in caplog.text
     await trainer.publish(1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sluice.errors import ConfigError
-from sluice.weights.backend import Membership, ProcessGroup, create_process_group, wait_a_little
+from sluice.weights.backend import Membership, ProcessGroup, create_process_group, wait_briefly
 
 
 def _membership(rank: int = 0, world_size: int = 1) -> Membership:
@@ -44,11 +44,11 @@ def test_a_short_wait_for_gloo_ends_without_ending_the_collective() -> None:
     sender, receiver = _pair()
     arrived, options = torch.zeros(8), dist.BroadcastOptions()
     work = receiver.broadcast([arrived], options)
-    wait_a_little(work, "gloo")
+    wait_briefly(work, "gloo")
     assert not work.is_completed()
     sent = sender.broadcast([torch.ones(8)], options)
     for _ in range(500):
-        wait_a_little(work, "gloo")
+        wait_briefly(work, "gloo")
         if work.is_completed() and sent.is_completed():
             break
     work.wait()
@@ -63,7 +63,7 @@ def test_a_short_wait_for_another_backend_only_looks() -> None:
         def wait(self, timeout: timedelta = timedelta()) -> bool:
             raise AssertionError("a wait with a timeout ends collectives of NCCL")
 
-    wait_a_little(Untouchable(), "nccl")
+    wait_briefly(Untouchable(), "nccl")
 
 
 def test_a_process_outlives_groups_of_nccl_and_many_of_them_share_a_gpu(

@@ -27,7 +27,14 @@ from sluice.weights.plan import tensor_specs
 from sluice.weights.rank_sender import JoinOrder
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import BroadcastReport, WeightSender
-from sluice.weights.share import common_cuts, cuts_within, overlapping, pack, part_name, part_shape
+from sluice.weights.share import (
+    common_cuts,
+    cuts_within,
+    overlapping_ranks,
+    pack,
+    part_name,
+    part_shape,
+)
 from sluice.weights.snapshot import SnapshotBuffers
 from tests.support.certified import mutual, service_key
 
@@ -116,7 +123,7 @@ class _Fleet:
                     timeout_s=60.0,
                     certificates=certificates,
                     holdings=_HOLDINGS,
-                    others=self.others,
+                    other_ranks=self.others,
                 )
             )
         )
@@ -368,7 +375,7 @@ def test_parts_overlap_if_an_element_is_in_two_of_them(parts: list[tuple[Cut, ..
     pairs = {
         frozenset((one, other)) for one in held for other in range(one) if held[one] & held[other]
     }
-    found = overlapping(list(enumerate(parts)), _SHAPE)
+    found = overlapping_ranks(list(enumerate(parts)), _SHAPE)
     assert frozenset(found) in pairs or (not pairs and found == ())
 
 
@@ -380,7 +387,7 @@ def test_hundreds_of_parts_that_lie_apart_in_one_dimension_are_not_compared(
     monkeypatch.setattr("sluice.weights.share.common_cuts", compared)
     # Two ranges each, as in a layer that joins two: between them lie ranges of other ranks.
     parts = [(rank, (Cut(dimension, ((rank, 1), (256 + rank, 1))),)) for rank in range(256)]
-    assert overlapping(parts, (512, 512)) == ()
+    assert overlapping_ranks(parts, (512, 512)) == ()
     assert compared.call_count == 0
 
 

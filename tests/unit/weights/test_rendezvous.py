@@ -172,7 +172,7 @@ def test_a_member_that_waits_long_prints_nothing_about_its_idle_connection(
     with closing(RendezvousStore("127.0.0.1")) as store:
         store.begin(1, KEY)
         link = link_to(store)
-        link.present(["key"])
+        link.existing(["key"])
         time.sleep(7.0)  # the server closes after 3 to 6 s
-        link.present(["key"])  # a new connection
+        link.existing(["key"])  # a new connection
     assert "goaway" not in capfd.readouterr().err.lower()

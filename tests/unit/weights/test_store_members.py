@@ -49,7 +49,7 @@ def test_a_stranger_is_refused_and_logged_and_changes_nothing(
     stranger = link_to(store, epoch=epoch, store_key=store_key)
     for ask in (
         lambda: stranger.set("joined/1", b"1"),
-        lambda: stranger.present(["n"]),
+        lambda: stranger.existing(["n"]),
         lambda: stranger.add("n", 1),
         lambda: stranger.delete_key("n"),
     ):
@@ -58,7 +58,7 @@ def test_a_stranger_is_refused_and_logged_and_changes_nothing(
         refused = [record.getMessage() for record in caplog.records]
         assert len([line for line in refused if "refuses a call of ipv4:127.0.0.1:" in line]) == 1
         caplog.clear()
-    assert link_to(store).present(["joined/1", "n"]) == {}
+    assert link_to(store).existing(["joined/1", "n"]) == {}
 
 
 def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_members(
@@ -69,14 +69,14 @@ def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_members(
     store.begin(2, b"n" * 32)
     with pytest.raises(WeightSyncError, match="the epoch is over"):
         former.set("a", b"late")
-    assert link_to(store, epoch=2, store_key=b"n" * 32).present(["a"]) == {}
+    assert link_to(store, epoch=2, store_key=b"n" * 32).existing(["a"]) == {}
 
 
 def test_nobody_is_answered_before_the_first_epoch_begins() -> None:
     with closing(RendezvousStore("127.0.0.1")) as store:
         for key in (b"", KEY):
             with pytest.raises(WeightSyncError, match="has not begun"):
-                link_to(store, epoch=0, store_key=key).present([])
+                link_to(store, epoch=0, store_key=key).existing([])
 
 
 def test_each_epoch_has_a_key_of_its_own_which_no_log_line_shows() -> None:
@@ -140,7 +140,7 @@ def test_a_full_store_refuses_more_keys_and_still_takes_known_ones(
     link.set("a", b"x" * 7)
     assert link.delete_key("b")
     link.set("c", b"1")
-    assert link.present(["a", "b", "c"]) == {"a": b"x" * 7, "c": b"1"}
+    assert link.existing(["a", "b", "c"]) == {"a": b"x" * 7, "c": b"1"}
 
 
 def test_a_text_cannot_be_added_to(store: RendezvousStore) -> None:
@@ -186,4 +186,4 @@ def test_a_store_with_tls_refuses_members_without_the_right_certificates(
         own = credentials.for_transfers() if credentials else None
         spec = replace(make_spec(store.port), certificates=own)
         with pytest.raises(WeightSyncError, match="cannot connect"):
-            EpochStore(spec, "joining", "trainer", lambda: None).present([])
+            EpochStore(spec, "joining", "trainer", lambda: None).existing([])

@@ -35,7 +35,7 @@ def _digests(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 4096) -> W
         buffer.tensors[name].copy_(tensor)
     stream = StreamDigest(plan)
     for bucket in plan.buckets:
-        stream.absorb(bucket, buffer.bucket(bucket))
+        stream.update(bucket, buffer.bucket(bucket))
     return stream.digests()
 
 
@@ -67,8 +67,8 @@ def test_the_tensors_that_differ_are_named_in_the_order_of_the_wire() -> None:
     before = _digests(weights)
     weights["steps"] += 1
     weights["half"].view(torch.uint8)[17] ^= 1
-    assert _digests(weights).differing(before.parts) == ["half", "steps"]
-    assert before.differing(before.parts) == []
+    assert _digests(weights).differing_names(before.parts) == ["half", "steps"]
+    assert before.differing_names(before.parts) == []
 
 
 def test_swapping_the_contents_of_two_weights_changes_the_digest() -> None:

@@ -26,7 +26,7 @@ from services.trainer.learner.batch.packed_rows import (
     TrainingRow,
     pack_images,
     packed_inputs,
-    place,
+    place_pieces,
 )
 from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from sluice.algorithm.packing import MicroBatchPlan, plan_micro_batches
@@ -73,40 +73,41 @@ class Gathering:
     """
 
     index: torch.Tensor  # int64 [P], the value in each place
-    back: torch.Tensor  # int64 [T], a place of each value
+    places: torch.Tensor  # int64 [T], a place of each value
     unused: torch.Tensor  # int64 [U], values without a place that has a gradient
-    more: torch.Tensor  # int64 [M], further places with a gradient
-    of_more: torch.Tensor  # int64 [M], the values in those places
+    extra: torch.Tensor  # int64 [M], further places with a gradient
+    of_extra: torch.Tensor  # int64 [M], the values in those places
 
     @classmethod
     def of(
         cls,
         positions: Positions,
-        back: Positions,
+        last_places: Positions,
         device: torch.device,
-        more: Positions | None = None,
+        extra: Positions | None = None,
     ) -> Gathering:
         """Return the gathering of the values at `positions`; -1 marks an empty place.
 
         Args:
             positions: int64 [P].
-            back: int64 [T].
-            more: int64 [M], further places.
+            last_places: int64 [T], -1 for a value without one.
+            extra: int64 [M], further places.
         """
-        more = positions[:0] if more is None else more
-        unused = np.flatnonzero(back < 0)
-        parts = [np.maximum(positions, 0), np.maximum(back, 0), unused, more, positions[more]]
-        tensors = [torch.from_numpy(one).to(device) for one in parts]
+        extra = positions[:0] if extra is None else extra
+        unused = np.flatnonzero(last_places < 0)
+        index, places = np.maximum(positions, 0), np.maximum(last_places, 0)
+        parts = [index, places, unused, extra, positions[extra]]
+        tensors = [torch.from_numpy(part).to(device) for part in parts]
         return cls(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4])
 
     @classmethod
     def of_all(cls, positions: Positions, number: int, device: torch.device) -> Gathering:
         """Return the gathering in which all places but -1 have gradients; T is `number`."""
         places = np.arange(positions.size)
-        back = np.full(number + 1, -1)  # the last one is for padding
-        back[positions[::-1]] = places[::-1]  # of several values for one, the last stays
-        more = np.flatnonzero((positions >= 0) & (back[positions] != places))
-        return cls.of(positions, back[:-1], device, more)
+        last_places = np.full(number + 1, -1)  # the last one is for padding
+        last_places[positions[::-1]] = places[::-1]  # of several values for one, the last stays
+        extra = np.flatnonzero((positions >= 0) & (last_places[positions] != places))
+        return cls.of(positions, last_places[:-1], device, extra)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,24 +169,24 @@ def build_layout(
     output = np.full(num_tokens, -1)
     blocks: list[_Padded] = []
     offset = 0
-    prompts = [one for one in sequences if not one.prompt_length]
-    rows = [one for one in sequences if one.prompt_length]
+    prompts = [sequence for sequence in sequences if not sequence.prompt_length]
+    rows = [sequence for sequence in sequences if sequence.prompt_length]
     # `output` records the place of each packed token's output.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
         block = _block(members)
-        for sequence, first in zip(members, block.first, strict=True):
+        for sequence, start in zip(members, block.first, strict=True):
             stop = sequence.start + sequence.length
-            output[sequence.start : stop] = offset + first + np.arange(sequence.length)
+            output[sequence.start : stop] = offset + start + np.arange(sequence.length)
         blocks.append(block)
         offset += block.queries.size
     longest = max(member.prompt_length + member.length for member in sequences)
     ragged = None
-    if has_ragged_kernel(device) and any(one.visible is not None for one in blocks):
+    if has_ragged_kernel(device) and any(block.visible is not None for block in blocks):
         ends = sorted(sequences, key=lambda s: s.start)
         used = ends[-1].start + ends[-1].length
         if used < num_tokens:  # the kernel leaves tokens outside all sequences undefined
             ends.append(AttendedSequence(used, 0, used, num_tokens - used))
-        ragged = _end_to_end(ends, num_tokens, device)
+        ragged = _ragged_sequences(ends, num_tokens, device)
     # Nothing reads the outputs of padding, or of prompts that a block of rows computes again.
     read = np.full(offset, -1)
     tokens = np.flatnonzero(output >= 0)
@@ -215,7 +216,7 @@ def has_ragged_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
-def _end_to_end(
+def _ragged_sequences(
     sequences: Sequence[AttendedSequence], num_tokens: int, device: torch.device
 ) -> RaggedSequences:
     keys = [
@@ -227,7 +228,7 @@ def _end_to_end(
         )
         for s in sequences
     ]
-    num_queries, num_keys = [s.length for s in sequences], [len(one) for one in keys]
+    num_queries, num_keys = [s.length for s in sequences], [len(positions) for positions in keys]
 
     def ends(lengths: list[int]) -> torch.Tensor:
         return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
@@ -260,9 +261,9 @@ def _similar_lengths(sequences: Sequence[AttendedSequence]) -> Iterator[list[Att
 def _block(members: Sequence[AttendedSequence]) -> _Padded:
     longest = members[0].length
     prompt_longest = max(member.prompt_length for member in members)
-    own = _right_padded([member.start for member in members], [m.length for m in members], longest)
+    rows = _right_pad([member.start for member in members], [m.length for m in members], longest)
     if prompt_longest == 0:  # prompts: plainly causal
-        return _Padded(own, own, None, range(0, own.size, longest))
+        return _Padded(rows, rows, None, range(0, rows.size, longest))
     # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
         return _causal_block(members)
@@ -272,8 +273,8 @@ def _block(members: Sequence[AttendedSequence]) -> _Padded:
     columns = np.arange(prompt_longest)
     visible = columns >= pads[:, None]
     prompts = np.where(visible, starts[:, None] + columns - pads[:, None], -1)
-    keys = np.concatenate([prompts, own], axis=1)
-    return _Padded(own, keys, visible, range(0, own.size, longest))
+    keys = np.concatenate([prompts, rows], axis=1)
+    return _Padded(rows, keys, visible, range(0, rows.size, longest))
 
 
 def _causal_block(members: Sequence[AttendedSequence]) -> _Padded:
@@ -286,11 +287,11 @@ def _causal_block(members: Sequence[AttendedSequence]) -> _Padded:
         line[:prompt] = member.prompt_start + np.arange(prompt)
         line[prompt : prompt + member.length] = member.start + np.arange(member.length)
     # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
-    first = [number * width + member.prompt_length for number, member in enumerate(members)]
-    return _Padded(index, index, None, first)
+    starts = [number * width + member.prompt_length for number, member in enumerate(members)]
+    return _Padded(index, index, None, starts)
 
 
-def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
+def _right_pad(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
     columns = np.arange(width)
     valid = columns < np.array(lengths)[:, None]
     return np.where(valid, np.array(starts)[:, None] + columns, -1)
@@ -336,7 +337,7 @@ class MicroBatch:
     [rows of the train batch, most sampled tokens of a row].
 
     Ranks that share the sequence have the same N labels, but each has a part of the input tokens (T
-    is the size of that part) and only the `predecessors` of the labels `own`.
+    is the size of that part) and only the `predecessors` of the labels `local_labels`.
     """
 
     row_indices: tuple[int, ...]  # [R] into the mini-batch's rows
@@ -351,7 +352,7 @@ class MicroBatch:
     columns: torch.Tensor  # int64 [N]
     behavior_logprobs: torch.Tensor  # float32 [N]
     images: PackedImages | None = None
-    own: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
+    local_labels: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
     routing: PackedRouting | None = None  # None: no row came with experts
     source: str = ""  # the source of all rows, if a run has several
 
@@ -380,23 +381,23 @@ def build_micro_batch(
         image_ranks: the ranks that divide the images; ``None`` for those of `share`.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.
-    pieces = place(rows, plan.pieces)
+    pieces = place_pieces(rows, plan.pieces)
     if not pieces:
         return None
     paths = [path for piece in pieces for path in piece.paths]
     sizes = [path.labels.size for path in paths]
     of_row = {index: number for number, index in enumerate(plan.row_indices)}
-    owners = [of_row[i] for piece in pieces for i, own in piece.rows.items() for _ in own]
-    input_ids, position_ids = (_padded(one, pad_to) for one in packed_inputs(pieces, images))
-    predecessors, own = np.concatenate([path.predecessors for path in paths]), None
+    owners = [of_row[i] for piece in pieces for i, group in piece.rows.items() for _ in group]
+    input_ids, position_ids = (_pad(values, pad_to) for values in packed_inputs(pieces, images))
+    predecessors, local_labels = np.concatenate([path.predecessors for path in paths]), None
     behavior = np.concatenate([path.behavior_logprobs for path in paths])
     num_tokens = input_ids.size
     if share is not None:
         input_ids, position_ids = share.cut(input_ids), share.cut(position_ids)
-        indices = share.own(predecessors, num_tokens)
-        predecessors = share.local(predecessors[indices], num_tokens)
-        own = _tensor(indices, device)
-    sequences = [one for piece in pieces for one in piece.sequences]
+        indices = share.local_indices(predecessors, num_tokens)
+        predecessors = share.local_positions(predecessors[indices], num_tokens)
+        local_labels = _tensor(indices, device)
+    sequences = [sequence for piece in pieces for sequence in piece.sequences]
     # Rows of a prompt share its images, which are packed once like its tokens.
     prompt_images = [(piece.start, images.get(piece.first.group)) for piece in pieces]
     return MicroBatch(
@@ -413,7 +414,7 @@ def build_micro_batch(
         columns=_tensor(np.concatenate([path.tokens.columns for path in paths]), device),
         behavior_logprobs=torch.from_numpy(behavior).to(device),
         images=pack_images(prompt_images, num_tokens, device, image_ranks or ImageRanks(share)),
-        own=own,
+        local_labels=local_labels,
         routing=_pack_routing(pieces, num_tokens, share),
         source=source,
     )
@@ -442,25 +443,25 @@ def _pack_routing(
         # The prompt's experts are the same in all rows. An episode has none.
         places = [(piece.start, piece.first.prompt_routing)]
         places += [(paths[0].at.start, paths[0].row.routing) for paths in piece.rows.values()]
-        placed += [(start, one) for start, one in places if one is not None]
+        placed += [(start, routing) for start, routing in places if routing is not None]
     if not placed:
         return None
-    first = placed[0][1]
-    experts = np.zeros((num_tokens, *first.shape[1:]), first.dtype)
-    known = np.zeros(num_tokens, np.bool_)
-    for start, one in placed:
-        experts[start : start + len(one)] = one
-        known[start : start + len(one)] = True
+    template = placed[0][1]
+    experts = np.zeros((num_tokens, *template.shape[1:]), template.dtype)
+    is_known = np.zeros(num_tokens, np.bool_)
+    for start, routing in placed:
+        experts[start : start + len(routing)] = routing
+        is_known[start : start + len(routing)] = True
     by_layer = experts.transpose(1, 2, 0)
     if share is not None:
-        by_layer, known = share.cut(by_layer), share.cut(known)
+        by_layer, is_known = share.cut(by_layer), share.cut(is_known)
     # torch gathers only a few dtypes; expert numbers fit into 15 bits.
-    small = np.uint8 if first.dtype == np.uint8 else np.int16
+    small = np.uint8 if template.dtype == np.uint8 else np.int16
     ordered = np.ascontiguousarray(by_layer.transpose(0, 2, 1), dtype=small)
-    return PackedRouting(torch.from_numpy(ordered), torch.from_numpy(known))
+    return PackedRouting(torch.from_numpy(ordered), torch.from_numpy(is_known))
 
 
-def _padded(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]:
+def _pad(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]:
     """Return values [..., T] with zeros up to a multiple of `pad_to`."""
     end = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % pad_to)]
     return np.pad(values, end)

@@ -106,8 +106,8 @@ class PackedPath:
     @property
     def predecessors(self) -> Positions:
         """Return the packed positions whose logits predict its labels, int64 [labels]."""
-        labels, before = self.tokens.labels, self.at.prompt_start + self.at.prompt_length - 1
-        return np.where(labels == 0, before, self.at.start + labels - 1)
+        labels, prompt_end = self.tokens.labels, self.at.prompt_start + self.at.prompt_length - 1
+        return np.where(labels == 0, prompt_end, self.at.start + labels - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,11 +152,11 @@ def training_rows(
     samples may have other choices, but rows share one packed prompt.
     """
     rows: list[TrainingRow] = []
-    for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
+    for index, (group, row_numbers) in enumerate(zip(groups, numbers, strict=True)):
         prompt = group.prompt_token_ids.size
         in_prompt, in_response = slice(prompt), slice(prompt, None)
-        sources = [group.prompt_routing, *(one.routing for one in group.rollouts)]
-        of_prompt = [_routed(one, in_prompt, routed_layers) for one in sources]
+        sources = [group.prompt_routing, *(rollout.routing for rollout in group.rollouts)]
+        of_prompt = [_select_experts(source, in_prompt, routed_layers) for source in sources]
         rows += [
             TrainingRow(
                 number,
@@ -164,24 +164,24 @@ def training_rows(
                 group.prompt_token_ids,
                 rollout.token_ids,
                 rollout.behavior_logprobs,
-                next((one for one in of_prompt if one is not None), None),
-                _routed(rollout.routing, in_response, routed_layers),
+                next((experts for experts in of_prompt if experts is not None), None),
+                _select_experts(rollout.routing, in_response, routed_layers),
                 () if rollout.is_plain else rollout.turns,
             )
-            for rollout, number in zip(group.rollouts, own, strict=True)
+            for rollout, number in zip(group.rollouts, row_numbers, strict=True)
         ]
     return rows
 
 
-def _routed(
+def _select_experts(
     experts: RoutedExperts | None, tokens: slice, layers: slice | None
 ) -> RoutedExperts | None:
     return None if experts is None or layers is None else experts[tokens, layers]
 
 
-def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PackedPiece]:
+def place_pieces(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PackedPiece]:
     """Place each prompt once, then its rows' paths; leave out pieces and rows without paths."""
-    placed: list[PackedPiece] = []
+    packed_pieces: list[PackedPiece] = []
     cursor = 0
     for piece in pieces:
         paths = {
@@ -195,15 +195,15 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pac
         length = cursor - start
         of_rows: dict[int, tuple[PackedPath, ...]] = {}
         for index, row_paths in paths.items():
-            own = []
+            packed = []
             for path in row_paths:
                 shared = length if path.follows_prompt else 0
                 at = AttendedSequence(start, shared, cursor, int(path.token_ids.size) - 1)
-                own.append(PackedPath(rows[index], path, at))
+                packed.append(PackedPath(rows[index], path, at))
                 cursor += at.length
-            of_rows[index] = tuple(own)
-        placed.append(PackedPiece(start, length, of_rows))
-    return placed
+            of_rows[index] = tuple(packed)
+        packed_pieces.append(PackedPiece(start, length, of_rows))
+    return packed_pieces
 
 
 def packed_inputs(
@@ -218,16 +218,16 @@ def packed_inputs(
     for piece in pieces:
         prompt = piece.first.prompt_token_ids[: piece.length]
         longest = prompt.size + max(path.at.length for path in piece.paths)
-        plain = own = np.arange(longest)
+        plain = with_images = np.arange(longest)
         if images:  # three positions per token: time, height and width
             image = images.get(piece.first.group)
-            plain = own = np.tile(own, (3, 1))
-            own = plain if image is None else image.positions.extended(longest)
+            plain = with_images = np.tile(with_images, (3, 1))
+            with_images = plain if image is None else image.positions.extended(longest)
         tokens.append(prompt)
-        positions.append(own[..., : prompt.size])
+        positions.append(with_images[..., : prompt.size])
         for path in piece.paths:
             tokens.append(path.tokens.token_ids[:-1])
-            of_path = own[..., prompt.size :] if path.tokens.follows_prompt else plain
+            of_path = with_images[..., prompt.size :] if path.tokens.follows_prompt else plain
             positions.append(of_path[..., : path.at.length])
     return np.concatenate(tokens).astype(np.int64), np.concatenate(positions, axis=-1)
 
@@ -270,29 +270,31 @@ def pack_images(
     Args:
         prompts: packed position of each prompt's first token, and its images.
     """
-    seen = [(start, image) for start, image in prompts if image is not None]
-    if not seen or not ranks.encodes:
+    prompt_images = [(start, image) for start, image in prompts if image is not None]
+    if not prompt_images or not ranks.encodes:
         return None
     # `image.places` count from the prompt's start; packed positions count from the first prompt's.
     is_image = np.zeros((1, num_tokens), dtype=np.bool_)
-    for start, image in seen:
+    for start, image in prompt_images:
         is_image[0, start + image.places] = True
-    patches = [one for _, image in seen for one in image.patches]
-    grid_thw = np.concatenate([image.grid_thw for _, image in seen])
-    sent = received = None
+    patches = [patch for _, image in prompt_images for patch in image.patches]
+    grid_thw = np.concatenate([image.grid_thw for _, image in prompt_images])
+    sent: list[int] | None = None
+    received: list[int] | None = None
     if (share := ranks.share) is not None:
-        sizes = np.concatenate([image.num_tokens for _, image in seen])
-        owners = _encoders(sizes, share.size)
+        sizes = np.concatenate([image.num_tokens for _, image in prompt_images])
+        owners = _encoding_ranks(sizes, share.size)
         # Both sides count the images' tokens in packed order.
         encoded = np.searchsorted(owners, np.arange(share.size + 1))
         encoded = np.concatenate([[0], np.cumsum(sizes)])[encoded]
-        first = np.arange(share.size + 1) * -(-num_tokens // share.size)
-        needed = np.searchsorted(np.flatnonzero(is_image[0]), first)
-        sent, received = _common(encoded, needed, share.rank), _common(needed, encoded, share.rank)
+        starts = np.arange(share.size + 1) * -(-num_tokens // share.size)
+        needed = np.searchsorted(np.flatnonzero(is_image[0]), starts)
+        sent = _overlaps(encoded, needed, share.rank)
+        received = _overlaps(needed, encoded, share.rank)
         is_image = share.cut(is_image)
         grid_thw = grid_thw[owners == share.rank]
-        patches = [one for one, owner in zip(patches, owners, strict=True) if owner == share.rank]
-    pixels = [one() for one in patches]
+        patches = [p for p, owner in zip(patches, owners, strict=True) if owner == share.rank]
+    pixels = [patch() for patch in patches]
     return PackedImages(
         torch.from_numpy(np.concatenate(pixels)) if pixels else None,
         torch.from_numpy(grid_thw),
@@ -303,7 +305,7 @@ def pack_images(
     )
 
 
-def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
+def _encoding_ranks(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
     """Return the rank that encodes each image: consecutive images, with about equal numbers of
     tokens."""
     middles = 2 * np.cumsum(sizes) - sizes
@@ -311,7 +313,7 @@ def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]
     return ranks_of_images
 
 
-def _common(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
+def _overlaps(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64], rank: int) -> list[int]:
     """Return for each rank how many numbers of this rank's interval in `ours` lie in that rank's
     in `theirs`."""
     first, end = np.maximum(theirs[:-1], ours[rank]), np.minimum(theirs[1:], ours[rank + 1])

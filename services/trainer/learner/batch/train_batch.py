@@ -66,7 +66,7 @@ def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor
 
     The reward of a turn without tokens is placed at the last token before it.
     """
-    rollouts = [one for group in batch.groups for one in group.rollouts]
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     by_token: dict[tuple[int, int], float] = {}
     for row, rollout in enumerate(rollouts):
         if all(turn.reward is None for turn in rollout.turns):
@@ -105,10 +105,10 @@ def reward_components(
     scores = [scored for group in batch.groups for scored in group.scores]
     for name in names:
         if any(name not in scored.metrics for scored in scores):
-            known = sorted(set[str]().union(*(scored.metrics for scored in scores)))
+            returned = sorted(set[str]().union(*(scored.metrics for scored in scores)))
             raise ConfigError(
                 f"algorithm.gdpo_reward_keys: '{name}' is not among the values that the reward "
-                f"function returns for every sample ({', '.join(known)})"
+                f"function returns for every sample ({', '.join(returned)})"
             )
     return {
         name: torch.tensor([scored.metrics[name] for scored in scores], device=device)
@@ -141,11 +141,11 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
         # No pass has read the last token. An empty response has no routing.
         parts += [
             (
-                f"sample {one.sample_index}",
-                prompt_tokens + one.num_context_tokens + max(0, one.num_tokens - 1),
-                one.routing,
+                f"sample {rollout.sample_index}",
+                prompt_tokens + rollout.num_context_tokens + max(0, rollout.num_tokens - 1),
+                rollout.routing,
             )
-            for one in group.rollouts
+            for rollout in group.rollouts
         ]
         for name, tokens, routing in parts:
             if routing is None or is_absent(routing):
@@ -253,7 +253,7 @@ def split_batch(
     """
     return [
         _mini_batch(shares, cut, parallel, device, image_prompts)
-        for shares in _divided(groups, cut, parallel, step, skipped)
+        for shares in _divide(groups, cut, parallel, step, skipped)
     ]
 
 
@@ -274,7 +274,7 @@ def own_rows(
     """
     return {
         shares.rows[index].number
-        for shares in _divided(groups, cut, parallel, step, skipped)
+        for shares in _divide(groups, cut, parallel, step, skipped)
         for index in shares.of_ranks[parallel.data_rank]
     }
 
@@ -290,7 +290,7 @@ class _Shares:
     of_ranks: Sequence[Sequence[int]]
 
 
-def _divided(
+def _divide(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
     parallel: ParallelContext,
@@ -305,13 +305,13 @@ def _divided(
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     for members in plan_minibatches(len(groups), cut.mini_batch_groups):
-        own = [groups[order[i]] for i in members]
-        all_rows = training_rows(own, [numbers[order[i]] for i in members], cut.routed_layers)
+        chosen = [groups[order[i]] for i in members]
+        all_rows = training_rows(chosen, [numbers[order[i]] for i in members], cut.routed_layers)
         rows = [row for row in all_rows if row.number not in skipped]
         of_ranks = assign_rows_to_ranks(
             [row.size for row in rows], parallel.layout.data_ranks, keeps_groups=cut.whole_groups
         )
-        yield _Shares(own, all_rows, rows, of_ranks)
+        yield _Shares(chosen, all_rows, rows, of_ranks)
 
 
 def _mini_batch(
@@ -322,11 +322,11 @@ def _mini_batch(
     image_prompts: ImagePromptReader | None,
 ) -> MiniBatch:
     groups, rows = shares.groups, shares.rows
-    own = shares.of_ranks[parallel.data_rank]
-    missing = [rows[index].number for index in own if is_absent(rows[index].token_ids)]
+    share = shares.of_ranks[parallel.data_rank]
+    missing = [rows[index].number for index in share if is_absent(rows[index].token_ids)]
     assert not missing, f"samples {missing} are another rank's"
     of_sources: dict[str, list[int]] = {}
-    for index in own:  # each source has its own loss, so a pass holds rows of one source
+    for index in share:  # each source has its own loss, so a pass holds rows of one source
         of_sources.setdefault(groups[rows[index].group].source, []).append(index)
     plans = [
         (source, planned)
@@ -355,7 +355,7 @@ def _mini_batch(
             rows=len(shares.all_rows),
             groups=len(groups),
         ),
-        tuple(tuple(rows[index].number for index in one) for one in shares.of_ranks),
+        tuple(tuple(rows[index].number for index in indices) for indices in shares.of_ranks),
     )
 
 
@@ -369,8 +369,8 @@ def _images(
 
     They are decoded at most once, when a micro-batch packs their pixels.
     """
-    own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
-    with_images = [index for index in own if groups[index].images]
+    planned = sorted({rows[index].group for plan in plans for index in plan.row_indices})
+    with_images = [index for index in planned if groups[index].images]
     if with_images and image_prompts is None:
         raise ConfigError(
             f"prompt {groups[with_images[0]].prompt_id} comes with images, which the model to be "

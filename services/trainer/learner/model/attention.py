@@ -76,7 +76,7 @@ def packed_attention(
     window = kwargs.get("sliding_window")
     if isinstance(window, int) and window >= packed_layout.longest:
         del kwargs["sliding_window"]  # longer than every sequence: it hides nothing
-    _refuse(module, attention_mask, kwargs)
+    _refuse_unsupported(module, attention_mask, kwargs)
     query, key, share = query.to(value.dtype), key.to(value.dtype), packed_layout.share
     if share is None:
         return _attend(query, key, value, packed_layout, scaling), None
@@ -95,7 +95,7 @@ def _attend(
     blocks = layout.blocks
     queries = _gather(query, layout.queries, [block.query_shape for block in blocks])
     shapes = [block.key_shape for block in blocks]
-    keys, values = (_gather(one, layout.keys, shapes) for one in (key, value))
+    keys, values = (_gather(states, layout.keys, shapes) for states in (key, value))
     outputs = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
         attended = _attend_block(q, k, v, block, scaling)
@@ -109,19 +109,19 @@ def _attend(
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-def _refuse(
+def _refuse_unsupported(
     module: nn.Module, attention_mask: Tensor | None, arguments: Mapping[str, object]
 ) -> None:
-    where = type(module).__name__
+    class_name = type(module).__name__
     if attention_mask is not None:
         raise ConfigError(
-            f"model.path: {where} builds its own attention mask, which packing would ignore; "
+            f"model.path: {class_name} builds its own attention mask, which packing would ignore; "
             "choose another model family"
         )
     for name in _UNSUPPORTED_ARGUMENTS:
         if arguments.get(name) is not None:
             raise ConfigError(
-                f"model.path: {where} uses {name}, which sluice's trainer does "
+                f"model.path: {class_name} uses {name}, which sluice's trainer does "
                 "not compute; choose a model with plain causal attention"
             )
 
@@ -143,9 +143,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _GatheringContext, of_places: Tensor) -> tuple[Tensor, None]:
         gathering = ctx.gathering
-        gradient = of_places.index_select(0, gathering.back).index_fill_(0, gathering.unused, 0.0)
-        if gathering.more.numel():
-            gradient.index_add_(0, gathering.of_more, of_places.index_select(0, gathering.more))
+        gradient = of_places.index_select(0, gathering.places).index_fill_(0, gathering.unused, 0.0)
+        if gathering.extra.numel():
+            gradient.index_add_(0, gathering.of_extra, of_places.index_select(0, gathering.extra))
         return gradient, None
 
 

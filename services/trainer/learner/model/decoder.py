@@ -72,29 +72,29 @@ def use_native_layers(model: PreTrainedModel, *, compiled: bool = False) -> None
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if _class(layer) in FAMILIES
+        if _class_name(layer) in FAMILIES
     ]
-    unknown = sorted({part for _, _, layer in replaceable for part in _unknown(layer)})
+    unknown = sorted({part for _, _, layer in replaceable for part in _unknown_parts(layer)})
     if not replaceable or unknown:
         reason = f"their {', '.join(unknown)} is new" if unknown else "the family has no own ones"
         reason += "; use_torch_compile does not compile them" if compiled else ""
         logger.info("%s trains with transformers' layers: %s", type(model).__name__, reason)
         return
     for parent, name, layer in replaceable:
-        own = DecoderLayer(layer)
+        native_layer = DecoderLayer(layer)
         if compiled:
-            own.compile_parts()
-        parent.register_module(name, own)
+            native_layer.compile_parts()
+        parent.register_module(name, native_layer)
     # Sharding and recomputation find layers by class name.
     model._no_split_modules = {*(model._no_split_modules or ()), DecoderLayer.__name__}
 
 
-def _class(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix(_MODELS)
 
 
-def _unknown(layer: Any) -> set[str]:  # noqa: ANN401 - transformers' layers have no common type
+def _unknown_parts(layer: Any) -> set[str]:  # noqa: ANN401 - transformers' layers have no common type
     """Return the parts of a layer that `DecoderLayer` does not compute."""
     parts = {name for name, _ in layer.named_children()}
     inner = dict(layer.self_attn.named_children())
@@ -106,15 +106,15 @@ class DecoderLayer(GradientCheckpointingLayer):
     """Attention, then the MLP or the experts, each with a norm before it and a residual connection.
 
     Args:
-        theirs: the layer of transformers, whose parameters this one takes over.
+        original: the layer of transformers, whose parameters this one takes over.
     """
 
-    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+    def __init__(self, original: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.self_attn = Attention(theirs.self_attn)
-        self.mlp = _mlp(theirs.mlp)
-        self.input_layernorm = FloatRmsNorm(theirs.input_layernorm)
-        self.post_attention_layernorm = FloatRmsNorm(theirs.post_attention_layernorm)
+        self.self_attn = Attention(original.self_attn)
+        self.mlp = _native_mlp(original.mlp)
+        self.input_layernorm = FloatRmsNorm(original.input_layernorm)
+        self.post_attention_layernorm = FloatRmsNorm(original.post_attention_layernorm)
 
     def forward(
         self,
@@ -161,19 +161,19 @@ class Attention(nn.Module):
         tensor: the ranks that divide the heads among them.
     """
 
-    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+    def __init__(self, original: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.head_dim: int = theirs.head_dim
-        self.scaling: float = theirs.scaling
-        self.sliding_window: int | None = getattr(theirs, "sliding_window", None)
+        self.head_dim: int = original.head_dim
+        self.scaling: float = original.scaling
+        self.sliding_window: int | None = getattr(original, "sliding_window", None)
         self.tensor: TensorShare | None = None
-        self.q_proj = native_linear(theirs.q_proj)
-        self.k_proj = native_linear(theirs.k_proj)
-        self.v_proj = native_linear(theirs.v_proj)
-        self.o_proj = native_linear(theirs.o_proj)
+        self.q_proj = native_linear(original.q_proj)
+        self.k_proj = native_linear(original.k_proj)
+        self.v_proj = native_linear(original.v_proj)
+        self.o_proj = native_linear(original.o_proj)
         self.q_norm = self.k_norm = None
-        if hasattr(theirs, "q_norm"):
-            self.q_norm, self.k_norm = FloatRmsNorm(theirs.q_norm), FloatRmsNorm(theirs.k_norm)
+        if hasattr(original, "q_norm"):
+            self.q_norm, self.k_norm = FloatRmsNorm(original.q_norm), FloatRmsNorm(original.k_norm)
 
     def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, [1, heads, T, head dim] each.
@@ -192,9 +192,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         # Negate the sines, which all heads share, instead of the states.
-        first, second = sin.unsqueeze(-2).chunk(2, dim=-1)
-        cos, sin = cos.unsqueeze(-2), torch.cat((-first, second), dim=-1)
-        query, key = (_rotated(states, cos, sin).transpose(1, 2) for states in (query, key))
+        first_half, second_half = sin.unsqueeze(-2).chunk(2, dim=-1)
+        cos, sin = cos.unsqueeze(-2), torch.cat((-first_half, second_half), dim=-1)
+        query, key = (_rotate(states, cos, sin).transpose(1, 2) for states in (query, key))
         return query, key, value.transpose(1, 2)
 
     def attend(
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         return projected if self.tensor is None else self.tensor.scatter(projected)
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [1, T, heads, head dim] by position (Su et al. 2021, halves as in Llama)."""
     return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
 
@@ -237,13 +237,13 @@ class GatedMlp(nn.Module):
         tensor: the ranks that divide its inner width among them.
     """
 
-    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+    def __init__(self, original: Any) -> None:  # noqa: ANN401
         super().__init__()
         self.tensor: TensorShare | None = None
-        self.gate_proj = native_linear(theirs.gate_proj)
-        self.up_proj = native_linear(theirs.up_proj)
-        self.down_proj = native_linear(theirs.down_proj)
-        self.act_fn: nn.Module = theirs.act_fn
+        self.gate_proj = native_linear(original.gate_proj)
+        self.up_proj = native_linear(original.up_proj)
+        self.down_proj = native_linear(original.down_proj)
+        self.act_fn: nn.Module = original.act_fn
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [1, T, width] like `hidden`."""
@@ -254,10 +254,10 @@ class GatedMlp(nn.Module):
         return output if self.tensor is None else self.tensor.scatter(output)
 
 
-def _mlp(theirs: nn.Module) -> nn.Module:
+def _native_mlp(original: nn.Module) -> nn.Module:
     """Return the trainer's own MLP; experts stay those of transformers."""
-    parts = {name for name, _ in theirs.named_children()}
-    return GatedMlp(theirs) if parts == _GATED_MLP else theirs
+    parts = {name for name, _ in original.named_children()}
+    return GatedMlp(original) if parts == _GATED_MLP else original
 
 
 def own_part(weight: Tensor) -> Tensor:
@@ -270,14 +270,14 @@ def own_part(weight: Tensor) -> Tensor:
     """
     if not isinstance(weight, DTensor):
         return weight
-    gradients = [Partial() if one.is_replicate() else one for one in weight.placements]
+    gradients = [Partial() if place.is_replicate() else place for place in weight.placements]
     local: Tensor = weight.to_local(grad_placements=gradients)
     return local
 
 
 def value_head(model: nn.Module) -> nn.Module | None:
     """Return a critic's head; ``None`` for a policy."""
-    return next((one for name, one in model.named_children() if name in VALUE_HEADS), None)
+    return next((module for name, module in model.named_children() if name in VALUE_HEADS), None)
 
 
 class Linear(nn.Linear):
@@ -295,27 +295,28 @@ class Linear(nn.Linear):
         weight, bias = self.weight, cast("Tensor | None", self.bias)
         if bias is None:
             return linear(hidden, own_part(weight))
-        own = own_part(bias)
+        local_bias = own_part(bias)
         if isinstance(weight, DTensor) and weight.placements[-1] == Shard(1):
-            own = own / weight.device_mesh.size()  # every rank adds it to its part of the sum
-        return linear(hidden, own_part(weight), own)
+            # Every rank adds it to its part of the sum.
+            local_bias = local_bias / weight.device_mesh.size()
+        return linear(hidden, own_part(weight), local_bias)
 
 
-def native_linear(theirs: nn.Linear) -> Linear:
+def native_linear(original: nn.Linear) -> Linear:
     """Return a layer with the same parameters."""
     # Without memory: it takes over the parameters of the other layer.
-    ours = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")
-    ours.weight, ours.bias = theirs.weight, theirs.bias
-    return ours
+    native = Linear(original.in_features, original.out_features, bias=False, device="meta")
+    native.weight, native.bias = original.weight, original.bias
+    return native
 
 
 class FloatRmsNorm(nn.Module):
     """RMSNorm computed in float32 (Zhang and Sennrich 2019)."""
 
-    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+    def __init__(self, original: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.weight: nn.Parameter = theirs.weight
-        self.eps: float = theirs.variance_epsilon
+        self.weight: nn.Parameter = original.weight
+        self.eps: float = original.variance_epsilon
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., width] like `hidden`."""

@@ -65,17 +65,17 @@ class _ExpertRows:
 class Routing:
     """The choices of one pass, by the index of the layer among those with experts.
 
-    Without `experts`, each layer takes the experts `given` where they are known, else its router's
+    Without `experts`, each layer takes the `engine_experts` where they are known, else its router's
     choices, and stores them here.
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
-        given: the engine's experts of these tokens, in the layers of this stage.
+        engine_experts: the engine's experts of these tokens, in the layers of this stage.
         is_exchanged: `rows` already belong to the next pass.
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
-    given: PackedRouting | None = None
+    engine_experts: PackedRouting | None = None
     rows: dict[int, _ExpertRows] = field(default_factory=dict)
     is_exchanged: bool = False
 
@@ -90,17 +90,17 @@ class RoutingTape:
         self.current = Routing()
         self.num_layers = 0
         """The number of layers with experts, including those of other pipeline stages."""
-        self.own = slice(None)  # the layers with experts of this stage
+        self.local_layers = slice(None)  # the layers with experts of this stage
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
         self.tensor: TensorShare | None = None
         """The ranks that divide packed tokens between layers; None if each has all."""
-        self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
+        self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _all_to_all_counts
         """Exchanges counts [ranks, ...] by receiver for counts by sender; a dry run replaces it."""
         self._num_experts = num_experts
         self._next: Routing | None = None
         self._load: dict[int, Tensor] = {}
-        self._of_pass: PackedRouting | None = None  # the engine's experts, on the pass's device
+        self._engine: PackedRouting | None = None  # the engine's experts, on the pass's device
         self._agreed: Tensor | None = None
 
     def follow(self, routing: Routing | None) -> None:
@@ -109,7 +109,7 @@ class RoutingTape:
 
     def begin(self) -> None:
         """Begin a pass."""
-        self.current, self._next, self._of_pass = self._next or Routing(), None, None
+        self.current, self._next, self._engine = self._next or Routing(), None, None
         if self.current.experts and not self.current.is_exchanged:
             self.exchange([self.current])
         elif not self.current.experts:
@@ -124,39 +124,40 @@ class RoutingTape:
         Args:
             routings: one for each pass, in order; the same number on all ranks.
         """
-        pairs = [(one, layer) for one in routings for layer in sorted(one.experts)]
+        pairs = [(routing, layer) for routing in routings for layer in sorted(routing.experts)]
         if not pairs:
             return
-        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in pairs])
-        for (one, layer), rows in zip(pairs, self._exchanged(counts), strict=True):
-            one.rows[layer], one.is_exchanged = rows, True
+        counts = torch.stack([self._count_rows(routing.experts[layer]) for routing, layer in pairs])
+        for (routing, layer), rows in zip(pairs, self._exchange_counts(counts), strict=True):
+            routing.rows[layer], routing.is_exchanged = rows, True
 
     def note(self, layer: int, experts: Tensor) -> None:
         """Record a layer's choices, int64 [tokens, k], or the engine's in their place."""
-        experts = self._of_engine(layer, experts)
+        experts = self._replace_by_engine(layer, experts)
         # Kept for a whole batch if passes replay, so keep it small.
         small = torch.uint8 if expert_dtype(self._num_experts).itemsize == 1 else torch.int16
         self.current.experts[layer] = experts.to(small)
-        counts = self._counted(experts)
-        before = self._load.get(layer)
-        self._load[layer] = counts if before is None else before + counts
-        (self.current.rows[layer],) = self._exchanged(counts[None])
+        counts = self._count_rows(experts)
+        previous = self._load.get(layer)
+        self._load[layer] = counts if previous is None else previous + counts
+        (self.current.rows[layer],) = self._exchange_counts(counts[None])
 
-    def _of_engine(self, layer: int, chosen: Tensor) -> Tensor:
+    def _replace_by_engine(self, layer: int, chosen: Tensor) -> Tensor:
         """Return the engine's experts where known, else the layer's choices."""
-        given = self.current.given
-        if given is None:
+        engine = self.current.engine_experts
+        if engine is None:
             return chosen
-        if self._of_pass is None:  # all layers of this stage at once
-            tokens = slice(None) if self.tensor is None else self.tensor.own(given.known.numel())
-            experts, known = given.experts[:, tokens], given.known[tokens]
-            self._of_pass = PackedRouting(experts.to(chosen.device), known.to(chosen.device))
-        number = layer - (self.own.start or 0)
-        experts, known = self._of_pass.experts[number].long(), self._of_pass.known[:, None]
+        if self._engine is None:  # all layers of this stage at once
+            share = self.tensor
+            tokens = share.local_slice(engine.known.numel()) if share else slice(None)
+            experts, is_known = engine.experts[:, tokens], engine.known[tokens]
+            self._engine = PackedRouting(experts.to(chosen.device), is_known.to(chosen.device))
+        number = layer - (self.local_layers.start or 0)
+        experts, is_known = self._engine.experts[number].long(), self._engine.known[:, None]
         same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
-        agreed = torch.stack(((same & known).sum(), known.sum() * chosen.shape[1]))
+        agreed = torch.stack(((same & is_known).sum(), is_known.sum() * chosen.shape[1]))
         self._agreed = agreed if self._agreed is None else self._agreed + agreed
-        return torch.where(known, experts, chosen)
+        return torch.where(is_known, experts, chosen)
 
     def take_agreement(self, device: torch.device) -> Tensor:
         """Return how many of the engine's experts the routers also chose, and the total.
@@ -175,22 +176,22 @@ class RoutingTape:
         none = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
         return torch.stack([load.get(layer, none) for layer in range(self.num_layers)])
 
-    def _counted(self, experts: Tensor) -> Tensor:
+    def _count_rows(self, experts: Tensor) -> Tensor:
         """Return rows by expert, int64 [experts]."""
         chosen = experts.flatten().long()
         counts = chosen.new_zeros(self._num_experts)
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
-    def _exchanged(self, counts: Tensor) -> list[_ExpertRows]:
+    def _exchange_counts(self, counts: Tensor) -> list[_ExpertRows]:
         """Return where the rows of layers go, whose counts are int64 [layers, experts]."""
         if self.group is None:
-            return [_ExpertRows(one[None], [], []) for one in counts]
+            return [_ExpertRows(layer_counts[None], [], []) for layer_counts in counts]
         # [layers, experts] -> [ranks, layers, experts / ranks]
         parts = counts.unflatten(1, (self.group.size(), -1)).transpose(0, 1).contiguous()
         received = self.receive(parts, self.group)
         # The only wait for the device.
         sent, got = torch.stack((parts.sum(-1).t(), received.sum(-1).t())).tolist()
-        return [_ExpertRows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
+        return [_ExpertRows(*part) for part in zip(received.unbind(1), sent, got, strict=True)]
 
 
 class Router(nn.Module):
@@ -236,13 +237,13 @@ class ExpertAdapter(nn.Module):
         self.is_on = True
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return what is added to the output [n, out] of rows [n, in]; `ends` as in `_products`."""
+        """Return what is added to the output [n, out] of rows [n, in]; see `_expert_products`."""
         a, b = own_part(self.lora_A.weight), own_part(self.lora_B.weight)
         # Grouped products need matrices whose row size is a multiple of this many bytes.
         missing = -self.rank % (_ROW_BYTES // a.itemsize)
         if missing:
             a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
-        return self.scale * _products(_products(rows, a, ends), b, ends)
+        return self.scale * _expert_products(_expert_products(rows, a, ends), b, ends)
 
 
 class Experts(nn.Module):
@@ -264,7 +265,7 @@ class Experts(nn.Module):
     def adapt(self, projection: str, rank: int, scale: float, dtype: torch.dtype) -> ExpertAdapter:
         """Add an adapter to one of `PROJECTIONS` of each expert, and return it."""
         weight = self.get_parameter(PROJECTIONS[projection].weight)
-        part = PROJECTIONS[projection].of(weight)
+        part = PROJECTIONS[projection].view(weight)
         adapter = ExpertAdapter(part.shape, rank, scale, dtype, weight.device)
         self.each[projection] = adapter
         return adapter
@@ -277,14 +278,14 @@ class Experts(nn.Module):
             counts: int64 [experts of this rank], rows per expert.
         """
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = _products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
-        gate = self._adapted("gate_proj", gate, rows, ends)
-        gated = compiled_once(_gated) if self._is_compiled else _gated
-        inner = gated(self.activation, gate, self._adapted("up_proj", up, rows, ends))
-        down = _products(inner, own_part(self.down_proj), ends)
-        return self._adapted("down_proj", down, inner, ends)
+        gate, up = _expert_products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
+        gate = self._add_adapter("gate_proj", gate, rows, ends)
+        gated = compiled_once(_gate) if self._is_compiled else _gate
+        inner = gated(self.activation, gate, self._add_adapter("up_proj", up, rows, ends))
+        down = _expert_products(inner, own_part(self.down_proj), ends)
+        return self._add_adapter("down_proj", down, inner, ends)
 
-    def _adapted(self, projection: str, output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def _add_adapter(self, projection: str, output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         if projection not in self.each or not self.each[projection].is_on:
             return output
         added: Tensor = self.each[projection](rows, ends)
@@ -316,19 +317,19 @@ class SparseExperts(nn.Module):
     def divide(self, mesh: DeviceMesh) -> None:
         """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
         self._tape.group = mesh.get_group()
-        each = self.num_experts // mesh.size()
-        first = mesh.get_local_rank() * each
+        num_local = self.num_experts // mesh.size()
+        start = mesh.get_local_rank() * num_local
         for module in self.experts.modules():
-            for name, whole in list(module.named_parameters(recurse=False)):
-                rows = whole.detach()[first : first + each].to(mesh.device_type)
-                own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-                module.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                rows = parameter.detach()[start : start + num_local].to(mesh.device_type)
+                shard = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+                module.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' weighted output [..., hidden], of the input's shape and dtype."""
         tokens = hidden_states.flatten(0, -2)
         probabilities = self.gate(tokens)
-        experts, rows = self._routed(probabilities)
+        experts, rows = self._route(probabilities)
         weights = probabilities.gather(1, experts)
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -337,12 +338,12 @@ class SparseExperts(nn.Module):
         places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places, token = places.view(experts.shape), order // self.num_chosen
         spread: Tensor = _Dispatch.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
-        outputs = self._computed(spread, rows)
+        outputs = self._compute_rows(spread, rows)
         combined: Tensor = _Combine.apply(outputs, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
-    def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
+    def _route(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
         """Return the experts of each token, int64 [tokens, k], and where its rows go."""
         if self.layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
@@ -350,20 +351,20 @@ class SparseExperts(nn.Module):
         routing = self._tape.current
         return routing.experts[self.layer].long(), routing.rows[self.layer]
 
-    def _computed(self, spread: Tensor, rows: _ExpertRows) -> Tensor:
+    def _compute_rows(self, spread: Tensor, rows: _ExpertRows) -> Tensor:
         """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
         counts, group = rows.counts, self._tape.group
         if group is None:
             computed: Tensor = self.experts(spread, counts[0])
             return computed
-        there = all_to_all(spread, group, rows.sent, rows.received)
+        received = all_to_all(spread, group, rows.sent, rows.received)
         # Received rows are ordered by sender, then by expert.
-        number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-        by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
+        expert_index = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        by_row = expert_index.repeat_interleave(counts.flatten(), output_size=received.shape[0])
         order = by_row.argsort(stable=True)
-        outputs = self.experts(there.index_select(0, order), counts.sum(0))
-        back = torch.empty_like(outputs).index_copy(0, order, outputs)
-        return all_to_all(back, group, rows.received, rows.sent)
+        outputs = self.experts(received.index_select(0, order), counts.sum(0))
+        returned = torch.empty_like(outputs).index_copy(0, order, outputs)
+        return all_to_all(returned, group, rows.received, rows.sent)
 
 
 def use_native_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
@@ -379,11 +380,11 @@ def use_native_experts(model: PreTrainedModel, *, compiled: bool = False) -> Non
             if type(block).__name__ not in _BLOCKS:
                 continue
             with torch.device("meta"):
-                own = SparseExperts(config, layer, tape, is_compiled=compiled)
-            own.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
+                native_block = SparseExperts(config, layer, tape, is_compiled=compiled)
+            native_block.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
             for weight, parameter in block.experts.named_parameters():  # type: ignore[union-attr]
-                own.experts.register_parameter(weight, parameter)
-            owner.register_module(name, own)
+                native_block.experts.register_parameter(weight, parameter)
+            owner.register_module(name, native_block)
             layer += 1
     if not layer:
         return
@@ -426,7 +427,7 @@ def check_dividable(model: PreTrainedModel, size: int) -> None:
 
 def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
     """Yield the blocks inside a module."""
-    return (one for one in module.modules() if isinstance(one, SparseExperts))
+    return (block for block in module.modules() if isinstance(block, SparseExperts))
 
 
 def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
@@ -436,8 +437,8 @@ def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
         return None
     tokens //= tape.tensor.size if tape.tensor else 1
     device = blocks[0].gate.weight.device
-    first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
-    return Routing(dict.fromkeys((block.layer for block in blocks), first))
+    choices = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
+    return Routing(dict.fromkeys((block.layer for block in blocks), choices))
 
 
 def routing_tape(model: nn.Module) -> RoutingTape | None:
@@ -447,7 +448,7 @@ def routing_tape(model: nn.Module) -> RoutingTape | None:
 
 
 @contextmanager
-def uncounted(model: nn.Module) -> Iterator[None]:
+def without_load_counts(model: nn.Module) -> Iterator[None]:
     """Do not count the experts' load inside the block."""
     tape = routing_tape(model)
     if tape is None:
@@ -484,17 +485,17 @@ def agreement_metrics(agreement: Tensor) -> Mapping[str, float]:
     Args:
         agreement: int64 [2], the number of equal choices and of the engine's, over all ranks.
     """
-    agreed, given = agreement.tolist()
-    return {"actor/moe/engine_agreement": agreed / given} if given else {}
+    num_agreed, num_total = agreement.tolist()
+    return {"actor/moe/engine_agreement": num_agreed / num_total} if num_total else {}
 
 
-def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
+def _all_to_all_counts(parts: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
 
 
-def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _expert_products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows [n, in] of each expert by its weight: [experts, out, in] -> [n, out]."""
     rows = rows.to(weights.dtype)
     if not len(rows):  # no token came to this rank; CUDA kernels refuse products over no rows
@@ -503,7 +504,7 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         product: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
         return product
     parts = rows.tensor_split(ends.tolist()[:-1])
-    return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
+    return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
 
 
 class _ExpertContext(FunctionCtx):
@@ -525,7 +526,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return _used(_summed, ctx)(of_rows, places), None, None, None
+        return _compiled_if_set(_sum_rows, ctx)(of_rows, places), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -542,27 +543,27 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, places)
         ctx.is_compiled = is_compiled
-        return _used(_weighed, ctx)(rows, places, weights)
+        return _compiled_if_set(_weighted_sum, ctx)(rows, places, weights)
 
     @staticmethod
     def backward(ctx: _ExpertContext, of_tokens: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, weights, order, places = ctx.saved_tensors
         token, weight = order // weights.shape[1], weights.flatten().index_select(0, order)
-        of_rows = _used(_spread_weighed, ctx)(of_tokens, token, weight)
-        of_weights = _used(_products_of_rows, ctx)(rows, places, of_tokens)
+        of_rows = _compiled_if_set(_weighted_tokens, ctx)(of_tokens, token, weight)
+        of_weights = _compiled_if_set(_row_products, ctx)(rows, places, of_tokens)
         return of_rows, of_weights, None, None, None
 
 
-def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+def _gate(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     gated: Tensor = activation(gate) * up
     return gated
 
 
-def _used(function: F, ctx: _ExpertContext) -> F:
+def _compiled_if_set(function: F, ctx: _ExpertContext) -> F:
     return compiled_once(function) if ctx.is_compiled else function
 
 
-def _summed(rows: Tensor, places: Tensor) -> Tensor:
+def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:
     """Return the sum of each token's rows [n, hidden], in their dtype.
 
     Args:
@@ -576,20 +577,20 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-def _weighed(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's rows; see `_summed`."""
+def _weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's rows; see `_sum_rows`."""
     total = weights.new_zeros((len(places), rows.shape[1]))
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
         total.addcmul_(rows.index_select(0, place).float(), weight[:, None])
     return total.to(rows.dtype)
 
 
-def _spread_weighed(tokens: Tensor, token: Tensor, weight: Tensor) -> Tensor:
+def _weighted_tokens(tokens: Tensor, token: Tensor, weight: Tensor) -> Tensor:
     """Return each row's token [tokens, hidden] times its weight."""
     return tokens.index_select(0, token).mul_(weight[:, None])
 
 
-def _products_of_rows(rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+def _row_products(rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
     """Return the scalar product of each token with each of its rows, float32 [tokens, k]."""
     wide = tokens.float()
     parts = [

@@ -115,9 +115,9 @@ def published_names(
 
     Use empty tensors as weights while transformers names them.
     """
-    meta = _empty(layouts)
+    meta = _empty_tensors(layouts)
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
-    written = _published(model, dict(meta))
+    written = _in_published_form(model, dict(meta))
     renamed = {
         storages[tensor.untyped_storage()._cdata]: (name, tuple(tensor.shape))
         for name, tensor in written.items()
@@ -126,10 +126,10 @@ def published_names(
         and tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize
     }
     names: dict[str, Published] = {}
-    for name, placed in layouts.items():
-        experts = [one for parts in expert_names(name, placed.shape[0]) for one in parts]
-        if experts and all(one in written for one in experts):
-            names[name] = [(one, tuple(written[one].shape)) for one in experts]
+    for name, layout in layouts.items():
+        experts = [part for parts in expert_names(name, layout.shape[0]) for part in parts]
+        if experts and all(part in written for part in experts):
+            names[name] = [(part, tuple(written[part].shape)) for part in experts]
         elif name in renamed:
             names[name] = [renamed[name]]
         else:
@@ -137,23 +137,23 @@ def published_names(
     return names if sum(map(len, names.values())) == len(written) else None
 
 
-def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _in_published_form(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors of a model, which may lack memory, in the form of transformers' files."""
-    whole = model
-    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    if not tensors.keys() <= own or not hasattr(model, "_weight_conversions"):
+    whole_model = model
+    model_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    if not tensors.keys() <= model_names or not hasattr(model, "_weight_conversions"):
         # transformers looks for modules and shapes that may be on other stages, and, of a model
         # that it has not read itself, for the name of the class, which sharding replaces.
         with torch.device("meta"):
-            whole = plain_class(model)(model.config)
-    published: dict[str, Tensor] = revert_weight_conversion(whole, tensors)
+            whole_model = plain_class(model)(model.config)
+    published: dict[str, Tensor] = revert_weight_conversion(whole_model, tensors)
     return published
 
 
-def _empty(layouts: TensorLayouts) -> dict[str, Tensor]:
+def _empty_tensors(layouts: TensorLayouts) -> dict[str, Tensor]:
     return {
-        name: torch.empty(one.own_shape, dtype=one.dtype, device="meta")
-        for name, one in layouts.items()
+        name: torch.empty(layout.own_shape, dtype=layout.dtype, device="meta")
+        for name, layout in layouts.items()
     }
 
 
@@ -161,18 +161,18 @@ def share_files(
     layouts: TensorLayouts, names: Mapping[str, Published], count: int
 ) -> list[ModelFile]:
     """Share parameters among at most `count` files of about equal sizes, in order."""
-    total = sum(one.num_bytes for one in layouts.values())
+    total = sum(layout.num_bytes for layout in layouts.values())
     shares: dict[int, list[str]] = {}
     start = 0
-    for name, one in layouts.items():
+    for name, layout in layouts.items():
         shares.setdefault(start * count // max(1, total), []).append(name)
-        start += one.num_bytes
+        start += layout.num_bytes
     return [
         ModelFile(
-            tuple(own),
-            {t: (shape, layouts[n].dtype) for n in own for t, shape in names[n]},
+            tuple(parameters),
+            {t: (shape, layouts[n].dtype) for n in parameters for t, shape in names[n]},
         )
-        for own in shares.values()
+        for parameters in shares.values()
     ]
 
 
@@ -186,8 +186,8 @@ def _exchange(
     for number in range(max(map(len, buckets), default=0)):
         wanted = [
             (rank, rows)
-            for rank, own in enumerate(buckets)
-            for rows in (own[number] if number < len(own) else ())
+            for rank, rank_buckets in enumerate(buckets)
+            for rows in (rank_buckets[number] if number < len(rank_buckets) else ())
         ]
         tensors = exchange_rows(wanted, parts, layouts, parallel, _PHASE)
         while tensors:
@@ -214,21 +214,21 @@ def _write_converted(
     layouts: TensorLayouts,
     parallel: ParallelContext,
 ) -> Iterator[None]:
-    whole: dict[str, list[Tensor]] = {}
+    blocks: dict[str, list[Tensor]] = {}
     for bucket in cut_buckets(layouts, layouts, BUCKET_BYTES):
         tensors = exchange_rows([(0, rows) for rows in bucket], parts, layouts, parallel, _PHASE)
         advance()
         for rows in bucket[: len(tensors)]:  # only rank 0 has found any
             # The next bucket must not find this one in the device's memory.
-            whole.setdefault(rows.name, []).append(tensors.pop(0).cpu())
+            blocks.setdefault(rows.name, []).append(tensors.pop(0).cpu())
         yield
     if parallel.rank:
         # As many parts as on rank 0, so that the ranks' next exchanges coincide.
-        yield from (None for _ in _published(model, _empty(layouts)))
+        yield from (None for _ in _in_published_form(model, _empty_tensors(layouts)))
         return
-    state = {name: torch.cat(rows).view(layouts[name].own_shape) for name, rows in whole.items()}
-    written = _published(model, state)
-    specs = {name: (tuple(one.shape), one.dtype) for name, one in written.items()}
+    state = {name: torch.cat(rows).view(layouts[name].own_shape) for name, rows in blocks.items()}
+    written = _in_published_form(model, state)
+    specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in written.items()}
     with TensorFile(folder / file_name(_STEM, 0, 1), specs) as file:
         for tensor in written.values():
             file.append(tensor)

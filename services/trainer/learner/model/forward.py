@@ -69,7 +69,7 @@ class TokenPass:
 
 
 def token_outputs(
-    model: PreTrainedModel, one: TokenPass, entering: Tensor | None = None
+    model: PreTrainedModel, token_pass: TokenPass, entering: Tensor | None = None
 ) -> TokenStatistics:
     """Run the model once over the packed tokens; return statistics of the response tokens, [N].
 
@@ -77,29 +77,30 @@ def token_outputs(
         model: loaded by `load_policy`; if it is sharded, prepared by `gather_in_passes`.
         entering: for a pipeline's last stage: the hidden states of the stage before.
     """
-    outputs: tuple[Tensor | None, ...] = _begin(model, one.routing)(
-        one.micro_batch,
+    outputs: tuple[Tensor | None, ...] = _prepare_pass(model, token_pass.routing)(
+        token_pass.micro_batch,
         entering,
-        temperature=one.temperature,
-        with_entropy=one.entropy is not EntropyUse.NONE,
-        entropy_gradient=one.entropy is EntropyUse.BONUS,
-        with_sum_pi_squared=one.with_sum_pi_squared,
+        temperature=token_pass.temperature,
+        with_entropy=token_pass.entropy is not EntropyUse.NONE,
+        entropy_gradient=token_pass.entropy is EntropyUse.BONUS,
+        with_sum_pi_squared=token_pass.with_sum_pi_squared,
     )
-    return _of_all_ranks(outputs, one.micro_batch)
+    return _gather_outputs(outputs, token_pass.micro_batch)
 
 
-def hidden_states(model: PreTrainedModel, one: TokenPass, entering: Tensor | None) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_pass: TokenPass, entering: Tensor | None) -> Tensor:
     """Run a pipeline stage other than the last; return the hidden states of this rank's tokens.
 
     Args:
         entering: hidden states [1, t, width]; ``None`` for the first stage.
     """
-    (output,) = _begin(model, one.routing)(one.micro_batch, entering, is_last=False)
+    run = _prepare_pass(model, token_pass.routing)
+    (output,) = run(token_pass.micro_batch, entering, is_last=False)
     hidden: Tensor = output
     return hidden
 
 
-def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN401 - as FSDP's
+def _prepare_pass(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN401 - as FSDP's
     """Return `_token_pass` of a model, ready for a pass."""
     advance()
     if (tape := routing_tape(model)) is not None:
@@ -144,31 +145,31 @@ def _token_pass(
     if (of_critic := value_head(model)) is not None:
         values: Tensor = of_critic(hidden)[0, :, 0].float()
         if tensor is not None:
-            values = tensor.whole(values)
+            values = tensor.gather_values(values)
         return (values.index_select(0, micro_batch.predecessors),)
     if tensor is not None:
         hidden = tensor.gather(hidden)
-    own, labels = micro_batch.own, micro_batch.labels
+    local_labels, labels = micro_batch.local_labels, micro_batch.labels
     head = _head(model)
     statistics = token_statistics(
         hidden.squeeze(0).index_select(0, micro_batch.predecessors).to(head.weight.dtype),
         head,
-        labels if own is None else labels.index_select(0, own),
+        labels if local_labels is None else labels.index_select(0, local_labels),
         temperature,
         **wanted,
     )
     return statistics.logprobs, statistics.entropy, statistics.sum_pi_squared
 
 
-def _of_all_ranks(outputs: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
+def _gather_outputs(outputs: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
     """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
-    share, own = micro_batch.layout.share, micro_batch.own
-    names = [one.name for one in fields(TokenStatistics)]
-    present = {name: one for name, one in zip(names, outputs, strict=True) if one is not None}
-    if share is not None and own is not None:
+    share, local_labels = micro_batch.layout.share, micro_batch.local_labels
+    names = [field.name for field in fields(TokenStatistics)]
+    present = {name: x for name, x in zip(names, outputs, strict=True) if x is not None}
+    if share is not None and local_labels is not None:
         stacked = torch.stack(list(present.values()))
-        whole = share.whole_tokens(stacked, own, micro_batch.labels.numel())
-        present = dict(zip(present, whole.unbind(), strict=True))
+        gathered = share.whole_tokens(stacked, local_labels, micro_batch.labels.numel())
+        present = dict(zip(present, gathered.unbind(), strict=True))
     return TokenStatistics(**present)
 
 
@@ -185,7 +186,7 @@ def _last_hidden(
             micro_batch.input_ids,
             micro_batch.position_ids,
             images.is_image,
-            _features(model, images),
+            _image_features(model, images),
             packed_layout=micro_batch.layout.for_one_pass(),
         )
     base: Any = model.base_model if entering is None else model.get_decoder()
@@ -200,7 +201,7 @@ def _last_hidden(
     return hidden
 
 
-def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFeatures]:
+def _image_features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFeatures]:
     """Return the embeddings of this rank's image tokens, encoded here or by another rank."""
     device, pixels, grid = images.is_image.device, images.pixel_values, images.grid_thw
     if pixels is None:
@@ -210,9 +211,9 @@ def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFea
     if images.share is None or images.sent is None:
         return features
     # One exchange for all: a layer adds features as wide as an embedding.
-    rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in features])
-    mine = all_to_all(rows[: sum(images.sent)], images.share.group, images.sent, images.received)
-    embeddings, *added = mine.chunk(1 + len(features[0].added), dim=-1)
+    rows = torch.cat([torch.cat([image.embeddings, *image.added], dim=-1) for image in features])
+    local = all_to_all(rows[: sum(images.sent)], images.share.group, images.sent, images.received)
+    embeddings, *added = local.chunk(1 + len(features[0].added), dim=-1)
     return [ImageFeatures(embeddings, tuple(added))]
 
 
@@ -241,10 +242,10 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
     """
     if not hasattr(model, _GATHERING_PASS) or model.config.model_type not in FAMILIES:
         return None
-    own = token_ids
+    local_ids = token_ids
     if (tensor := tensor_share(model)) is not None:
-        own = token_ids[:, tensor.own(token_ids.shape[1])]
-    return PackedImages(*_blank_image(model), torch.zeros_like(own, dtype=torch.bool))
+        local_ids = token_ids[:, tensor.local_slice(token_ids.shape[1])]
+    return PackedImages(*_blank_image(model), torch.zeros_like(local_ids, dtype=torch.bool))
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -259,12 +260,12 @@ def response_values(
     model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None = None
 ) -> Tensor:
     """Return a critic's values [N], float32, of the state before each response token."""
-    outputs: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
+    outputs: tuple[Tensor, ...] = _prepare_pass(model, None)(micro_batch, entering)
     (values,) = outputs
-    share, own = micro_batch.layout.share, micro_batch.own
-    if share is None or own is None:
+    share, local_labels = micro_batch.layout.share, micro_batch.local_labels
+    if share is None or local_labels is None:
         return values
-    return share.whole_tokens(values[None], own, micro_batch.labels.numel())[0]
+    return share.whole_tokens(values[None], local_labels, micro_batch.labels.numel())[0]
 
 
 def check_packing(
@@ -287,10 +288,10 @@ def check_packing(
         ConfigError: the logprobs differ by more than rounding.
         DeadlineError, PeerError: from `naming_failures`.
     """
-    rows = _made_up_rows(model.config.get_text_config().vocab_size)
+    rows = _synthetic_rows(model.config.get_text_config().vocab_size)
     try:
         with torch.no_grad(), naming_failures or nullcontext():
-            packed = _packed(model, rows, share)
+            packed = _pack(model, rows, share)
             together = token_outputs(model, TokenPass(packed)).logprobs
             alone = torch.cat([_logprobs_by_logits(model, row) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
@@ -308,7 +309,7 @@ def _refusal(model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
+def _synthetic_rows(vocabulary: int) -> list[TrainingRow]:
     generator = np.random.default_rng(0)
     rows: list[TrainingRow] = []
     for group, prompt_tokens in enumerate(_PROMPT_TOKENS):
@@ -320,7 +321,7 @@ def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
     return rows
 
 
-def _packed(
+def _pack(
     model: PreTrainedModel, rows: list[TrainingRow], share: SequenceShare | None = None
 ) -> MicroBatch:
     multiple = 1
@@ -331,7 +332,7 @@ def _packed(
 
 def _logprobs_by_logits(model: PreTrainedModel, row: TrainingRow) -> Tensor:
     """Return logprobs [N] from the model's own forward."""
-    alone = _packed(model, [row])
+    alone = _pack(model, [row])
     outputs = model(
         input_ids=alone.input_ids,
         position_ids=alone.position_ids,

@@ -29,19 +29,19 @@ class HostMemory:
                 current stream is, and must not be read before.
         """
         for tensor in tensors:
-            own = _local(tensor)
-            storage = own.untyped_storage()
+            local = _local(tensor)
+            storage = local.untyped_storage()
             # On the CPU it stays, since numpy may refer to it to write a checkpoint.
             if id(tensor) in self._copies or not storage.nbytes() or not storage.resizable():
                 continue
-            content = _bytes(own)
+            content = _bytes(local)
             # Pinned, for copies at bus speed. Only CUDA keeps dropped pinned memory until its
             # copies are complete: elsewhere copies block.
-            pinned = own.device.type == "cuda"
+            pinned = local.device.type == "cuda"
             copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
             copy.copy_(content, non_blocking=not wait and pinned)
-            if not wait and own.device.type != "cpu":  # the memory is free after the copy
-                own.record_stream(torch.get_device_module(own.device).current_stream())
+            if not wait and local.device.type != "cpu":  # the memory is free after the copy
+                local.record_stream(torch.get_device_module(local.device).current_stream())
             self._copies[id(tensor)] = (tensor, copy)  # keeps the tensor's id from being reused
             storage.resize_(0)
 
@@ -55,23 +55,24 @@ class HostMemory:
         for tensor in tensors:
             if id(tensor) in self._copies:
                 _, copy = self._copies.pop(id(tensor))
-                own = _local(tensor)
-                own.untyped_storage().resize_(copy.numel())
-                _bytes(own).copy_(copy, non_blocking=not wait and copy.is_pinned())
+                local = _local(tensor)
+                local.untyped_storage().resize_(copy.numel())
+                _bytes(local).copy_(copy, non_blocking=not wait and copy.is_pinned())
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor, or its copy if the tensor is offloaded.
 
         It is valid until the tensor is next moved or changed.
         """
-        own = _local(tensor)
+        local = _local(tensor)
         if id(tensor) not in self._copies:
-            return own
+            return local
         _, copy = self._copies[id(tensor)]
-        return copy.view(own.dtype).as_strided(own.shape, own.stride(), own.storage_offset())
+        flat = copy.view(local.dtype)
+        return flat.as_strided(local.shape, local.stride(), local.storage_offset())
 
     @contextmanager
-    def without(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def on_host(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Keep tensors on the host inside the block."""
         self.move_out(tensors)
         try:
@@ -80,14 +81,14 @@ class HostMemory:
             self.bring_back(tensors)
 
     @contextmanager
-    def present(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def on_device(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Restore offloaded tensors to their device inside the block."""
-        away = [one for one in tensors if id(one) in self._copies]
-        self.bring_back(away)
+        offloaded = [tensor for tensor in tensors if id(tensor) in self._copies]
+        self.bring_back(offloaded)
         try:
             yield
         finally:
-            self.move_out(away)
+            self.move_out(offloaded)
 
     def forget(self) -> None:
         """Drop all copies; their tensors must be out of use."""
@@ -101,5 +102,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return a view of all bytes of a tensor's storage."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
+    content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return content.set_(tensor.untyped_storage())

@@ -115,7 +115,7 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    loaded = _loaded(model, _dtype(model, precision), is_sharded=is_sharded)
+    loaded = _load(model, _dtype(model, precision), is_sharded=is_sharded)
     _set_up_passes(loaded.model, model, precision, max_tokens)
     return loaded
 
@@ -132,7 +132,7 @@ def load_critic(
         ConfigError: `value_head` finds no head in the model; also as in `load_policy`.
     """
     dtype = DTYPES[precision.model_dtype]
-    loaded = _loaded(model, dtype, is_sharded=is_sharded, is_critic=True)
+    loaded = _load(model, dtype, is_sharded=is_sharded, is_critic=True)
     if value_head(loaded.model) is None:
         raise ConfigError(
             f"the head of a {loaded.model.config.model_type} model for token classification is "
@@ -146,7 +146,7 @@ def build_policy(
     config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> PreTrainedModel:
     """Build the policy that `load_policy` would load, without reading weights."""
-    built = _built(config, model, _dtype(model, precision))
+    built = _build(config, model, _dtype(model, precision))
     _set_up_passes(built, model, precision, max_tokens)
     return built
 
@@ -156,17 +156,17 @@ def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
     return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
 
 
-def _family(model_type: str, *, is_critic: bool) -> Any:  # noqa: ANN401 - they have no common type
+def _model_class(model_type: str, *, is_critic: bool) -> Any:  # noqa: ANN401 - they have no common type
     """Return the class of transformers that builds and reads such models."""
     if is_critic:
         return AutoModelForTokenClassification
     return AutoModelForImageTextToText if model_type in FAMILIES else AutoModelForCausalLM
 
 
-def _built(
+def _build(
     config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
 ) -> PreTrainedModel:
-    family = _family(config.model_type, is_critic=is_critic)
+    family = _model_class(config.model_type, is_critic=is_critic)
     with no_init_weights():  # initialization would touch all of the memory
         built: PreTrainedModel = family.from_config(
             config,
@@ -262,15 +262,15 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
-def _loaded(
+def _load(
     model: ModelConfig, dtype: torch.dtype, *, is_sharded: bool, is_critic: bool = False
 ) -> LoadedModel:
     head = {"num_labels": 1} if is_critic else {}
-    unread = _unread(model, dtype, head, is_critic=is_critic) if is_sharded else None
-    return unread or LoadedModel(_read(model, dtype, head, is_critic=is_critic))
+    unread = _build_without_weights(model, dtype, head, is_critic=is_critic) if is_sharded else None
+    return unread or LoadedModel(_read_weights(model, dtype, head, is_critic=is_critic))
 
 
-def _unread(
+def _build_without_weights(
     model: ModelConfig, dtype: torch.dtype, head: Mapping[str, int], *, is_critic: bool
 ) -> LoadedModel | None:
     """Return the model without reading weights; None if its files do not match its parameters."""
@@ -281,7 +281,7 @@ def _unread(
         )
         if hasattr(config, "quantization_config"):  # the files hold quantized weights
             return None
-        loaded = _built(config, model, dtype, is_critic=is_critic)
+        loaded = _build(config, model, dtype, is_critic=is_critic)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
             loaded.generation_config = GenerationConfig.from_pretrained(
                 model.path, local_files_only=True
@@ -303,7 +303,7 @@ def _unread(
     return LoadedModel(loaded, files)
 
 
-def _read(
+def _read_weights(
     model: ModelConfig, dtype: torch.dtype, head: Mapping[str, int], *, is_critic: bool
 ) -> PreTrainedModel:
     if not (Path(model.path) / "config.json").is_file():
@@ -314,7 +314,7 @@ def _read(
     shape = read_vision_shape(model.path)
     kind = "" if shape is None else shape.model_type
     return read_pretrained(
-        _family(kind, is_critic=is_critic),
+        _model_class(kind, is_critic=is_critic),
         model.path,
         may_lack=_is_value_head,
         **head,
@@ -327,8 +327,8 @@ def _read(
 def weight_sum(model: torch.nn.Module) -> float:
     """Return the sum of a whole model's weights without adapters, by which ranks compare their
     weights."""
-    weights = [one.detach() for name, one in model.named_parameters() if not is_adapter(name)]
-    return sum(float(one.double().sum()) for one in weights)
+    weights = [p.detach() for name, p in model.named_parameters() if not is_adapter(name)]
+    return sum(float(weight.double().sum()) for weight in weights)
 
 
 def _is_value_head(name: str) -> bool:

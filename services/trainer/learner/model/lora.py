@@ -80,7 +80,7 @@ class AdaptedLinear(Linear):
 def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> None:
     """Freeze the model and add the adapters to train, new ones or those of `lora_adapter_path`.
 
-    torch's global generator initializes new ones. `begin_expert_adapters` initializes those of
+    torch's global generator initializes new ones. `init_expert_adapters` initializes those of
     experts later.
 
     Args:
@@ -91,7 +91,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
             `lora_adapter_path` belongs to another model; the error names key, value and remedy.
     """
     model.requires_grad_(requires_grad=False)
-    layers = _layers(model)
+    layers = _adaptable_layers(model)
     if config.lora_adapter_path is not None:
         _add_saved(model, layers, config, dtype)
         return
@@ -100,7 +100,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
     scale = config.lora_alpha / config.lora_rank
     if _has_other_experts(model):
         logger.warning("the experts of this %s get no adapters", model.config.model_type)
-    for name in _chosen(model, layers, config):
+    for name in _layers_to_adapt(model, layers, config):
         _adapt(model, name, config.lora_rank, scale, dtype)
 
 
@@ -128,13 +128,13 @@ def _add_saved(
             "of this model"
         )
     for name, parameter in parameters.items():
-        if not is_of_experts(_layer(name)):
+        if not is_of_experts(_layer_name(name)):
             assign(parameter.detach(), saved.tensors[name])
     setattr(model, _SAVED, saved.tensors)
 
 
 @torch.no_grad()
-def begin_expert_adapters(model: nn.Module) -> None:
+def init_expert_adapters(model: nn.Module) -> None:
     """Initialize the experts' adapters after sharding, on each rank only its own.
 
     New ones are made expert by expert. Each rank reads those of `lora_adapter_path`, like those of
@@ -144,31 +144,31 @@ def begin_expert_adapters(model: nn.Module) -> None:
     saved: Mapping[str, Tensor] = getattr(model, _SAVED, {})
     generator = torch.Generator()
     for name, parameter in adapter_parameters(model).items():
-        if is_of_experts(_layer(name)) and saved:
+        if is_of_experts(_layer_name(name)) and saved:
             _fill(name, parameter, saved.__getitem__)
-        elif is_of_experts(_layer(name)):
+        elif is_of_experts(_layer_name(name)):
             shape = parameter.shape[1:]
             bound = 0.0 if name.endswith(B_SUFFIX) else 1 / math.sqrt(shape[1])
 
-            def of_expert(name: str, shape: torch.Size = shape, bound: float = bound) -> Tensor:
+            def initial(name: str, shape: torch.Size = shape, bound: float = bound) -> Tensor:
                 seed = f"{torch.initial_seed()} {name}".encode()
                 generator.manual_seed(int.from_bytes(blake2b(seed, digest_size=7).digest()))
                 return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
-            _fill(name, parameter, of_expert)
+            _fill(name, parameter, initial)
     if saved:
         delattr(model, _SAVED)
 
 
-def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> None:
+def _fill(name: str, parameter: Tensor, read_tensor: Callable[[str], Tensor]) -> None:
     """Set this rank's part of one half (A or B) of an adapter from its tensors in files."""
     names = names_in_files(name, parameter.shape[0])
-    if not is_of_experts(_layer(name)):
-        assign(parameter, of_file(name))
+    if not is_of_experts(_layer_name(name)):
+        assign(parameter, read_tensor(name))
         return
     offset = local_region(parameter)[0]
     for number, row in enumerate(local_part(parameter), offset[0]):
-        row.copy_(of_file(names[number])[region(offset[1:], row.shape)])
+        row.copy_(read_tensor(names[number])[region(offset[1:], row.shape)])
 
 
 @contextmanager
@@ -192,15 +192,15 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear | ExpertAdapter]
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return A and B of every adapted layer, whole or sharded, by name."""
-    return of_adapters(dict(model.named_parameters()))
+    return select_adapters(dict(model.named_parameters()))
 
 
-def of_adapters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def select_adapters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return those parameters that are A or B of an adapted layer."""
-    return {name: one for name, one in parameters.items() if is_adapter(name)}
+    return {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
 
 
-def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def scaled_for_sending(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the parameters in the form of `sluice.weights.adapters`: every B times its scale.
 
     A product is computed each time it is read, so that memory does not hold all products.
@@ -226,7 +226,7 @@ class _Scaled(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def _layers(model: PreTrainedModel) -> dict[str, int]:
+def _adaptable_layers(model: PreTrainedModel) -> dict[str, int]:
     """Return the layers that take an adapter, and how many experts each represents.
 
     The head takes none, since logits are computed from its weight in blocks.
@@ -238,14 +238,14 @@ def _layers(model: PreTrainedModel) -> dict[str, int]:
             layers[name] = 1
         elif isinstance(layer, Experts):
             experts = layer.gate_up_proj.shape[0]
-            layers |= {f"{name}.{EACH}.{one}": experts for one in PROJECTIONS}
+            layers |= {f"{name}.{EACH}.{projection}": experts for projection in PROJECTIONS}
     return layers
 
 
 def _has_other_experts(model: nn.Module) -> bool:
     """Return whether a model has experts other than the trainer's own; these take no adapter."""
-    own = any(isinstance(one, Experts) for one in model.modules())
-    return not own and any(".experts." in name for name, _ in model.named_parameters())
+    has_native = any(isinstance(module, Experts) for module in model.modules())
+    return not has_native and any(".experts." in name for name, _ in model.named_parameters())
 
 
 def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype) -> None:
@@ -260,7 +260,7 @@ def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dt
     setattr(model.get_submodule(parent), child, AdaptedLinear(layer, rank, scale, dtype))
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     return name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
 
 
@@ -268,8 +268,8 @@ def adapter_tensors(parameters: Mapping[str, Tensor | TensorLayout]) -> dict[str
     """Return the tensors of a file by the half of an adapter that they belong to, in order."""
     return {
         name: [
-            (ADAPTER_PREFIX + one, tuple(parameter.shape[-2:]))
-            for one in names_in_files(name, parameter.shape[0])
+            (ADAPTER_PREFIX + tensor_name, tuple(parameter.shape[-2:]))
+            for tensor_name in names_in_files(name, parameter.shape[0])
         ]
         for name, parameter in parameters.items()
     }
@@ -278,12 +278,12 @@ def adapter_tensors(parameters: Mapping[str, Tensor | TensorLayout]) -> dict[str
 def _differences(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
     """Return why `stored` cannot be the adapters of a model with `parameters`."""
     wanted = {
-        one.removeprefix(ADAPTER_PREFIX): shape
+        tensor_name.removeprefix(ADAPTER_PREFIX): shape
         for tensors in adapter_tensors(parameters).values()
-        for one, shape in tensors
+        for tensor_name, shape in tensors
     }
-    odd = sorted(wanted.keys() ^ stored.keys())
-    differences = [f"{name} is only in {'it' if name in stored else 'the model'}" for name in odd]
+    unmatched = sorted(wanted.keys() ^ stored.keys())
+    differences = [f"{n} is only in {'it' if n in stored else 'the model'}" for n in unmatched]
     return differences + [
         f"{name} has shape {tuple(stored[name].shape)} instead of {shape}"
         for name, shape in wanted.items()
@@ -291,7 +291,9 @@ def _differences(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor])
     ]
 
 
-def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConfig) -> list[str]:
+def _layers_to_adapt(
+    model: PreTrainedModel, layers: Mapping[str, int], config: ModelConfig
+) -> list[str]:
     """Return the layers that get an adapter, by peft's rules for the two keys."""
     wanted, excluded = config.target_modules, config.exclude_modules
     for key, pattern in (("target_modules", wanted), ("exclude_modules", excluded)):
@@ -305,12 +307,12 @@ def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConf
     if wanted == ALL_LINEAR:
         names = list(layers)
     else:
-        names = _named("target_modules", wanted, layers)
-        entries = [wanted] if isinstance(wanted, str) else [[one] for one in wanted]
+        names = _matching("target_modules", wanted, layers)
+        entries = [wanted] if isinstance(wanted, str) else [[module] for module in wanted]
         for entry in entries:
-            if not any(is_named(one, entry) for n in layers for one in names_in_files(n, 1)):
-                raise _no_layer(model, layers, entry)
-    left_out = set() if excluded is None else set(_named("exclude_modules", excluded, layers))
+            if not any(is_named(name, entry) for n in layers for name in names_in_files(n, 1)):
+                raise _no_layer_error(model, layers, entry)
+    left_out = set() if excluded is None else set(_matching("exclude_modules", excluded, layers))
     chosen = [name for name in names if name not in left_out]
     if not chosen:
         raise ConfigError(
@@ -320,7 +322,7 @@ def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConf
     return chosen
 
 
-def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
+def _matching(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
     """Return the named layers; those of experts by their names in files.
 
     Raises:
@@ -329,19 +331,19 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
     matching = []
     for name, experts in layers.items():
         names = names_in_files(name, experts)
-        of_name = [one for one in names if is_named(one, wanted)]
-        if 0 < len(of_name) < len(names):
-            other = next(one for one in names if one not in of_name)
+        named = [tensor_name for tensor_name in names if is_named(tensor_name, wanted)]
+        if 0 < len(named) < len(names):
+            unnamed = next(tensor_name for tensor_name in names if tensor_name not in named)
             raise ConfigError(
-                f"{_MODEL}.{key}={wanted!r} names {of_name[0]} and not {other}; experts of a layer "
+                f"{_MODEL}.{key}={wanted!r} names {named[0]} and not {unnamed}; experts of a layer "
                 "are adapted together: name all of them, or none"
             )
-        if of_name:
+        if named:
             matching.append(name)
     return matching
 
 
-def _no_layer(
+def _no_layer_error(
     model: PreTrainedModel, layers: Iterable[str], entry: str | Sequence[str]
 ) -> ConfigError:
     shown = entry if isinstance(entry, str) else entry[0]
@@ -364,10 +366,12 @@ def write_config(
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    layers = {one for n, p in parameters.items() for one in names_in_files(_layer(n), p.shape[0])}
-    first = next(iter(adapted_layers(model).values()))
+    layers = {
+        layer for n, p in parameters.items() for layer in names_in_files(_layer_name(n), p.shape[0])
+    }
+    adapter = next(iter(adapted_layers(model).values()))
     base = str(Path(model_path).absolute())
-    write_adapter_config(folder, first.rank, first.scale * first.rank, layers, base)
+    write_adapter_config(folder, adapter.rank, adapter.scale * adapter.rank, layers, base)
 
 
 @torch.no_grad()
@@ -384,7 +388,7 @@ def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Param
         CheckpointError: the folder holds no adapter, or adapters of other layers.
     """
     saved, parameters = read_adapter(folder), adapter_parameters(model)
-    problems = _differences(of_adapters(outline), saved.tensors)
+    problems = _differences(select_adapters(outline), saved.tensors)
     scale = next(iter(adapted_layers(model).values())).scale
     if not problems and not math.isclose(saved.scale, scale):
         problems = [f"its scale is {saved.scale:g} instead of {scale:g}"]
@@ -395,4 +399,4 @@ def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Param
         )
     for name, parameter in parameters.items():
         _fill(name, parameter, saved.tensors.__getitem__)
-    return sum(float(one.double().sum()) for one in saved.tensors.values())
+    return sum(float(tensor.double().sum()) for tensor in saved.tensors.values())

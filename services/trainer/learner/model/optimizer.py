@@ -99,12 +99,12 @@ class ShardedGradients:
         if self._tied is not None:
             parameter, twin = self._tied
             assert parameter.grad is not None
-            own = local_part(parameter.grad)
-            other = torch.empty_like(own)
+            sent = local_part(parameter.grad)
+            received = torch.empty_like(sent)
             phase = "summing the gradient of the embedding over the first and the last stage"
-            if own.numel():
-                self._parallel.exchange([(own.contiguous(), twin)], [(other, twin)], phase)
-                own.add_(other)  # bitwise equal on both ranks
+            if sent.numel():
+                self._parallel.exchange([(sent.contiguous(), twin)], [(received, twin)], phase)
+                sent.add_(received)  # bitwise equal on both ranks
 
     def zero(self) -> None:
         """Drop the gradients; the next backward pass makes new ones."""
@@ -114,19 +114,19 @@ class ShardedGradients:
     def norm(self) -> float:
         """Return the norm: float32 on each rank, float64 over ranks, each element counted once."""
         squares = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / self._holders(one)
-            for one, gradient in zip(self._parameters, self._local(), strict=True)
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / self._num_holders(p)
+            for p, gradient in zip(self._parameters, self._local(), strict=True)
         ]
         # Every rank adds the same numbers in the same order, so all ranks clip by the same factor.
-        own = float(sum(squares)) if squares else 0.0
-        gathered = self._parallel.all_gather([own], "summing the gradients' norms")
+        local_sum = float(sum(squares)) if squares else 0.0
+        gathered = self._parallel.all_gather([local_sum], "summing the gradients' norms")
         return math.sqrt(sum(part for (part,) in gathered))
 
     def scale(self, factor: float) -> None:
         for gradient in self._local():
             gradient.mul_(factor)
 
-    def _holders(self, parameter: nn.Parameter) -> int:
+    def _num_holders(self, parameter: nn.Parameter) -> int:
         """Return how many ranks hold each element of a parameter; a mesh has all ranks of a
         stage."""
         if not isinstance(parameter, DTensor):
@@ -134,8 +134,8 @@ class ShardedGradients:
         mesh = parameter.device_mesh
         cuts = [
             n
-            for n, one in zip(mesh.shape, parameter.placements, strict=True)
-            if not one.is_replicate()
+            for n, placement in zip(mesh.shape, parameter.placements, strict=True)
+            if not placement.is_replicate()
         ]
         copies = mesh.size() // math.prod(cuts)
         return 2 * copies if self._tied is not None and parameter is self._tied[0] else copies
@@ -163,8 +163,8 @@ class _OwnPartsAdamW(torch.optim.AdamW):
             if isinstance(parameter, DTensor):
                 assert isinstance(gradient, DTensor)
                 assert gradient.placements == parameter.placements
-        for one in lists:
-            one[:] = [part.to_local() if isinstance(part, DTensor) else part for part in one]
+        for tensors in lists:
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         return is_complex
 
 
@@ -195,16 +195,16 @@ class ModelOptimizer:
     ) -> None:
         self._named = dict(named_parameters)
         self._config = config
-        own = config.total_training_steps
-        self._total_steps = own if own > 0 else total_steps
+        configured_steps = config.total_training_steps
+        self._total_steps = configured_steps if configured_steps > 0 else total_steps
         self._warmup_steps = resolve_warmup_steps(
             config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
         )
         self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
         self._host = HostMemory()
         self._streams: tuple[Any, Any] | None = None
-        self._away, here = _divided(self._named.values(), host_share)
-        groups = [*_parts(self._away), *([here] if here else [])]
+        self._offloaded, on_device = _split_by_share(self._named.values(), host_share)
+        groups = [*_equal_parts(self._offloaded), *([on_device] if on_device else [])]
         self._adamw = _OwnPartsAdamW(
             [{"params": group} for group in groups],
             lr=config.lr,
@@ -259,11 +259,11 @@ class ModelOptimizer:
         return norm
 
     def _update(self) -> None:
-        if not self._away:
+        if not self._offloaded:
             self._adamw.step()
             return
-        groups, away = self._adamw.param_groups, set(self._away)
-        device = torch.get_device_module(self._away[0].device)
+        groups, offloaded = self._adamw.param_groups, set(self._offloaded)
+        device = torch.get_device_module(self._offloaded[0].device)
         # Always the same two streams: freed memory belongs to the stream of its allocation.
         self._streams = self._streams or (device.Stream(), device.Stream())
         (inward, outward), moved = self._streams, device.Event()
@@ -285,7 +285,7 @@ class ModelOptimizer:
                 outward.wait_stream(device.current_stream())
                 with device.stream(outward):
                     self._host.move_out(
-                        self._moments(one for one in group["params"] if one in away), wait=False
+                        self._moments(p for p in group["params"] if p in offloaded), wait=False
                     )
                     moved.record()
         finally:
@@ -294,7 +294,7 @@ class ModelOptimizer:
 
     def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return the tensors of AdamW's state that have their parameter's shape."""
-        states = (self._adamw.state[one] for one in parameters if one in self._adamw.state)
+        states = (self._adamw.state[p] for p in parameters if p in self._adamw.state)
         return [state[name] for state in states for name in MOMENTS if name != "step"]
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -329,52 +329,52 @@ class ModelOptimizer:
             )
         self._adamw.state.clear()
         self._host.forget()
-        away = set(self._away)
+        offloaded = set(self._offloaded)
         for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
-                moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
+                moment: self._load(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
-            if parameter in away:  # one by one: the device may not have memory for all
+            if parameter in offloaded:  # one by one: the device may not have memory for all
                 self._host.move_out(self._moments([parameter]))
 
-    def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
+    def _load(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
         shape, dtype = state.spec(key)
         if moment == "step":
-            own = torch.zeros((), dtype=dtype, device=parameter.device)
+            loaded = torch.zeros((), dtype=dtype, device=parameter.device)
         elif shape == parameter.shape and dtype.is_floating_point:
             # The run that wrote it may have had another model_dtype.
-            own = torch.zeros_like(parameter, requires_grad=False)
+            loaded = torch.zeros_like(parameter, requires_grad=False)
         else:
             raise CheckpointError(
                 f"optimizer state {key} has shape {tuple(shape)} and {dtype}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        state.fill(local_part(own), key, local_region(own)[0])
-        return own
+        state.fill(local_part(loaded), key, local_region(loaded)[0])
+        return loaded
 
 
-def _parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _equal_parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Cut the parameters, in their order, into lists of about equal size on this rank."""
     parts: list[list[nn.Parameter]] = []
-    left = 0
+    bytes_left = 0
     for parameter in parameters:
         size = local_part(parameter).nbytes
-        if not parts or left < size:
+        if not parts or bytes_left < size:
             parts.append([])
-            left = _PART_BYTES
+            bytes_left = _PART_BYTES
         parts[-1].append(parameter)
-        left -= size
+        bytes_left -= size
     return parts
 
 
-def _divided(
+def _split_by_share(
     parameters: Iterable[nn.Parameter], share: float
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the first parameters, with at least this share of the rank's bytes, and the rest."""
     ordered = list(parameters)
-    sizes = [local_part(one).nbytes for one in ordered]
-    wanted, number = share * sum(sizes), 0
-    while number < len(ordered) and sum(sizes[:number]) < wanted:
+    sizes = [local_part(parameter).nbytes for parameter in ordered]
+    least_bytes, number = share * sum(sizes), 0
+    while number < len(ordered) and sum(sizes[:number]) < least_bytes:
         number += 1
     return ordered[:number], ordered[number:]

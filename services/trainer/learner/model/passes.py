@@ -85,28 +85,29 @@ class Passes(ABC, Generic[Outputs]):
         self._model, self._shards, self._stage = model, shards, stage
         self._parallel, self._device = parallel, device
         self._before, self._after = (None, None) if stage is None else (stage.before, stage.after)
-        self._own = self._left = 0
+        self._num_passes = self._num_left = 0
         self._idle_routings: Iterator[Routing] = iter(())  # if others replay
         self._tape = routing_tape(model)
         if self._tape is not None:
-            own = [one.layer for one in expert_blocks(model)]  # none if all its layers are dense
-            self._tape.own = slice(own[0], own[-1] + 1) if own else slice(0)
+            # None if all its layers are dense.
+            layers = [block.layer for block in expert_blocks(model)]
+            self._tape.local_layers = slice(layers[0], layers[-1] + 1) if layers else slice(0)
 
     @abstractmethod
-    def _run_last(self, one: TokenPass, entering: Tensor | None) -> Outputs:
+    def _run_last(self, token_pass: TokenPass, entering: Tensor | None) -> Outputs:
         """Run the last stage; `entering` is the output of the stage before, if any."""
 
-    def begin(self, own: int) -> None:
-        """Prepare for `own` passes, either without gradients or of one optimizer step."""
+    def begin(self, num_passes: int) -> None:
+        """Prepare for `num_passes` passes, either without gradients or of one optimizer step."""
         self._idle_routings = iter(())
-        # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
-        self._own = own
-        self._left = 0 if self._shards is None else self._max_count(own)
+        # `_num_left` counts down to the pass that sums gradients; the busiest rank sets the number.
+        self._num_passes = num_passes
+        self._num_left = 0 if self._shards is None else self._max_count(num_passes)
 
     @property
     def num_idle(self) -> int:
         """Return how many idle passes this rank adds; call it before the passes begin."""
-        return max(0, self._left - self._own)
+        return max(0, self._num_left - self._num_passes)
 
     def follow_idle(self, routings: Iterable[Routing]) -> None:
         """Set the routings of the idle passes, in order."""
@@ -124,11 +125,13 @@ class Passes(ABC, Generic[Outputs]):
             if number < len(passes):
                 read(number, outputs)
 
-        every = [*passes, *self._idle()]
-        for number, one in enumerate(every):
-            leaving = self._forward(one, self._received(every, number), partial(read_own, number))
+        with_idle = [*passes, *self._idle_passes()]
+        for number, token_pass in enumerate(with_idle):
+            leaving = self._forward(
+                token_pass, self._receive(with_idle, number), partial(read_own, number)
+            )
             if leaving is not None:
-                self._exchange(f"micro-batch {number + 1} of {len(every)}", leaving, None)
+                self._exchange(f"micro-batch {number + 1} of {len(with_idle)}", leaving, None)
         if self._shards is not None:
             self._shards.reshard()
 
@@ -144,13 +147,13 @@ class Passes(ABC, Generic[Outputs]):
         def loss_or_zero(number: int, outputs: Outputs) -> Tensor:
             return loss(number, outputs) if number < len(passes) else _zero_loss(outputs)
 
-        self._in_turn([*passes, *self._idle()], loss_or_zero)
+        self._run_all([*passes, *self._idle_passes()], loss_or_zero)
 
-    def _in_turn(self, passes: Sequence[TokenPass], loss: Loss[Outputs]) -> None:
+    def _run_all(self, passes: Sequence[TokenPass], loss: Loss[Outputs]) -> None:
         """Run all passes; see the time line above."""
         stage, count = self._stage, len(passes)
-        flight: deque[_InFlight] = deque()
-        warm = 0 if stage is None else min(stage.count - 1 - stage.number, count)
+        in_flight: deque[_InFlight] = deque()
+        warmup = 0 if stage is None else min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
             """Return the output, without keeping a reference to it."""
@@ -158,28 +161,28 @@ class Passes(ABC, Generic[Outputs]):
                 entering.requires_grad_()
             leaving = self._forward(passes[number], entering, partial(loss, number))
             routing = None if self._tape is None else self._tape.current
-            flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
+            in_flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
             return leaving.detach()
 
         def backward(gradient: Tensor | None) -> Tensor | None:
-            return self._backward(flight.popleft(), gradient)
+            return self._backward(in_flight.popleft(), gradient)
 
-        for number in range(warm):
+        for number in range(warmup):
             self._exchange(
                 f"micro-batch {number + 1} of {count}",
-                forward(number, self._received(passes, number)),
+                forward(number, self._receive(passes, number)),
                 None,
             )
-        entering = self._received(passes, warm)
-        for number in range(warm, count):
-            gradient = self._swapped_after(passes, forward(number, entering), number, number - warm)
-            entering = self._swapped_before(passes, backward(gradient), number - warm, number + 1)
+        entering = self._receive(passes, warmup)
+        for number in range(warmup, count):
+            gradient = self._swap_next(passes, forward(number, entering), number, number - warmup)
+            entering = self._swap_previous(passes, backward(gradient), number - warmup, number + 1)
             del gradient  # the next forward pass needs the memory
-        for number in range(count - warm, count):
-            gradient = self._swapped_after(passes, None, None, number)
-            self._swapped_before(passes, backward(gradient), number, None)
+        for number in range(count - warmup, count):
+            gradient = self._swap_next(passes, None, None, number)
+            self._swap_previous(passes, backward(gradient), number, None)
 
-    def _idle(self) -> list[TokenPass]:
+    def _idle_passes(self) -> list[TokenPass]:
         return [
             TokenPass(
                 idle_micro_batch(self._device, self._parallel),
@@ -188,76 +191,83 @@ class Passes(ABC, Generic[Outputs]):
             for _ in range(self.num_idle)
         ]
 
-    def _max_count(self, own: int) -> int:
-        gathered = self._parallel.all_gather([float(own)], "counting micro-batches")
+    def _max_count(self, num_passes: int) -> int:
+        gathered = self._parallel.all_gather([float(num_passes)], "counting micro-batches")
         return int(max(count for (count,) in gathered))
 
     def _forward(
-        self, one: TokenPass, entering: Tensor | None, finish: Callable[[Outputs], Made]
+        self, token_pass: TokenPass, entering: Tensor | None, finish: Callable[[Outputs], Made]
     ) -> Tensor | Made:
         """Return the input of the next stage; on the last stage, what `finish` returns."""
         if self._after is None:
-            return finish(self._run_last(one, entering))
-        return hidden_states(self._model, one, entering)
+            return finish(self._run_last(token_pass, entering))
+        return hidden_states(self._model, token_pass, entering)
 
-    def _backward(self, one: _InFlight, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, in_flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
         if self._shards is not None:
             # Earlier passes keep whole gradients: summing once per step saves communication.
-            self._left -= 1
-            self._shards.sum_gradients(self._left == 0)
-        if self._tape is not None and one.routing is not None:
+            self._num_left -= 1
+            self._shards.sum_gradients(self._num_left == 0)
+        if self._tape is not None and in_flight.routing is not None:
             # A recomputed layer must follow the choices of its own pass, not of a later one.
-            self._tape.current = one.routing
-        torch.autograd.backward(one.leaving, gradient)  # adds to earlier micro-batches' gradients
-        return None if one.entering is None else one.entering.grad
+            self._tape.current = in_flight.routing
+        # Adds to earlier micro-batches' gradients.
+        torch.autograd.backward(in_flight.leaving, gradient)
+        return None if in_flight.entering is None else in_flight.entering.grad
 
-    def _received(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:
-        return self._swapped_before(passes, None, None, number)
+    def _receive(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:
+        return self._swap_previous(passes, None, None, number)
 
-    def _swapped_before(
+    def _swap_previous(
         self,
         passes: Sequence[TokenPass],
         gradient: Tensor | None,
-        of: int | None,
-        wanted: int | None,
+        gradient_of: int | None,
+        received_number: int | None,
     ) -> Tensor | None:
         """Send the gradient of one micro-batch's input, and receive another one's input."""
         if self._before is None:
             return None
         entering = None
-        if wanted is not None and wanted < len(passes):
-            entering = self._buffer(passes[wanted])
-        what = _named(len(passes), gradient_of=of, micro_batch=None if entering is None else wanted)
-        self._exchange(what, gradient, entering, backwards=True)
+        if received_number is not None and received_number < len(passes):
+            entering = self._buffer(passes[received_number])
+        micro_batch = None if entering is None else received_number
+        content = _describe(len(passes), gradient_of=gradient_of, micro_batch=micro_batch)
+        self._exchange(content, gradient, entering, backwards=True)
         return entering
 
-    def _swapped_after(
-        self, passes: Sequence[TokenPass], leaving: Tensor | None, of: int | None, wanted: int
+    def _swap_next(
+        self,
+        passes: Sequence[TokenPass],
+        leaving: Tensor | None,
+        micro_batch: int | None,
+        received_number: int,
     ) -> Tensor | None:
         """Send one micro-batch's output, and receive the gradient of another one's."""
         if self._after is None:
             return None
-        gradient = self._buffer(passes[wanted])
-        what = _named(len(passes), gradient_of=wanted, micro_batch=of)
-        self._exchange(what, leaving, gradient)
+        gradient = self._buffer(passes[received_number])
+        content = _describe(len(passes), gradient_of=received_number, micro_batch=micro_batch)
+        self._exchange(content, leaving, gradient)
         return gradient
 
     def _exchange(
-        self, what: str, sent: Tensor | None, received: Tensor | None, *, backwards: bool = False
+        self, content: str, sent: Tensor | None, received: Tensor | None, *, backwards: bool = False
     ) -> None:
         stage, peer = self._stage, self._before if backwards else self._after
         assert stage is not None
         assert peer is not None
-        other = stage.number + (-1 if backwards else 1)
+        peer_stage = stage.number + (-1 if backwards else 1)
+        stages = f"stages {stage.number + 1} and {peer_stage + 1} of {stage.count}"
         self._parallel.exchange(
             [] if sent is None else [(sent.contiguous(), peer)],
             [] if received is None else [(received, peer)],
-            f"exchanging {what} between stages {stage.number + 1} and {other + 1} of {stage.count}",
+            f"exchanging {content} between {stages}",
         )
 
-    def _buffer(self, one: TokenPass) -> Tensor:
+    def _buffer(self, token_pass: TokenPass) -> Tensor:
         assert self._stage is not None
-        tokens, tensor = one.micro_batch.input_ids.shape[1], self._parallel.tensor
+        tokens, tensor = token_pass.micro_batch.input_ids.shape[1], self._parallel.tensor
         if tensor is not None:
             tokens //= tensor.size
         return torch.empty(
@@ -268,15 +278,15 @@ class Passes(ABC, Generic[Outputs]):
 class TokenPasses(Passes[TokenStatistics]):
     """Passes of a policy."""
 
-    def _run_last(self, one: TokenPass, entering: Tensor | None) -> TokenStatistics:
-        return token_outputs(self._model, one, entering)
+    def _run_last(self, token_pass: TokenPass, entering: Tensor | None) -> TokenStatistics:
+        return token_outputs(self._model, token_pass, entering)
 
 
 class ValuePasses(Passes[Tensor]):
     """Passes of a critic; each computes the values [N] of its micro-batch."""
 
-    def _run_last(self, one: TokenPass, entering: Tensor | None) -> Tensor:
-        return response_values(self._model, one.micro_batch, entering)
+    def _run_last(self, token_pass: TokenPass, entering: Tensor | None) -> Tensor:
+        return response_values(self._model, token_pass.micro_batch, entering)
 
 
 def idle_micro_batch(device: torch.device, parallel: ParallelContext) -> MicroBatch:
@@ -291,7 +301,7 @@ def _zero_loss(outputs: TokenStatistics | Tensor) -> Tensor:
     return (outputs if isinstance(outputs, Tensor) else outputs.logprobs).sum() * 0.0
 
 
-def _named(count: int, *, gradient_of: int | None, micro_batch: int | None) -> str:
+def _describe(count: int, *, gradient_of: int | None, micro_batch: int | None) -> str:
     parts = [] if micro_batch is None else [f"micro-batch {micro_batch + 1}"]
     parts += [] if gradient_of is None else [f"the gradient of micro-batch {gradient_of + 1}"]
     return f"{' and '.join(parts)} of {count}"

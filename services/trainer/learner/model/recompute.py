@@ -118,20 +118,20 @@ class _HostInput:
         hidden, self._hidden = self._hidden, None
         if hidden is not None:
             return hidden
-        again = self._copy.to(self._device, non_blocking=True)
-        return again.detach().requires_grad_(self._has_gradient)
+        copy = self._copy.to(self._device, non_blocking=True)
+        return copy.detach().requires_grad_(self._has_gradient)
 
 
 def _on_host(
-    recomputed: Callable[..., Any], layer: Callable[..., Any], hidden: Tensor, *others: object
+    recomputed: Callable[..., Any], layer: Callable[..., Any], hidden: Tensor, *arguments: object
 ) -> Any:  # noqa: ANN401 - a layer's output
     if not torch.is_grad_enabled():
-        return layer(hidden, *others)
+        return layer(hidden, *arguments)
     # torch's checkpoint keeps the arguments that it calls with. Gradients flow through the first
     # call, so the second one only needs equal values.
-    held = _HostInput(hidden)
+    host_input = _HostInput(hidden)
     del hidden
-    return recomputed(lambda *rest: layer(held.take(), *rest), *others)
+    return recomputed(lambda *rest: layer(host_input.take(), *rest), *arguments)
 
 
 def _recompute_modules(model: PreTrainedModel, names: Sequence[str]) -> None:

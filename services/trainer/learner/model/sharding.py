@@ -60,13 +60,13 @@ class Shards:
     parameters: Mapping[str, nn.Parameter]
     sums_once: bool
 
-    def sum_gradients(self, wanted: bool) -> None:
+    def sum_gradients(self, enabled: bool) -> None:
         """Set whether the next backward pass sums gradients over ranks, or only a later one.
 
         Until then each rank holds whole gradients, which takes memory but saves communication.
         """
         for module in _sharded_modules(self.model):
-            module.set_requires_gradient_sync(wanted or not self.sums_once, recurse=False)
+            module.set_requires_gradient_sync(enabled or not self.sums_once, recurse=False)
 
     def reshard(self) -> None:
         """Drop gathered weights after a forward pass without a backward pass.
@@ -109,20 +109,20 @@ def shard_model(
     kept_whole: bool | None = None if reshard_after_forward else False
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    over, cutting = _by_use(meshes.layers)
+    shard_mesh, tensor_mesh = _split_mesh(meshes.layers)
     if meshes.tower is not None and (tower := vision_tower(model)) is not None:
         _shard_tower(tower, units, partial(shard, mesh=meshes.tower))
-    for module in (one for one in units if not isinstance(one, FSDPModule)):
+    for module in (m for m in units if not isinstance(m, FSDPModule)):
         if meshes.experts is not None:
             for block in expert_blocks(module):
                 _shard_experts(block, meshes.experts, shard)
-        if cutting is not None:
-            cut_weights(module, cutting)
-        shard(module, mesh=over)
+        if tensor_mesh is not None:
+            cut_weights(module, tensor_mesh)
+        shard(module, mesh=shard_mesh)
     # After its layers: the outer unit takes the parameters that are left.
-    if cutting is not None:
-        cut_weights(model, cutting)
-    shard(model, mesh=over)
+    if tensor_mesh is not None:
+        cut_weights(model, tensor_mesh)
+    shard(model, mesh=shard_mesh)
     for unit, following in pairwise(units) if prefetches else ():
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(_sharded_modules(following))
@@ -137,7 +137,7 @@ def shard_model(
     return Shards(model, meshes.layers, parameters, sums_once)
 
 
-def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh that shares the same part of each weight, and the one that cuts it, if
     any."""
     if TENSOR_DIM not in (mesh.mesh_dim_names or ()):
@@ -150,8 +150,8 @@ def _shard_tower(
     tower: nn.Module, units: Sequence[nn.Module], shard: Callable[..., object]
 ) -> None:
     """Shard a vision tower: its layers and the rest of it."""
-    own = set(tower.modules())
-    for module in (*(one for one in units if one in own), tower):
+    tower_modules = set(tower.modules())
+    for module in (*(unit for unit in units if unit in tower_modules), tower):
         shard(module)
 
 
@@ -171,12 +171,12 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
 
 
 @torch.no_grad()
-def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy `whole`, or this rank's shard of it, into `target` of the same global shape."""
+def assign(target: Tensor, source: Tensor) -> None:
+    """Copy `source`, or this rank's shard of it, into `target` of the same global shape."""
     if not isinstance(target, DTensor):
-        target.copy_(whole)
+        target.copy_(source)
         return
-    target.to_local().copy_(whole[region(*local_region(target))])
+    target.to_local().copy_(source[region(*local_region(target))])
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:

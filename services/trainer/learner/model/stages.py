@@ -56,16 +56,16 @@ def own_stage(
             "qwen2, qwen3, qwen3_moe and Qwen-VL models, and not those of a "
             f"{model.config.model_type} model; leave the key at 1"
         )
-    own = range(len(layers))
+    layer_numbers = range(len(layers))
     if cut is not None:
         of_stages = stage_layers(len(layers), count, cut)
         check_image_layers(of_stages, _layers_with_images(model))
-        own = of_stages[number]
+        layer_numbers = of_stages[number]
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
         ranks.ranks,
         number,
-        own,
+        layer_numbers,
         twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],
@@ -86,12 +86,12 @@ def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOver
     decoder: Any = model.get_decoder()
     tower = getattr(model.base_model, "visual", None)
     for number, numbers in enumerate(stage_layers(len(decoder.layers), stages, cut)):
-        parts: list[nn.Module] = [decoder.layers[one] for one in numbers]
+        parts: list[nn.Module] = [decoder.layers[layer] for layer in numbers]
         if number == 0:
             parts += [model.get_input_embeddings(), *([] if tower is None else [tower])]
         if number == stages - 1:
             parts += [decoder.norm, model.get_output_embeddings()]
-        if not any(one.requires_grad for part in parts for one in part.parameters()):
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
             raise ConfigError(
                 f"{PIPELINE_KEY}={stages}: stage {number + 1} has nothing to train; adapt some of "
                 "its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
@@ -120,7 +120,7 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
         model.set_input_embeddings(nn.Identity())
     if stage.after is not None:
         decoder.norm = nn.Identity()
-        for name in (one for one in _HEADS if hasattr(model, one)):
+        for name in (head for head in _HEADS if hasattr(model, head)):
             setattr(model, name, nn.Identity())
     return replace(loaded, stage=stage, outline=outline, total=total)
 
@@ -128,8 +128,8 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
 def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
     """Return the parameters by name, tied ones once, without memory."""
     return {
-        name: nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=one.requires_grad)
-        for name, one in model.named_parameters()
+        name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for name, p in model.named_parameters()
     }
 
 
@@ -151,4 +151,4 @@ def tied_weight(
     if stage is None or stage.twin is None:
         return None
     embedding: Any = model.get_input_embeddings()
-    return next(((one, stage.twin) for one in trained.values() if one is embedding.weight), None)
+    return next(((p, stage.twin) for p in trained.values() if p is embedding.weight), None)

@@ -73,7 +73,7 @@ def check_cuttable(model: PreTrainedModel, size: int) -> None:
             )
     rows = cast("nn.Embedding", model.get_input_embeddings()).weight.shape[0]
     if -(-rows // size) * (size - 1) >= rows:
-        possible_sizes = [one for one in range(1, size) if -(-rows // one) * (one - 1) < rows]
+        possible_sizes = [n for n in range(1, size) if -(-rows // n) * (n - 1) < rows]
         raise ConfigError(
             f"{TENSOR_KEY}={size}: {rows} rows of the vocabulary of the {family} model leave none "
             f"for the last rank; give {max(possible_sizes)}"
@@ -87,7 +87,7 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
         model: has passed `check_cuttable`, not sharded yet.
     """
     base: Any = model.get_decoder()
-    for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
+    for block in (part for layer in base.layers for part in (layer.self_attn, layer.mlp)):
         if isinstance(block, Attention | GatedMlp):
             block.tensor = share
             _cut_layers(block)
@@ -115,35 +115,35 @@ def cut_weights(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones are one
     for owner in module.modules():
-        for name, whole in list(owner.named_parameters(recurse=False)):
-            if isinstance(whole, DTensor):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
                 continue
-            if whole not in cut:
-                cut[whole] = _part(whole, getattr(owner, "cut", None), mesh)
-            owner.register_parameter(name, cut[whole])
+            if parameter not in cut:
+                cut[parameter] = _local_part(parameter, getattr(owner, "cut", None), mesh)
+            owner.register_parameter(name, cut[parameter])
 
 
-def _part(whole: nn.Parameter, dimension: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    own, is_cut = whole.detach(), dimension is not None and dimension < whole.ndim
+def _local_part(parameter: nn.Parameter, dimension: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    local, is_cut = parameter.detach(), dimension is not None and dimension < parameter.ndim
     if is_cut:
-        own = own.chunk(mesh.size(), dimension or 0)[mesh.get_local_rank()]
+        local = local.chunk(mesh.size(), dimension or 0)[mesh.get_local_rank()]
     placement = Shard(dimension or 0) if is_cut else Replicate()
     # A cut by columns would keep the whole tensor's row stride.
-    own = own.to(mesh.device_type).contiguous()
+    local = local.to(mesh.device_type).contiguous()
     # The last rank may have fewer rows of the vocabulary than the others.
     part = DTensor.from_local(
-        own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return nn.Parameter(part, whole.requires_grad)
+    return nn.Parameter(part, parameter.requires_grad)
 
 
 def _cut_layers(block: nn.Module) -> None:
     for names, dimension in ((_BY_OUTPUTS, 0), (_BY_INPUTS, 1)):
         for name in names:
-            _cut(getattr(block, name, None), dimension)
+            _cut_layer(getattr(block, name, None), dimension)
 
 
-def _cut(layer: nn.Module | None, dimension: int) -> None:
+def _cut_layer(layer: nn.Module | None, dimension: int) -> None:
     """Make ranks cut a linear layer's weight and the matching half of its adapter."""
     if isinstance(layer, Linear):
         layer.cut = dimension
@@ -157,22 +157,22 @@ class CutEmbedding(nn.Module):
 
     cut = 0
 
-    def __init__(self, theirs: nn.Embedding, share: TensorShare) -> None:
+    def __init__(self, original: nn.Embedding, share: TensorShare) -> None:
         super().__init__()
-        self.weight = cast("nn.Parameter", theirs.weight)
-        self._padding, self._share = theirs.padding_idx, share
+        self.weight = cast("nn.Parameter", original.weight)
+        self._padding, self._share = original.padding_idx, share
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return embeddings of this rank's tokens, [1, T / size, width], from ids [1, T]."""
         weight = own_part(self.weight)
-        rows, first = weight.shape[0], self._share.rank * _max_rows(self.weight, self._share)
-        own = token_ids - first
-        is_own = (own >= 0) & (own < rows)
-        padding = None if self._padding is None else self._padding - first
+        rows, first_row = weight.shape[0], self._share.rank * _max_rows(self.weight, self._share)
+        local_ids = token_ids - first_row
+        is_local = (local_ids >= 0) & (local_ids < rows)
+        padding = None if self._padding is None else self._padding - first_row
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        embedded = embedding(own.clamp(0, rows - 1), weight, padding)
-        return self._share.scatter(embedded * is_own.unsqueeze(-1))
+        embedded = embedding(local_ids.clamp(0, rows - 1), weight, padding)
+        return self._share.scatter(embedded * is_local.unsqueeze(-1))
 
 
 class CutHead(nn.Module):
@@ -180,30 +180,30 @@ class CutHead(nn.Module):
 
     cut = 0
 
-    def __init__(self, theirs: nn.Linear, share: TensorShare) -> None:
+    def __init__(self, original: nn.Linear, share: TensorShare) -> None:
         super().__init__()
-        self.weight, self._share = theirs.weight, share
-        self.bias: nn.Parameter | None = theirs.bias
+        self.weight, self._share = original.weight, share
+        self.bias: nn.Parameter | None = original.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return all logits of all tokens, [1, T, vocabulary], without a gradient."""
         tokens = self._share.gather(hidden).squeeze(0)
         bias = None if self.bias is None else own_part(self.bias)
-        own = linear(tokens, own_part(self.weight), bias).detach()
+        logits = linear(tokens, own_part(self.weight), bias).detach()
         # [T, vocabulary / size] -> [vocabulary, T]; equally many rows travel from each rank.
-        rows = pad(own, (0, _max_rows(self.weight, self._share) - own.shape[1])).t()
-        whole = self._share.gather(rows.unsqueeze(0)).squeeze(0)
-        return whole[: self.weight.shape[0]].t().unsqueeze(0)
+        rows = pad(logits, (0, _max_rows(self.weight, self._share) - logits.shape[1])).t()
+        all_rows = self._share.gather(rows.unsqueeze(0)).squeeze(0)
+        return all_rows[: self.weight.shape[0]].t().unsqueeze(0)
 
     def part(self) -> VocabularyPart:
         """Return the vocabulary part, by which statistics are combined over ranks."""
         max_rows = _max_rows(self.weight, self._share)
-        return VocabularyPart(self._share.rank * max_rows, max_rows, self._maximum, self._total)
+        return VocabularyPart(self._share.rank * max_rows, max_rows, self._reduce_max, self._reduce)
 
-    def _maximum(self, values: Tensor) -> None:
+    def _reduce_max(self, values: Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._share.group)
 
-    def _total(self, values: Tensor) -> None:
+    def _reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self._share.group)
 
 

@@ -35,9 +35,9 @@ from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
     adapter_tensors,
-    begin_expert_adapters,
+    init_expert_adapters,
     load_adapters,
-    of_adapters,
+    select_adapters,
     write_config,
 )
 from services.trainer.learner.model.optimizer import MOMENTS, ModelOptimizer, ShardedGradients
@@ -162,9 +162,9 @@ class PolicyState:
         }
         moments = trained.optimizer.state_tensors()
         self._moment_layouts = _moment_layouts(trained, moments)
-        own = adapter_parameters(trained.model)
-        self._adapters = of_adapters(trained.outline)
-        weights: Mapping[str, Tensor] = own or {**trained.parameters, **buffers}
+        adapters = adapter_parameters(trained.model)
+        self._adapters = select_adapters(trained.outline)
+        weights: Mapping[str, Tensor] = adapters or {**trained.parameters, **buffers}
         self._weights = _parts(weights, trained.host, copies=copies)
         self._moments = _parts(moments, trained.host, copies=copies)
         self._extra = {
@@ -248,13 +248,13 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
             "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
         )
     else:
-        with trained.host.present(list(trained.parameters.values())):
+        with trained.host.on_device(list(trained.parameters.values())):
             total = _load_weights(directory / HUGGINGFACE_FOLDER, trained)
-    with _naming(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
-        elsewhere = {n for n, one in trained.outline.items() if one.requires_grad}
+    with _name_bad_file(directory / OPTIMIZER_INDEX, directory.parent, weights=directory):
+        elsewhere = {name for name, p in trained.outline.items() if p.requires_grad}
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM), elsewhere)
     file = directory / EXTRA_STATE_FILE
-    with _naming(file, directory.parent):
+    with _name_bad_file(file, directory.parent):
         extra = json.loads(file.read_text(encoding="utf-8"))
         trained.optimizer.skipped_updates = int(extra["skipped_updates"])
         restore_random_state(extra["random_state"], _device(trained.model))
@@ -262,7 +262,7 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
 
 @contextmanager
-def _naming(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
+def _name_bad_file(file: Path, checkpoint: Path, weights: Path | None = None) -> Iterator[None]:
     """Make errors of the block name the file that it cannot read, or the first damaged one in the
     folder `weights`. With that folder, errors of the code are raised as they are."""
     try:
@@ -286,8 +286,8 @@ def _moment_layouts(trained: TrainedModel, moments: Mapping[str, Tensor]) -> Ten
     kinds = {name.rpartition(".")[2]: moment for name, moment in moments.items()}
     return {
         key: moment_layout(trained.layouts[name], moments.get(key, kinds[moment]))
-        for name, one in trained.outline.items()
-        if one.requires_grad
+        for name, parameter in trained.outline.items()
+        if parameter.requires_grad
         for moment in MOMENTS
         for key in (f"{name}.{moment}",)
     }
@@ -312,8 +312,8 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
     """Read this rank's rows, or load through transformers, which renames weights."""
     model, parameters, outline = trained.model, trained.parameters, trained.outline
     _refuse_another_family(folder, model)
-    with _naming(folder, folder.parents[1], weights=folder):
-        if any(isinstance(one, DTensor) for one in parameters.values()):
+    with _name_bad_file(folder, folder.parents[1], weights=folder):
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             files = WeightFiles(folder)
             if files.match(outline):
                 fill_shards(parameters, files)
@@ -344,7 +344,7 @@ def _load_weights(folder: Path, trained: TrainedModel) -> float:
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
     """Refuse weights of another model family, which transformers would try to load."""
     file = folder / "config.json"
-    with _naming(file, folder.parents[1]):
+    with _name_bad_file(file, folder.parents[1]):
         family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     if family != model.config.model_type:
         raise CheckpointError(
@@ -387,9 +387,9 @@ def trained_model(
     model = loaded.model
     total = loaded.sum()  # before sharding, which keeps only a part of each weight
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
-    begin_expert_adapters(model)
+    init_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
-    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     gradients = None
     if shards is not None:
         tied = tied_weight(model, trained, loaded.stage)

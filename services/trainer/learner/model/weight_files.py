@@ -26,8 +26,8 @@ _SINGLE = "model.safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that form its row.
 _EXPERTS = {
-    f"experts.{weight}": tuple(part for part, one in PROJECTIONS.items() if one.weight == weight)
-    for weight in {one.weight for one in PROJECTIONS.values()}
+    f"experts.{weight}": tuple(part for part, p in PROJECTIONS.items() if p.weight == weight)
+    for weight in {projection.weight for projection in PROJECTIONS.values()}
 }
 
 
@@ -64,7 +64,7 @@ class WeightFiles:
 
     def __contains__(self, name: str) -> bool:
         """Return whether the files have that parameter, as one tensor or one per expert."""
-        return self._sources(self._stored(name), 1)[0][0] in self._opened
+        return self._sources(self._stored_name(name), 1)[0][0] in self._opened
 
     def match(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Return whether the files hold exactly these parameters, with their shapes, as floats.
@@ -73,7 +73,7 @@ class WeightFiles:
         `unused` names tensors that the files may hold as well.
         """
         read: set[str] = set()
-        for name, parameter in ((self._stored(name), one) for name, one in parameters.items()):
+        for name, parameter in ((self._stored_name(n), p) for n, p in parameters.items()):
             sources = self._sources(name, parameter.shape[0] if parameter.ndim else 0)
             read.update(*sources)
             if not read <= self._opened.keys():
@@ -92,13 +92,13 @@ class WeightFiles:
         Args:
             offset: where the part begins in the parameter, by dimension.
         """
-        name = self._stored(name)
+        name = self._stored_name(name)
         columns = region(offset[1:], target.shape[1:])
         row_bytes = max(1, target[:1].numel() * target.element_size())
         step = max(1, CHUNK_BYTES // row_bytes)
-        for first in range(0, target.shape[0], step):
-            part = target[first : first + step]
-            start = offset[0] + first
+        for row in range(0, target.shape[0], step):
+            part = target[row : row + step]
+            start = offset[0] + row
             part.copy_(self._rows(name, start, start + part.shape[0], columns))
 
     def probe(self) -> float:
@@ -119,21 +119,21 @@ class WeightFiles:
             rows: Tensor = self._slice(name)[(slice(start, stop), *columns)]
             return rows
         experts = self._sources(name, stop)[start:]
-        return torch.stack([self._expert(parts, *columns) for parts in experts])
+        return torch.stack([self._expert_rows(parts, *columns) for parts in experts])
 
-    def _expert(self, parts: Sequence[str], rows: slice, *columns: slice) -> Tensor:
+    def _expert_rows(self, parts: Sequence[str], rows: slice, *columns: slice) -> Tensor:
         """Return some rows of an expert's tensors, concatenated."""
         blocks: list[Tensor] = []
-        first = 0
+        first_row = 0
         for part in map(self._slice, parts):
             num_rows = part.get_shape()[0]
-            start, stop = max(0, rows.start - first), min(num_rows, rows.stop - first)
+            start, stop = max(0, rows.start - first_row), min(num_rows, rows.stop - first_row)
             if start < stop or not blocks:
                 blocks.append(part[(slice(start, max(start, stop)), *columns)])
-            first += num_rows
+            first_row += num_rows
         return torch.cat(blocks)
 
-    def _stored(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """Return the name that a parameter has in the files."""
         return name if name in self._opened else former_name(name)
 
@@ -145,10 +145,10 @@ class WeightFiles:
         """Return the shape of these tensors combined; empty if they do not fit together."""
         if is_whole:
             return tuple(self._slice(sources[0][0]).get_shape())
-        shapes = [[tuple(self._slice(one).get_shape()) for one in parts] for parts in sources]
-        if any(one != shapes[0] for one in shapes) or any(len(one) != 2 for one in shapes[0]):
+        shapes = [[tuple(self._slice(part).get_shape()) for part in parts] for parts in sources]
+        if any(x != shapes[0] for x in shapes) or any(len(shape) != 2 for shape in shapes[0]):
             return ()
-        return (len(sources), sum(one[0] for one in shapes[0]), shapes[0][0][1])
+        return (len(sources), sum(shape[0] for shape in shapes[0]), shapes[0][0][1])
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401 - safetensors has no types
         return self._opened[name].get_slice(name)

@@ -123,28 +123,29 @@ def estimate_by_source(
     device = table.mask.device
     of_rows = [group.source for group in batch.groups for _ in group.rollouts]
     parts: dict[str, tuple[Tensor, AdvantageEstimate]] = {}
-    for source, own in settings.sources.items():
+    for source, of_source in settings.sources.items():
         rows = torch.tensor([i for i, name in enumerate(of_rows) if name == source], device=device)
         if not rows.numel():
             continue
         # Other estimators read no components, and their samples may have none.
-        keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
+        algorithm = of_source.config.algorithm
+        keys = algorithm.gdpo_reward_keys if of_source.estimator == "gdpo" else None
         groups = tuple(group for group in batch.groups if group.source == source)
         components = reward_components(replace(batch, groups=groups), keys or (), device)
         estimate = token_advantages(
-            _rows(table, rows), _rows(passed, rows), components, own, controller
+            _select_rows(table, rows), _select_rows(passed, rows), components, of_source, controller
         )
         parts[source] = rows, estimate
-    return _joined(parts, table, controller)
+    return _join_sources(parts, table, controller)
 
 
-def _rows(tables: TablesT, chosen: Tensor) -> TablesT:
+def _select_rows(tables: TablesT, chosen: Tensor) -> TablesT:
     """Return the tables of some rows, int64 indexes."""
-    given = {one.name: getattr(tables, one.name) for one in fields(tables)}
-    return replace(tables, **{n: v[chosen] for n, v in given.items() if v is not None})
+    values = {field.name: getattr(tables, field.name) for field in fields(tables)}
+    return replace(tables, **{n: v[chosen] for n, v in values.items() if v is not None})
 
 
-def _joined(
+def _join_sources(
     parts: Mapping[str, tuple[Tensor, AdvantageEstimate]],
     table: BatchTable,
     controller: KlController,
@@ -155,14 +156,14 @@ def _joined(
         parts: by source: its rows, int64 indexes, and its estimate.
     """
 
-    def whole(of: Callable[[AdvantageEstimate], Tensor]) -> Tensor:
-        found = torch.zeros(table.mask.shape, device=table.mask.device)
+    def join(read: Callable[[AdvantageEstimate], Tensor]) -> Tensor:
+        joined = torch.zeros(table.mask.shape, device=table.mask.device)
         for rows, part in parts.values():
-            found[rows] = of(part).float()
-        return found
+            joined[rows] = read(part).float()
+        return joined
 
-    advantages, returns = whole(lambda one: one.advantages), whole(lambda one: one.returns)
-    rewards, mask = whole(lambda one: one.rewards), whole(lambda one: one.mask) > 0
+    advantages, returns = join(lambda part: part.advantages), join(lambda part: part.returns)
+    rewards, mask = join(lambda part: part.rewards), join(lambda part: part.mask) > 0
     of_sources = {
         source_metric(source, name): value
         for source, (_, part) in parts.items()

@@ -44,18 +44,18 @@ _LOSSES = ("critic/vf_loss", "critic/loss")
 _TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
 
 
-def _model(config: RunConfig) -> ModelConfig:
-    policy, own = config.actor_rollout_ref.model, config.critic.model
+def _model_config(config: RunConfig) -> ModelConfig:
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
     return structs.replace(
         policy,
-        path=own.path or policy.path,
-        enable_gradient_checkpointing=own.enable_gradient_checkpointing,
+        path=critic.path or policy.path,
+        enable_gradient_checkpointing=critic.enable_gradient_checkpointing,
     )
 
 
-def _loaded(config: RunConfig, parallel: ParallelContext) -> LoadedModel:
+def _load(config: RunConfig, parallel: ParallelContext) -> LoadedModel:
     """Return the critic, or this rank's stage of it, not sharded yet."""
-    model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
+    model, fsdp, actor = _model_config(config), config.critic.fsdp, config.actor_rollout_ref.actor
     sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
     tensor, max_tokens = sizes.tensor_parallel_size, max_row_tokens(config.data)
     try:
@@ -108,7 +108,7 @@ class Critic:
         self._parallel = parallel
         self._device = device
         self.trained = trained_model(
-            _loaded(config, parallel),
+            _load(config, parallel),
             critic.fsdp,
             critic.optim,
             parallel,
@@ -142,15 +142,15 @@ class Critic:
             step=step,
             device=self._device.torch_device,
         )
-        passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
+        passed = [micro for mini_batch in self._mini_batches for micro in mini_batch.micro_batches]
         outputs: list[tuple[MicroBatch, Tensor]] = []  # in a pipeline only on the last stage
 
         def read(number: int, values: Tensor) -> None:
             outputs.append((passed[number], values))
 
-        with self.trained.host.present(self._weights):
+        with self.trained.host.on_device(self._weights):
             self._passes.begin(len(passed))
-            self._passes.forward([TokenPass(one) for one in passed], read)
+            self._passes.forward([TokenPass(micro_batch) for micro_batch in passed], read)
         return gather_tokens(outputs, table, self._parallel, "gathering the critic's values")
 
     def update(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
@@ -164,7 +164,7 @@ class Critic:
         Returns:
             ``critic/vf_loss``, ``loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm``, ``lr``.
         """
-        with self.trained.host.present(self._weights):
+        with self.trained.host.on_device(self._weights):
             return self._steps(values, returns, mask, step)
 
     def _steps(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
@@ -189,34 +189,34 @@ class Critic:
         def loss(number: int, predicted: Tensor) -> Tensor:
             micro_batch = mini_batch.micro_batches[number]
             # Rejected tokens leave the sums; the global counts stay the denominators.
-            kept = tokens_of(mask, micro_batch)
-            one = value_loss(
-                predicted[kept],
-                tokens_of(values, micro_batch)[kept],
-                tokens_of(returns, micro_batch)[kept],
-                micro_batch.rows[kept],
+            is_kept = tokens_of(mask, micro_batch)
+            terms = value_loss(
+                predicted[is_kept],
+                tokens_of(values, micro_batch)[is_kept],
+                tokens_of(returns, micro_batch)[is_kept],
+                micro_batch.rows[is_kept],
                 mini_batch.counts,
                 cliprange_value=self._cliprange_value,
                 mode=self._loss_agg_mode,
                 loss_scale_factor=self._loss_scale_factor,
             )
-            losses.append(replace(one, loss=one.loss.detach()))
-            return one.loss
+            losses.append(replace(terms, loss=terms.loss.detach()))
+            return terms.loss
 
         self._passes.begin(len(mini_batch.micro_batches))
-        self._passes.train([TokenPass(one) for one in mini_batch.micro_batches], loss)
+        self._passes.train([TokenPass(micro) for micro in mini_batch.micro_batches], loss)
         return losses
 
     def _means(self, losses: Sequence[ValueLoss], num_steps: int) -> dict[str, float]:
         # Stacked on the device and read once, without waiting for each pass.
         sums = [
-            torch.stack([one.loss, *(one.metric_sums[name] for name in _TOKEN_MEANS)])
-            for one in losses
+            torch.stack([part.loss, *(part.metric_sums[name] for name in _TOKEN_MEANS)])
+            for part in losses
         ]
-        own = torch.stack(sums).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
-        num_tokens = sum(one.num_tokens for one in losses)
+        local = torch.stack(sums).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
+        num_tokens = sum(part.num_tokens for part in losses)
         # Losses are shares of a step's loss, so they add up; the other metrics are means of tokens.
-        vectors = self._parallel.gather_rows([*own, num_tokens], "summing the critic's metrics")
+        vectors = self._parallel.gather_rows([*local, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
         means = {n: t / max(tokens, 1.0) for n, t in zip(_TOKEN_MEANS, totals, strict=True)}
         return {**dict.fromkeys(_LOSSES, loss / max(num_steps, 1)), **means}

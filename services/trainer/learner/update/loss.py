@@ -130,10 +130,10 @@ class LossTerms:
         if kept is not None:
             inputs = inputs.keeping(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
-        kl, entropy = None, _kept(outputs.entropy, kept)
+        kl, entropy = None, _select(outputs.entropy, kept)
         if self._actor.use_kl_loss:
             assert prepared.ref_logprobs is not None
-            reference = _kept(prepared.ref_logprobs, kept)
+            reference = _select(prepared.ref_logprobs, kept)
             assert reference is not None
             kl = kl_estimate(inputs.logprobs, reference, kind=self._actor.kl_loss_type)
         shows_entropy = self._actor.entropy_coeff != 0.0 or self._actor.calculate_entropy
@@ -197,11 +197,11 @@ class LossTerms:
         correction: RolloutCorrection = rollout_correction(
             torch.zeros(2), torch.zeros(2), torch.tensor([0, 1]), self._settings.correction
         )
-        return {n: replace(one, moments=Moments()) for n, one in correction.statistics.items()}
+        return {name: replace(s, moments=Moments()) for name, s in correction.statistics.items()}
 
 
-def _kept(values: Tensor | None, kept: Tensor | None) -> Tensor | None:
-    return values if values is None or kept is None else values[kept]
+def _select(values: Tensor | None, is_kept: Tensor | None) -> Tensor | None:
+    return values if values is None or is_kept is None else values[is_kept]
 
 
 class UpdateSums:
@@ -223,7 +223,7 @@ class UpdateSums:
         corrections: Statistics,
         sources: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        self._of_sources = {name: UpdateSums(own, {}) for name, own in sources.items()}
+        self._of_sources = {name: UpdateSums(names, {}) for name, names in sources.items()}
         self._names = tuple(sorted(means))
         self._sums = dict.fromkeys((*self._names, *LOSSES), 0.0)
         self._counts = dict.fromkeys(self._names, 0.0)
@@ -254,8 +254,8 @@ class UpdateSums:
 
     def end_step(self) -> None:
         """Read what was added since the last optimizer step."""
-        for one in self._of_sources.values():
-            one.end_step()
+        for sums in self._of_sources.values():
+            sums.end_step()
         for read in self._unread:
             read()
         self._unread.clear()
@@ -303,20 +303,20 @@ class UpdateSums:
         """
         self.end_step()
         parts = {"": self, **self._of_sources}
-        own = {name: one._to_vector() for name, one in parts.items()}
-        sums = list(chain(*own.values()))
+        local = {name: part._to_vector() for name, part in parts.items()}
+        sums = list(chain(*local.values()))
         diff = self._probs_diff.to_vector()
         corrections = statistics_to_vector(self._corrections)
         vectors = parallel.gather_rows([*sums, *diff, *corrections], "summing the update's metrics")
         totals = (sum(column) for column in zip(*(v[: len(sums)] for v in vectors), strict=True))
-        metrics = self._of_ranks([vector[len(sums) :] for vector in vectors], len(diff))
-        for name, one in parts.items():
-            shown = one._of_totals(list(islice(totals, len(own[name]))), num_steps)
-            metrics |= {source_metric(name, key): value for key, value in shown.items()}
+        metrics = self._merge_ranks([vector[len(sums) :] for vector in vectors], len(diff))
+        for name, part in parts.items():
+            values = part._metrics_of_totals(list(islice(totals, len(local[name]))), num_steps)
+            metrics |= {source_metric(name, key): value for key, value in values.items()}
         return metrics
 
     def _to_vector(self) -> list[float]:
-        """Return sums of losses, means and entropy, in the order that `_of_totals` reads."""
+        """Return sums of losses, means and entropy, as `_metrics_of_totals` reads them."""
         return [
             *self._sums.values(),
             *self._counts.values(),
@@ -326,7 +326,7 @@ class UpdateSums:
             float(self._with_kl),
         ]
 
-    def _of_totals(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
+    def _metrics_of_totals(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
         """Return the metrics of vectors that were summed over all ranks."""
         sums = dict(zip(self._sums, totals, strict=False))
         counts = dict(zip(self._names, totals[len(self._sums) :], strict=False))
@@ -340,7 +340,7 @@ class UpdateSums:
         entropy = {ENTROPY: entropy_sum / entropy_tokens} if entropy_tokens else {}
         return {**losses, **means, **entropy}
 
-    def _of_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
+    def _merge_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
         # These are no plain sums (they hold extremes too), so each has its own merge.
         probs_diff, corrections = ProbsDiffSums(), None
         for vector in vectors:

@@ -119,8 +119,8 @@ class PolicyUpdate:
         self._optimizer = policy.optimizer
         self._weights = list(policy.parameters.values())
         # Adapters' reference computes with the policy's weights.
-        others = [critic, reference if isinstance(reference, ReferencePolicy) else None]
-        moves = settings.actor.fsdp_config.param_offload and any(others)
+        other_models = [critic, reference if isinstance(reference, ReferencePolicy) else None]
+        moves = settings.actor.fsdp_config.param_offload and any(other_models)
         self._host = policy.host if moves else None
         self._parallel = parallel
         self._device = device
@@ -130,7 +130,7 @@ class PolicyUpdate:
         self._image_prompts = image_prompts
         self._shape = find_shape(settings.config.actor_rollout_ref.model.path)
         tables = settings.sources or {"": settings}
-        self._terms = {name: LossTerms(one) for name, one in tables.items()}
+        self._terms = {name: LossTerms(source_settings) for name, source_settings in tables.items()}
         of_sources = {name: terms.mean_names() for name, terms in self._terms.items()}
         self._mean_names = tuple(dict.fromkeys(chain(*of_sources.values())))
         self._source_means = of_sources if settings.sources else {}
@@ -147,15 +147,15 @@ class PolicyUpdate:
             policy.model, policy.shards, parallel, device.torch_device, policy.stage
         )
         tape = routing_tape(policy.model)
-        self._cut = replace(settings.cut, routed_layers=None if tape is None else tape.own)
+        self._cut = replace(settings.cut, routed_layers=None if tape is None else tape.local_layers)
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank's passes read. Collective."""
         _, skipped = self._estimate_early(batch)
-        own = own_rows(batch.groups, self._cut, self._parallel, step=step, skipped=skipped)
+        rows = own_rows(batch.groups, self._cut, self._parallel, step=step, skipped=skipped)
         if self._critic is not None:
-            own |= self._critic.own_rows(batch, step)
-        return sorted(own)
+            rows |= self._critic.own_rows(batch, step)
+        return sorted(rows)
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Train on one batch. Collective.
@@ -182,17 +182,17 @@ class PolicyUpdate:
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
-                prepared.routing = Routing(given=prepared.micro_batch.routing)
+                prepared.routing = Routing(engine_experts=prepared.micro_batch.routing)
         sums = UpdateSums(self._mean_names, self._no_corrections, self._source_means)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
         with ExitStack() as away:
             # The reference of adapters is the policy itself, without them.
             if isinstance(self._reference, ReferencePolicy):
-                away.enter_context(self._policy_away())
+                away.enter_context(self._without_policy())
             self._reference_logprobs(mini_batches)
             timer.end_phase("ref", shown=self._reference is not None)
-            away.enter_context(self._policy_away())
+            away.enter_context(self._without_policy())
             values = self._critic.values(batch, table, step) if self._critic else None
             timer.end_phase("values", shown=self._critic is not None)
         passed = self._pass_tables(mini_batches, table, values, sum_pi_squared)
@@ -200,7 +200,7 @@ class PolicyUpdate:
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(estimate.advantages, prepared.micro_batch)
         timer.end_phase("adv")
-        with self._policy_away():
+        with self._without_policy():
             critic_metrics = self._update_critic(values, estimate, step)
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
@@ -208,7 +208,7 @@ class PolicyUpdate:
         policy_metrics = self._policy_steps(mini_batches, sums, step) if trains else {}
         timer.end_phase("update_actor")
         if policy_metrics:
-            policy_metrics |= self._share_of_peak(batch, timer.seconds["update_actor"], skipped)
+            policy_metrics |= self._flops_utilization(batch, timer.seconds["update_actor"], skipped)
         return {
             **self._batch_metrics(batch, cut),
             **estimate.metrics,
@@ -256,11 +256,11 @@ class PolicyUpdate:
             if not self._settings.needs_sum_pi_squared:
                 return None
         # Squared probabilities need a pass over every mini-batch, even if the logprobs are known.
-        first = 0 if self._settings.needs_old_logprobs_first else 1
+        start = 0 if self._settings.needs_old_logprobs_first else 1
         squares: list[tuple[MicroBatch, Tensor]] = []
-        to_pass = _micro_batches(mini_batches[first:])
+        to_pass = _micro_batches(mini_batches[start:])
         self._passes.begin(len(to_pass))
-        for mini_batch in mini_batches[first:]:
+        for mini_batch in mini_batches[start:]:
             mini_batch.is_routed = self._settings.replays_routing
 
         def read(number: int, outputs: TokenStatistics) -> None:
@@ -272,8 +272,8 @@ class PolicyUpdate:
         with_squares = self._settings.needs_sum_pi_squared
         self._passes.forward(
             [
-                self._pass(one, EntropyUse.METRIC, with_sum_pi_squared=with_squares)
-                for one in to_pass
+                self._pass(prepared, EntropyUse.METRIC, with_sum_pi_squared=with_squares)
+                for prepared in to_pass
             ],
             read,
         )
@@ -300,8 +300,8 @@ class PolicyUpdate:
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums
     ) -> None:
         """Divide importance weights by their mean over the whole batch, that is over all ranks."""
-        own = statistics_to_vector(sums.read_corrections())
-        vectors = self._parallel.gather_rows(own, "normalising importance weights")
+        local = statistics_to_vector(sums.read_corrections())
+        vectors = self._parallel.gather_rows(local, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
             of_rank = statistics_from_vector(self._no_corrections, vector)
@@ -310,24 +310,24 @@ class PolicyUpdate:
             if prepared.weights is not None:
                 prepared.weights = normalized_weights(prepared.weights, merged)
 
-    def _policy_away(self) -> AbstractContextManager[None]:
+    def _without_policy(self) -> AbstractContextManager[None]:
         """Keep the policy's weights on the host while another model computes, if configured."""
-        return nullcontext() if self._host is None else self._host.without(self._weights)
+        return nullcontext() if self._host is None else self._host.on_host(self._weights)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
             return
         # A source without a divergence needs none of these passes.
         prepared = [
-            one
-            for one in _micro_batches(mini_batches)
-            if self._settings.of(one.micro_batch.source).needs_reference
+            part
+            for part in _micro_batches(mini_batches)
+            if self._settings.for_source(part.micro_batch.source).needs_reference
         ]
         by_micro_batch = self._reference.logprobs(
-            [one.micro_batch for one in prepared], self._settings.temperature
+            [part.micro_batch for part in prepared], self._settings.temperature
         )
-        for one, logprobs in zip(prepared, by_micro_batch, strict=True):
-            one.ref_logprobs = logprobs
+        for part, logprobs in zip(prepared, by_micro_batch, strict=True):
+            part.ref_logprobs = logprobs
 
     def _pass_tables(
         self,
@@ -341,27 +341,28 @@ class PolicyUpdate:
             return PassTables(values=values)
         prepared = _micro_batches(mini_batches)
 
-        def gathered(of: Callable[[PreparedMicroBatch], Tensor | None], what: str) -> Tensor:
-            outputs = [(one.micro_batch, own) for one in prepared if (own := of(one)) is not None]
-            return gather_tokens(outputs, table, self._parallel, f"gathering {what}")
+        def gather(read: Callable[[PreparedMicroBatch], Tensor | None], content: str) -> Tensor:
+            tensors = [(part.micro_batch, read(part)) for part in prepared]
+            outputs = [(micro_batch, t) for micro_batch, t in tensors if t is not None]
+            return gather_tokens(outputs, table, self._parallel, f"gathering {content}")
 
         # Each table costs a collective, so only those that the estimator reads are gathered.
         return PassTables(
-            old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
+            old_logprobs=gather(lambda part: part.old_logprobs, "old logprobs"),
             ref_logprobs=(
-                gathered(lambda one: one.ref_logprobs, "reference logprobs")
+                gather(lambda part: part.ref_logprobs, "reference logprobs")
                 if settings.kl_kind is not None
                 else None
             ),
             values=values,
             sum_pi_squared=sum_pi_squared,
             importance_weights=(
-                gathered(lambda one: one.weights, "importance weights")
+                gather(lambda part: part.weights, "importance weights")
                 if settings.weighs_baselines
                 else None
             ),
             kept=(
-                gathered(lambda one: one.kept, "rejections") > 0
+                gather(lambda part: part.kept, "rejections") > 0
                 if settings.rejects_before_advantages
                 else None
             ),
@@ -406,7 +407,7 @@ class PolicyUpdate:
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **sums.metrics(self._parallel, len(norms)),
-            **self._balance(),
+            **self._expert_balance(),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
             **self._kl_coefficients(),
             "actor/lr": rate,
@@ -421,7 +422,7 @@ class PolicyUpdate:
             if settings.actor.use_kl_loss
         }
 
-    def _balance(self) -> Mapping[str, float]:
+    def _expert_balance(self) -> Mapping[str, float]:
         """Return how evenly the passes since the last call used a model's experts."""
         tape = routing_tape(self._model)
         if tape is None:
@@ -481,8 +482,8 @@ class PolicyUpdate:
             return total.total
 
         passes = [
-            self._pass(one, self._entropy_use(shows_entropy(one)))
-            for one in mini_batch.micro_batches
+            self._pass(prepared, self._entropy_use(shows_entropy(prepared)))
+            for prepared in mini_batch.micro_batches
         ]
         self._passes.train(passes, loss)
 
@@ -511,14 +512,14 @@ class PolicyUpdate:
             row = idle_micro_batch(self._device.torch_device, self._parallel)
             tokens, number = row.input_ids.numel(), self._passes.num_idle
             idle = [idle_routing(self._model, tokens) for _ in range(number)]
-            own = [prepared.routing for prepared in mini_batch.micro_batches]
-            tape.exchange([one for one in (*own, *idle) if one is not None])
-        return [one for one in idle if one is not None]
+            routings = [prepared.routing for prepared in mini_batch.micro_batches]
+            tape.exchange([routing for routing in (*routings, *idle) if routing is not None])
+        return [routing for routing in idle if routing is not None]
 
-    def _entropy_use(self, shown: bool) -> EntropyUse:
+    def _entropy_use(self, is_shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:
             return EntropyUse.BONUS
-        return EntropyUse.METRIC if shown else EntropyUse.NONE
+        return EntropyUse.METRIC if is_shown else EntropyUse.NONE
 
     def _batch_metrics(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch]
@@ -553,7 +554,7 @@ class PolicyUpdate:
             "perf/trained_response_tokens_per_s": responses / busy_s,
         }
 
-    def _share_of_peak(
+    def _flops_utilization(
         self, batch: TrainBatch, seconds: float, skipped: Container[int]
     ) -> dict[str, float]:
         peak = self._device.peak_flops()

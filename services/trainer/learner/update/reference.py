@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.experts import uncounted
+from services.trainer.learner.model.experts import without_load_counts
 from services.trainer.learner.model.forward import TokenPass
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import without_adapters
@@ -88,7 +88,7 @@ class AdapterReference:
     ) -> list[Tensor | None]:
         """Return logprobs as `ReferencePolicy.logprobs` does. Collective."""
         self._passes.begin(len(micro_batches))
-        with without_adapters(self._model), uncounted(self._model):
+        with without_adapters(self._model), without_load_counts(self._model):
             return _logprobs(self._passes, micro_batches, temperature)
 
 
@@ -100,7 +100,7 @@ def _logprobs(
     def read(number: int, outputs: TokenStatistics) -> None:
         logprobs[number] = outputs.logprobs
 
-    passes.forward([TokenPass(one, temperature) for one in micro_batches], read)
+    passes.forward([TokenPass(micro_batch, temperature) for micro_batch in micro_batches], read)
     return logprobs
 
 

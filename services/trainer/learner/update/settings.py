@@ -38,12 +38,12 @@ class UpdateSettings:
     correction: RolloutCorrectionSettings
     sources: Mapping[str, UpdateSettings] = field(default_factory=dict)
 
-    def of(self, source: str) -> UpdateSettings:
+    def for_source(self, source: str) -> UpdateSettings:
         """Return the settings of a source; those of the run if there is only one."""
         return self.sources[source] if source else self
 
     @property
-    def _each(self) -> tuple[UpdateSettings, ...]:
+    def _all_sources(self) -> tuple[UpdateSettings, ...]:
         return tuple(self.sources.values()) or (self,)
 
     @property
@@ -70,13 +70,14 @@ class UpdateSettings:
     @property
     def old_is_behavior(self) -> bool:
         """Return whether the behavior logprobs serve as old logprobs."""
-        is_bypassed = any(one.loss_mode == BYPASS_LOSS_MODE for one in self._each)
+        is_bypassed = any(settings.loss_mode == BYPASS_LOSS_MODE for settings in self._all_sources)
         return self.actor.use_rollout_log_probs or is_bypassed
 
     @property
     def needs_sum_pi_squared(self) -> bool:
         """Return whether the estimator reads squared probabilities."""
-        return any("sum_pi_squared" in advantage_estimator(one.config).needs for one in self._each)
+        needs = (advantage_estimator(settings.config).needs for settings in self._all_sources)
+        return any("sum_pi_squared" in inputs for inputs in needs)
 
     @property
     def needs_old_logprobs_first(self) -> bool:
@@ -94,7 +95,7 @@ class UpdateSettings:
         return (
             self.correction.rollout_rs is not None
             and not self.old_is_behavior
-            and any(advantage_estimator(one.config).reads_mask for one in self._each)
+            and any(advantage_estimator(part.config).reads_mask for part in self._all_sources)
         )
 
     @property
@@ -116,7 +117,8 @@ class UpdateSettings:
     @property
     def needs_reference(self) -> bool:
         """Return whether a term measures the divergence from a reference model."""
-        return self.kl_kind is not None or any(one.actor.use_kl_loss for one in self._each)
+        in_losses = any(settings.actor.use_kl_loss for settings in self._all_sources)
+        return self.kl_kind is not None or in_losses
 
 
 def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
@@ -133,11 +135,11 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     policy_objective(loss_mode)
     weights = algorithm.gdpo_reward_weights
     sources = {
-        name: update_settings(one, vocab_size)
-        for name, one in source_configs(config).items()
+        name: update_settings(source_config, vocab_size)
+        for name, source_config in source_configs(config).items()
         if name
     }
-    losses = {one.loss_mode for one in sources.values()} or {loss_mode}
+    losses = {settings.loss_mode for settings in sources.values()} or {loss_mode}
     return UpdateSettings(
         config=config,
         cut=_cut(actor, losses),
