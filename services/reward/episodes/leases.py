@@ -212,15 +212,17 @@ class LeasedEpisode:
 
     async def open(self) -> Observation:
         """Wait for the program's first request."""
-        asked = await self._next()
-        if asked is None:
+        request = await self._next_request()
+        if request is None:
             raise EpisodeFailedError("the program ended before it asked for an answer")
-        return Observation(asked.messages, is_whole=True, tools=asked.tools)
+        return Observation(request.messages, is_whole=True, tools=request.tools)
 
     def recalled(self) -> tuple[CommittedTurn, ...]:
         """Return, once, the turns of an earlier service."""
         recalled, self._recalled = self._recalled, ()
-        self._desk.num_recalled_tokens += sum(one.turn.token_ids.size for one in recalled)
+        self._desk.num_recalled_tokens += sum(
+            committed.turn.token_ids.size for committed in recalled
+        )
         return recalled
 
     def commit(self, turn: CommittedTurn) -> None:
@@ -237,10 +239,10 @@ class LeasedEpisode:
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
             self._answering = None
-        asked = await self._next()
-        if asked is None:
+        request = await self._next_request()
+        if request is None:
             return Observation(done=True)
-        return Observation(asked.messages, is_whole=True, tools=asked.tools)
+        return Observation(request.messages, is_whole=True, tools=request.tools)
 
     def reached(self, limit: EpisodeEnd) -> None:
         """Refuse further requests: the sample has reached a limit.
@@ -250,13 +252,13 @@ class LeasedEpisode:
         self.limit = limit
         if self._is_kept:
             self._store.reached(self.lease_id, limit)
-        self.refuse(_at_limit())
+        self.refuse(_limit_error())
 
     async def close(self) -> Scored | None:
         """Return the posted reward; if the sample has reached a limit, wait for it."""
         with waiting_for(_AGENT, "ending its sample"):
             while self.posted_end is None:
-                await self._change()
+                await self._wait_for_change()
         end = self.posted_end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
@@ -274,7 +276,7 @@ class LeasedEpisode:
     async def abandon(self) -> None:
         """Revoke the lease."""
         self._desk.forget(self)
-        self.refuse(_gone())
+        self.refuse(_gone_error())
 
     async def chat(
         self,
@@ -300,7 +302,7 @@ class LeasedEpisode:
             if self.posted_end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
-                raise _at_limit()
+                raise _limit_error()
             if len(self._results) >= MAX_REQUESTS:
                 raise LeaseEndedError(f"lease: {MAX_REQUESTS} requests were sent; post its end")
             self._check_waiting(num_bytes)
@@ -315,10 +317,13 @@ class LeasedEpisode:
 
     def _check_waiting(self, num_bytes: int) -> None:
         """Raise `ExhaustedError` if the requests that wait leave no space for one of this size."""
-        others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
-        if others and (others >= MAX_WAITING or total > MAX_WAITING_BYTES):
+        num_waiting, total_bytes = (
+            len(self._waiting),
+            num_bytes + sum(request.num_bytes for request in self._waiting),
+        )
+        if num_waiting and (num_waiting >= MAX_WAITING or total_bytes > MAX_WAITING_BYTES):
             raise ExhaustedError(
-                f"lease: {others} requests wait, with this one {total} bytes; at most "
+                f"lease: {num_waiting} requests wait, with this one {total_bytes} bytes; at most "
                 f"{MAX_WAITING} wait, of {MAX_WAITING_BYTES} bytes: await their answers first"
             )
 
@@ -333,15 +338,15 @@ class LeasedEpisode:
     def refuse(self, error: _Refusal) -> None:
         """Answer the requests that wait with an error."""
         current = () if self._answering is None else (self._answering,)
-        for asked in (*current, *self._waiting):
-            asked.answer(error)
+        for request in (*current, *self._waiting):
+            request.answer(error)
         self._waiting.clear()
 
-    async def _next(self) -> _PendingRequest | None:
+    async def _next_request(self) -> _PendingRequest | None:
         """Return the next request; ``None``: the program has ended."""
         with waiting_for(_AGENT, "asking for an answer"):
             while not self._waiting and self.posted_end is None:
-                await self._change()
+                await self._wait_for_change()
         if self.posted_end is None:
             self._answering = self._waiting.popleft()
             return self._answering
@@ -349,7 +354,7 @@ class LeasedEpisode:
             raise EpisodeFailedError(self.posted_end.failure)
         return None
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for a call of the program, as long as its holder keeps calling."""
         self._changed.clear()
         while True:
@@ -359,8 +364,8 @@ class LeasedEpisode:
                     await self._changed.wait()
                     return
             except TimeoutError:
-                now = asyncio.get_running_loop().time()
-                if holder is not None and now >= holder.leaves_at_s:
+                now_s = asyncio.get_running_loop().time()
+                if holder is not None and now_s >= holder.leaves_at_s:
                     raise EpisodeFailedError(
                         f"its runner left: it made no call for {holder.keep_alive_s:g} s"
                     ) from None
@@ -411,7 +416,7 @@ class LeaseManager:
         self._is_closing = True
         self._offered.set()  # wakes the callers that wait for samples
         for episode in self._leases.values():
-            episode.refuse(_ending())
+            episode.refuse(_ending_error())
 
     @property
     def num_offered(self) -> int:
@@ -456,18 +461,18 @@ class LeaseManager:
         """
         self._check_open()
         self.holder(holder_id, keep_alive_s)
-        taken: list[LeasedEpisode] = []
+        episodes: list[LeasedEpisode] = []
         if count and await self._is_offered(wait_s):
-            taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
+            episodes = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
         try:
-            for episode in taken:
+            for episode in episodes:
                 self._leases[episode.lease_id] = episode
                 episode.take(self.holder(holder_id, keep_alive_s))
-            yield taken
+            yield episodes
         except BaseException:
-            self._give_back(taken)
+            self._give_back(episodes)
             raise
-        for episode in taken:
+        for episode in episodes:
             episode.given()
 
     async def _is_offered(self, wait_s: float) -> bool:
@@ -483,8 +488,8 @@ class LeaseManager:
         except TimeoutError:
             return False
 
-    def _give_back(self, taken: Sequence[LeasedEpisode]) -> None:
-        for episode in reversed(taken):
+    def _give_back(self, episodes: Sequence[LeasedEpisode]) -> None:
+        for episode in reversed(episodes):
             if self._leases.pop(episode.lease_id, None) is None:  # its group was given up
                 continue
             episode.give_back()
@@ -507,12 +512,12 @@ class LeaseManager:
             NotReadyError: the service ends.
         """
         self._check_open()
-        episode = self._found(lease_id)
+        episode = self._find_open(lease_id)
         if episode is not None:
             return await episode.chat(digest, messages, tools, num_bytes)
         if lease_id in self._ends:
             raise LeaseEndedError("lease: its end was posted; take another lease")
-        raise _gone()
+        raise _gone_error()
 
     def end(self, lease_id: str, end: PostedEnd) -> None:
         """End a sample. Repeating the call with the same end has no effect.
@@ -523,13 +528,15 @@ class LeaseManager:
             NotReadyError: the service ends.
         """
         self._check_open()
-        episode = self._found(lease_id)
-        before = self._ends.get(lease_id) if episode is None else episode.posted_end
-        if before is not None:
-            if before != end:
-                raise LeaseEndedError(f"lease: it has ended with {before}; the first end counts")
+        episode = self._find_open(lease_id)
+        previous_end = self._ends.get(lease_id) if episode is None else episode.posted_end
+        if previous_end is not None:
+            if previous_end != end:
+                raise LeaseEndedError(
+                    f"lease: it has ended with {previous_end}; the first end counts"
+                )
         elif episode is None:
-            raise _gone()
+            raise _gone_error()
         else:
             episode.end(end)
 
@@ -546,7 +553,7 @@ class LeaseManager:
         if episode in self._offers:
             self._offers.remove(episode)
 
-    def _found(self, lease_id: str) -> LeasedEpisode | None:
+    def _find_open(self, lease_id: str) -> LeasedEpisode | None:
         episode = self._leases.get(lease_id)
         if episode is None or episode.has_lapsed:
             return None
@@ -555,22 +562,22 @@ class LeaseManager:
 
     def _check_open(self) -> None:
         if self._is_closing:
-            raise _ending()
+            raise _ending_error()
 
     def _revoke(self, prompt_id: str) -> None:
         """Drop the samples that no group plays, of a prompt that ended or starts again."""
         for episode in self._to_continue.pop(prompt_id, {}).values():
             self.forget(episode)
-            episode.refuse(_gone())
+            episode.refuse(_gone_error())
 
 
-def _at_limit() -> LeaseEndedError:
+def _limit_error() -> LeaseEndedError:
     return LeaseEndedError("lease: it has used its tokens or turns: post its end")
 
 
-def _ending() -> NotReadyError:
+def _ending_error() -> NotReadyError:
     return NotReadyError("the reward service ends; repeat the request")
 
 
-def _gone() -> NotFoundError:
+def _gone_error() -> NotFoundError:
     return NotFoundError("lease: unknown or expired (its time or its group is over); take another")

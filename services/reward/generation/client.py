@@ -89,11 +89,11 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
-        asked = self._message(request, sample_indexes, partials)
+        generate_request = self._message(request, sample_indexes, partials)
         channel = self._channels.acquire(replica.address)
         messages = stream_call(
             rollout_stub(channel).Generate,
-            asked,
+            generate_request,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,

@@ -97,26 +97,26 @@ class GroupProgress:
         """When the group has used its time; a past time if it is over already."""
         return self.first_start if self.is_over else self.rules.over_at(self.first_start)
 
-    def check(self, now: float) -> bool:
+    def check(self, now_s: float) -> bool:
         """Return whether the group is over; end it if it has used its time or tokens."""
         if not self.rules.end_groups:
             return False
         over_at = self.over_at
-        if (over_at is not None and over_at <= now) or self.rules.is_spent(self.num_tokens):
+        if (over_at is not None and over_at <= now_s) or self.rules.is_spent(self.num_tokens):
             self.end()
         return self.is_over
 
-    def started(self, prompt_token_ids: TokenIds | None, now: float) -> None:
+    def started(self, prompt_token_ids: TokenIds | None, now_s: float) -> None:
         """Note that a replica accepted a request of the group.
 
         Args:
             prompt_token_ids: the group's prompt; ``None`` for a request for a later turn.
-            now: seconds of the event loop's clock.
+            now_s: seconds of the event loop's clock.
         """
         if self.prompt_token_ids is None:
             self.prompt_token_ids = prompt_token_ids
         if self.first_start is None:
-            self.first_start = now
+            self.first_start = now_s
             self._notify()
 
     def recalled(self, num_tokens: int, version: int | None) -> None:

@@ -71,37 +71,39 @@ class FailureLog:
                     replicas = event.group.progress.replica_names
                     self.failed(outcome, f"prompt {event.group.prompt_id} (replica {replicas})")
         elif event.kind is EventKind.ENDED and event.group.ending is not None:
-            self._ended(event.group, event.group.ending)
+            self._note_end(event.group, event.group.ending)
 
-    def _ended(self, group: Group, ending: GroupEnding) -> None:
+    def _note_end(self, group: Group, ending: GroupEnding) -> None:
         if ending.cause is EndCause.OVERLONG:
-            where = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
-            self.note(ending.detail, "prompts left out", where)
+            place = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
+            self.note(ending.detail, "prompts left out", place)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
-            if not any(isinstance(one, Failed) for one in outcomes):  # otherwise noted when graded
+            if not any(
+                isinstance(outcome, Failed) for outcome in outcomes
+            ):  # otherwise noted when graded
                 replicas = group.progress.replica_names
-                where = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
-                self.note(ending.detail, "groups dropped", where)
+                place = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
+                self.note(ending.detail, "groups dropped", place)
 
-    def failed(self, failed: Failed, where: str) -> None:
+    def failed(self, failed: Failed, place: str) -> None:
         """Log a sample without a score."""
-        self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
+        self.note(f"{failed.kind}: {failed.detail}", "samples", place, failed.frames)
 
-    def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
+    def note(self, detail: str, unit: str, place: str, frames: tuple[str, ...] = ()) -> None:
         """Count a failure; log it if it is the first of its reason or a count is due."""
-        reason, now = reason_of(detail), self._clock()
+        reason, now_s = reason_of(detail), self._clock()
         if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"
         counted = self._reasons.get(reason)
         if counted is None:
-            self._reasons[reason] = _Counted(1, now)
-            shown = "".join(f"; at {frame}" for frame in frames)
-            logger.warning("%s: %s%s", where, detail, shown)
+            self._reasons[reason] = _Counted(1, now_s)
+            frames_text = "".join(f"; at {frame}" for frame in frames)
+            logger.warning("%s: %s%s", place, detail, frames_text)
         else:
             counted.number += 1
-            if now - counted.logged_s >= COUNT_EVERY_S:
-                counted.logged_s = now
+            if now_s - counted.logged_s >= COUNT_EVERY_S:
+                counted.logged_s = now_s
                 logger.warning("%s: %d %s so far", detail, counted.number, unit)
 
 
@@ -151,13 +153,13 @@ class YieldGuard:
             return
         ending = event.group.ending
         if event.kind is EventKind.ENDED and ending is not None:
-            self._ended(event.group, ending)
+            self._note_end(event.group, ending)
         elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
             self.num_unsampled = 0
         if event.kind is EventKind.KEPT:
             self.ended(None, "")
 
-    def _ended(self, group: Group, ending: GroupEnding) -> None:
+    def _note_end(self, group: Group, ending: GroupEnding) -> None:
         if ending.cause in _UNSAMPLED:
             self.num_unsampled += 1
         elif ending.end is not PromptEnd.SKIPPED:
@@ -169,7 +171,9 @@ class YieldGuard:
                 self._num_quarantined += 1
             case EndCause.RESULT if ending.end in _YIELD_ENDS:
                 outcomes = group.graded.outcomes if group.graded else ()
-                failed = next((one for one in outcomes if isinstance(one, Failed)), None)
+                failed = next(
+                    (outcome for outcome in outcomes if isinstance(outcome, Failed)), None
+                )
                 self._frames = self._frames or (failed.frames if failed else ())
                 # A replica that was lost says nothing about the groups to come.
                 may_pass = failed is None and not group.progress.engine_answered

@@ -152,22 +152,25 @@ class GroupLog:
         if ending.cause is EndCause.OVERLONG:
             return
         if self._lines is not None:
-            with self._forgiving("line", group):
+            with self._log_errors("line", group):
                 self._lines.put(self._line(group, group.version, ending))
         if self._samples is not None:
-            with self._forgiving("samples", group):
-                self._samples.put(self._sampled(group, group.version, ending))
+            with self._log_errors("samples", group):
+                self._samples.put(self._sampled_group(group, group.version, ending))
 
     @contextmanager
-    def _forgiving(self, part: str, group: Group) -> Iterator[None]:
+    def _log_errors(self, part: str, group: Group) -> Iterator[None]:
         """Turn an error of the block into a warning; only the first of a kind has a traceback."""
         try:
             yield
         except Exception:
-            shown, self._parts_failed = part not in self._parts_failed, self._parts_failed | {part}
-            logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=shown)
+            is_first, self._parts_failed = (
+                part not in self._parts_failed,
+                self._parts_failed | {part},
+            )
+            logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=is_first)
 
-    def _sampled(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
+    def _sampled_group(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
         """Return the group's texts without tokens, logprobs and images, which need much memory."""
         sampled = sampled_group(
             group.prompt,
@@ -192,13 +195,13 @@ class GroupLog:
         environment = self._names.of(group.prompt)
         scored = graded.scored if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
-        whole = self._samples_of_source.get(group.prompt.source, self._samples_per_group)
-        is_staged = group.admitted_as.first_samples < whole
+        num_samples = self._samples_of_source.get(group.prompt.source, self._samples_per_group)
+        is_staged = group.admitted_as.first_samples < num_samples
         return GroupLine(
             prompt_id=group.prompt_id,
             key=group.attempt.key,
             end=ending.end.value,
-            right=sum(is_right(one) is True for one in scored),
+            right=sum(is_right(scored_sample) is True for scored_sample in scored),
             scored=len(scored),
             tokens=[rollout.num_tokens for rollout in graded.group.rollouts] if graded else [],
             version=version,
