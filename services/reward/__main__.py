@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
-from services.reward.episodes.client import ServedEnvironments, given_servers
+from services.reward.episodes.client import ServedEnvironments, spread_over_servers
 from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
@@ -97,7 +97,7 @@ async def _environments(
         return
     async with AsyncExitStack() as stack:
         if settings.addresses:
-            address_for = given_servers(settings.addresses)
+            address_for = spread_over_servers(settings.addresses)
         elif source.is_given:
             workers = running_workers(
                 source,
@@ -172,14 +172,14 @@ def _run(path: Path, overrides: list[str]) -> None:
 def main() -> int:
     """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.reward",
         "Serves prompts, grading and train batches.",
         "--config run.yaml sluice.log_level=DEBUG",
     ).parse_args()
     # Arrow's default allocator keeps the memory of a large row group; the system's frees it.
     pa.set_memory_pool(pa.system_memory_pool())
-    return exit_status(NAME, lambda: _run(given.config, given.overrides))
+    return exit_status(NAME, lambda: _run(arguments.config, arguments.overrides))
 
 
 if __name__ == "__main__":

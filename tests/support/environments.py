@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from services.reward.episodes.client import ServedEnvironments, ServedEpisode, given_servers
+from services.reward.episodes.client import ServedEnvironments, ServedEpisode, spread_over_servers
 from services.reward.episodes.drivers import AddressFor, EpisodeTask
 from services.reward.episodes.workers import EnvironmentWorkers, running_workers
 from sluice.config.schema.service import EnvironmentConfig
@@ -83,7 +83,7 @@ async def served(
     address = f"unix:{folder / 'world.sock'}"
     async with (
         serving(source.load(), address, 0) as at,
-        drivers(given_servers([at]), call_timeout_s) as found,
+        drivers(spread_over_servers([at]), call_timeout_s) as found,
     ):
         yield found
 

@@ -263,7 +263,7 @@ class _DownError(EpisodeFailedError):
     """No server answers now; one may soon."""
 
 
-def given_servers(addresses: Sequence[str]) -> AddressFor:
+def spread_over_servers(addresses: Sequence[str]) -> AddressFor:
     """Return a function that spreads episodes evenly over a user's own servers.
 
     Args:

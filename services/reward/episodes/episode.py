@@ -127,12 +127,12 @@ class EpisodeNotes:
         self.tool_names: set[str] = set()
         self._warned: set[str] = set()
 
-    def offered(self, tools: Sequence[Tool]) -> None:
+    def note_tools(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
         for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
             self.tool_names.add(tool.name)
 
-    def rewritten(self, reason: str, detail: str = "") -> None:
+    def note_rewritten(self, reason: str, detail: str = "") -> None:
         """Note a later turn that continues no earlier one; warn of the first with a reason."""
         self.num_rewritten += 1
         if reason not in self._warned:
@@ -215,7 +215,9 @@ class Episode:
 
     async def _wait_until_taken(self, leased: LeasedEpisode) -> None:
         with self._dispatcher.outside[self._request.purpose].untaken():
-            await self._await_environment("waiting for an agent to take it", leased.taken())
+            await self._await_environment(
+                "waiting for an agent to take it", leased.wait_until_taken()
+            )
 
     async def _play(self, first_turn: FirstTurn) -> Rollout:
         """Play to the end. If the sample has no `end`, it was aborted and its environment is
@@ -252,24 +254,24 @@ class Episode:
     def _recall(self) -> bool:
         """Add the turns that an earlier service has sampled; return whether there are any."""
         progress = self._request.progress
-        for committed in self._leased.recalled() if self._leased is not None else ():
+        for committed in self._leased.take_recalled() if self._leased is not None else ():
             turn = committed.turn
             if self._turns:
                 self._counts.answered(_answer_of(self._turns[-1]))
                 observation = Observation(committed.messages, is_whole=True)
                 self._counts.end(self._turns[-1].finish_reason, observation)
-            progress.started(committed.prompt_token_ids, asyncio.get_running_loop().time())
+            progress.note_started(committed.prompt_token_ids, asyncio.get_running_loop().time())
             version = min((span.version for span in turn.version_spans), default=None)
-            progress.recalled(turn.token_ids.size, version)
+            progress.add_recalled(turn.token_ids.size, version)
             self._tools = committed.tools
-            self._notes.offered(committed.tools)
+            self._notes.note_tools(committed.tools)
             self._append(turn, TurnStart(turn.parent, committed.messages), committed.num_read)
         self._num_recalled = len(self._turns)
         return bool(self._turns)
 
     async def _finish(self, end: EpisodeEnd) -> Rollout:
         if self._leased is not None and end is not EpisodeEnd.DONE:
-            self._leased.reached(end)
+            self._leased.set_limit(end)
         scored = await self._await_environment("grading", self._driver.close())
         whole_text = "".join(self._texts) if self._rules.grades_whole_text else None
         return Rollout(self._index, tuple(self._turns), end, scored, whole_text)
@@ -306,7 +308,7 @@ class Episode:
         # An agent's request holds the whole conversation, and so all its tools.
         if observation.tools or observation.drops_tools or self._leased is not None:
             self._tools = observation.tools
-            self._notes.offered(observation.tools)
+            self._notes.note_tools(observation.tools)
         # An agent repeats its tools' texts, which it has read uncut.
         messages = observation.messages
         if self._leased is None:
@@ -319,7 +321,7 @@ class Episode:
             if start.parent is not None:
                 start = start._replace(parent=candidates[start.parent])
             elif self._turns:
-                self._notes.rewritten(CONTINUES_NONE)
+                self._notes.note_rewritten(CONTINUES_NONE)
         elif self._turns:
             start = TurnStart(len(self._turns) - 1, messages)
         else:
@@ -346,7 +348,7 @@ class Episode:
             except HistoryRewrittenError as error:
                 if parent is None:
                     raise
-                self._notes.rewritten(TEMPLATE_REWRITES, str(error))
+                self._notes.note_rewritten(TEMPLATE_REWRITES, str(error))
                 history = (*self._history(parent), *start.messages)
                 return await self._sample_turn(TurnStart(None, history))
             except GroupFailedError as error:
@@ -471,7 +473,7 @@ class Episode:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
         with self._dispatcher.outside[self._request.purpose].waiting(self._failure.value):
-            return await self._request.progress.bounded(call)
+            return await self._request.progress.run_until_over(call)
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

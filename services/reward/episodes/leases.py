@@ -98,9 +98,9 @@ class LeaseHolder:
 
     def __init__(self, holder_id: str, keep_alive_s: float) -> None:
         self.holder_id, self.keep_alive_s = holder_id, keep_alive_s
-        self.heard()
+        self.note_call()
 
-    def heard(self) -> None:
+    def note_call(self) -> None:
         """Note a call."""
         self.leaves_at_s = asyncio.get_running_loop().time() + self.keep_alive_s
 
@@ -177,7 +177,7 @@ class LeasedEpisode:
             return self.task.timeout_s
         return max(0.0, self._expires_s - time.time())
 
-    async def taken(self) -> None:
+    async def wait_until_taken(self) -> None:
         """Wait until a program has leased the sample."""
         if self._is_taken.is_set():
             return
@@ -185,10 +185,10 @@ class LeasedEpisode:
         with waiting_for(_AGENT, "leasing a sample"):
             await self._is_taken.wait()
 
-    def heard(self) -> None:
+    def note_call(self) -> None:
         """Note a call of its program."""
         if self._holder is not None:
-            self._holder.heard()
+            self._holder.note_call()
 
     def take(self, holder: LeaseHolder | None) -> None:
         """Lease the sample, and start its time limit."""
@@ -198,16 +198,16 @@ class LeasedEpisode:
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
         if holder is not None:
             record = replace(record, holder=holder.holder_id, keep_alive_s=holder.keep_alive_s)
-        self._is_kept = self.task.is_kept and self._store.taken(record)
+        self._is_kept = self.task.is_kept and self._store.add_lease(record)
 
-    def given(self) -> None:
+    def note_leased(self) -> None:
         """Note that a program has the lease."""
         self._is_taken.set()
 
     def give_back(self) -> None:
         """Undo `take`: no program received the lease."""
         if self._is_kept:
-            self._store.given_back(self.lease_id)
+            self._store.drop_lease(self.lease_id)
         self._is_kept, self._holder = False, None
 
     async def open(self) -> Observation:
@@ -217,7 +217,7 @@ class LeasedEpisode:
             raise EpisodeFailedError("the program ended before it asked for an answer")
         return Observation(request.messages, is_whole=True, tools=request.tools)
 
-    def recalled(self) -> tuple[CommittedTurn, ...]:
+    def take_recalled(self) -> tuple[CommittedTurn, ...]:
         """Return, once, the turns of an earlier service."""
         recalled, self._recalled = self._recalled, ()
         self._desk.num_recalled_tokens += sum(
@@ -230,12 +230,12 @@ class LeasedEpisode:
         assert self._answering is not None
         self._reply = _reply(turn, self._num_turns)
         if self._is_kept:
-            self._store.committed(self.lease_id, self._num_turns, self._answering.digest, turn)
+            self._store.add_turn(self.lease_id, self._num_turns, self._answering.digest, turn)
         self._num_turns += 1
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Answer the program; wait for its next request, or for its end."""
-        self.heard()  # while the answer was sampled, the program could only wait
+        self.note_call()  # while the answer was sampled, the program could only wait
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
             self._answering = None
@@ -244,14 +244,14 @@ class LeasedEpisode:
             return Observation(done=True)
         return Observation(request.messages, is_whole=True, tools=request.tools)
 
-    def reached(self, limit: EpisodeEnd) -> None:
+    def set_limit(self, limit: EpisodeEnd) -> None:
         """Refuse further requests: the sample has reached a limit.
 
         A later failure of the program is for lack of answers, so scorers grade the last one.
         """
         self.limit = limit
         if self._is_kept:
-            self._store.reached(self.lease_id, limit)
+            self._store.set_limit(self.lease_id, limit)
         self.refuse(_limit_error())
 
     async def close(self) -> Scored | None:
@@ -331,7 +331,7 @@ class LeasedEpisode:
         """Note the end that the program posted."""
         self.posted_end = end
         if self._is_kept:
-            self._store.ended(self.lease_id, end)
+            self._store.set_end(self.lease_id, end)
         self.refuse(LeaseEndedError("lease: its end was posted"))
         self._changed.set()
 
@@ -436,7 +436,7 @@ class LeaseManager:
         if holder is None:
             holder = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
         holder.keep_alive_s = keep_alive_s
-        holder.heard()
+        holder.note_call()
         return holder
 
     def offer(self, episode: LeasedEpisode) -> None:
@@ -473,7 +473,7 @@ class LeaseManager:
             self._give_back(episodes)
             raise
         for episode in episodes:
-            episode.given()
+            episode.note_leased()
 
     async def _is_offered(self, wait_s: float) -> bool:
         try:
@@ -557,7 +557,7 @@ class LeaseManager:
         episode = self._leases.get(lease_id)
         if episode is None or episode.has_lapsed:
             return None
-        episode.heard()
+        episode.note_call()
         return episode
 
     def _check_open(self) -> None:

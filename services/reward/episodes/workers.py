@@ -217,14 +217,14 @@ class EnvironmentWorkers:
         )
         worker = _Worker(process, mark, address, WorkerProbe(address, self._call_timeout_s))
         try:
-            await _started(process)
+            await _wait_until_started(process)
         except BaseException:
             await worker.end()
             raise
         slot.worker = worker
 
 
-async def _started(process: asyncio.subprocess.Process) -> None:
+async def _wait_until_started(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     async with deadline(START_TIMEOUT_S, peer=PEER, phase="loading the environment"):
         line = await process.stdout.readline()

@@ -215,7 +215,9 @@ class GroupDispatcher:
                 collected.note_version()
                 queued_since = clock()
                 try:
-                    reservation = await progress.bounded(self.queue.reserve(requirement, rank))
+                    reservation = await progress.run_until_over(
+                        self.queue.reserve(requirement, rank)
+                    )
                 except GroupOverError:
                     break
                 finally:
@@ -286,7 +288,7 @@ class GroupDispatcher:
         failure."""
         info, missing = reservation.member.announced.info, collected.missing
         progress, clock = collected.request.progress, asyncio.get_running_loop().time
-        collected.requested(info.name)
+        collected.note_requested(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
@@ -341,7 +343,7 @@ class GroupDispatcher:
         request, member = collected.request, reservation.member
         if event.started is not None:
             watch.pace.accepted(now_s)
-            self.queue.answered(member)
+            self.queue.note_answer(member)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
             new_tokens = collected.take(event, now_s)
@@ -380,7 +382,7 @@ class GroupDispatcher:
         if collected.was_moved or not is_slow:
             return None
         requirement = collected.request.requirement(num_missing)
-        return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, requirement) else None
+        return StreamEnd.SLOW if self.queue.has_other_capacity(watch.member, requirement) else None
 
     def _handle_end(
         self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples

@@ -106,7 +106,7 @@ class ReplicaQueue:
         self.fleet.give_back(reservation)
         self._capacity_changed()
 
-    def answered(self, member: RoutedReplica) -> None:
+    def note_answer(self, member: RoutedReplica) -> None:
         """Note that a replica accepted a stream. This ends its probation, if its pause has ended.
 
         During the pause the stream may have begun before the failure, and proves nothing.
@@ -120,7 +120,7 @@ class ReplicaQueue:
         self.fleet.sequences_ended(reservation, count)
         self._capacity_changed()
 
-    def has_capacity_beside(self, member: RoutedReplica, requirement: ReplicaRequirement) -> bool:
+    def has_other_capacity(self, member: RoutedReplica, requirement: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
         if next(self._rivals(requirement), None) is not None:
             return False

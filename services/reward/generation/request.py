@@ -106,7 +106,7 @@ class GroupProgress:
             self.end()
         return self.is_over
 
-    def started(self, prompt_token_ids: TokenIds | None, now_s: float) -> None:
+    def note_started(self, prompt_token_ids: TokenIds | None, now_s: float) -> None:
         """Note that a replica accepted a request of the group.
 
         Args:
@@ -119,7 +119,7 @@ class GroupProgress:
             self.first_start = now_s
             self._notify()
 
-    def recalled(self, num_tokens: int, version: int | None) -> None:
+    def add_recalled(self, num_tokens: int, version: int | None) -> None:
         """Add tokens that an earlier service received; `version` is their oldest version."""
         self.num_tokens += num_tokens
         self.num_received += num_tokens
@@ -153,7 +153,7 @@ class GroupProgress:
         finally:
             self._observers.remove(observer)
 
-    async def bounded(self, work: Awaitable[ResultT]) -> ResultT:
+    async def run_until_over(self, work: Awaitable[ResultT]) -> ResultT:
         """Return the result of `work`; cancel it when the group has used its time or tokens.
 
         Raises:

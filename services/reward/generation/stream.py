@@ -92,7 +92,7 @@ class CollectedSamples:
         """Whether the request is for the first turn of its samples."""
         return self.request.turn is None or self.request.turn.number == 0
 
-    def requested(self, replica: str) -> None:
+    def note_requested(self, replica: str) -> None:
         """Note that a replica gets a request for the samples that are missing."""
         progress, missing = self.request.progress, set(self.missing)
         self.replica = replica
@@ -152,7 +152,7 @@ class CollectedSamples:
                 )
         self._is_accepted = True
         self.prompt_token_ids = prompt_token_ids
-        self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now_s)
+        self.request.progress.note_started(prompt_token_ids if self.is_first_turn else None, now_s)
         self.note_version(or_version=version)
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:

@@ -296,9 +296,15 @@ def clean_environment(mark: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.
-    own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
+    own_variables = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        MARK_VARIABLE: mark,
+    }
     # A reward function must not get the keys of the run's services.
-    return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
+    return {
+        name: value for name, value in os.environ.items() if not _is_secret(name)
+    } | own_variables
 
 
 def _is_secret(name: str) -> bool:

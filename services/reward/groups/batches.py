@@ -28,7 +28,7 @@ from functools import partial
 from uuid import uuid4
 
 from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
-from services.reward.groups.sources import TrainingSource, TrainingSources, interleaved
+from services.reward.groups.sources import TrainingSource, TrainingSources, interleave
 from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
@@ -140,7 +140,7 @@ class TrainBatches:
         if self._batch is None:
             detail = f"rewards of batch {batch_id} were lost when the reward service restarted"
         groups = self._groups.leased()
-        self._statistics.acknowledged(len(groups))
+        self._statistics.note_acknowledged(len(groups))
         for group in groups:
             self._groups.end(group, GroupEnding(PromptEnd.TRAINED, detail, step))
         self._ledger.acknowledge()
@@ -248,12 +248,12 @@ class TrainBatches:
                 lacking.append(source)
         if len(chosen) == len(self._sources):
             return self._lease(
-                [self._groups[prompt_id] for prompt_id in interleaved(chosen)], version
+                [self._groups[prompt_id] for prompt_id in interleave(chosen)], version
             )
         for source in lacking:
             source.guard.check_yield()
             if source.is_drained:
-                raise source.guard.exhausted(source.groups.num_kept, source.num_groups)
+                raise source.guard.exhausted_error(source.groups.num_kept, source.num_groups)
         return None
 
     def _decide(self, source: TrainingSource, version: int) -> BatchDecision:

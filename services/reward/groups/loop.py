@@ -174,7 +174,7 @@ class GroupLoop:
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
 
-    def awaited(self) -> dict[str, Waiting]:
+    def waits(self) -> dict[str, Waiting]:
         """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         outside_waits = self._dispatcher.awaited_outside
@@ -196,7 +196,7 @@ class GroupLoop:
             outside=outside_waits.peer if outside_waits else "",
             is_untaken=outside_waits is not None and outside_waits.are_untaken,
         )
-        now_s, previous_since, reasons = time.monotonic(), self._awaited_since, awaited_now(facts)
+        now_s, previous_since, reasons = time.monotonic(), self._awaited_since, waits_by_kind(facts)
         self._awaited_since = {kind: previous_since.get(kind, now_s) for kind in reasons}
         return {
             kind: Waiting(peer, phase, now_s - self._awaited_since[kind])
@@ -470,7 +470,7 @@ class GroupLoop:
         self._sources[group.prompt.source].prompts.put(group.prompt)
 
     def _reason(self) -> str:
-        waits = [f"{w.peer}: {w.phase} (for {w.seconds:.1f} s)" for w in self.awaited().values()]
+        waits = [f"{w.peer}: {w.phase} (for {w.seconds:.1f} s)" for w in self.waits().values()]
         return "; ".join(waits) or "nothing"
 
 
@@ -518,7 +518,7 @@ class LoopStatus:
     is_untaken: bool = False
 
 
-def awaited_now(facts: LoopStatus) -> dict[str, tuple[str, str]]:
+def waits_by_kind(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
     the process that must act and what it must do."""
     if not facts.is_announced:

@@ -96,7 +96,7 @@ class GroupRun:
             graded, decision = await self._grade_and_filter(group)
         except OverlongPromptError as error:
             group.check_cancelled()
-            self._quarantine.cleared(group.prompt)
+            self._quarantine.clear_strikes(group.prompt)
             ending = GroupEnding(PromptEnd.DROPPED_FAILED, str(error), cause=EndCause.OVERLONG)
             self._groups.end(group, ending)
             return
@@ -109,7 +109,7 @@ class GroupRun:
         if decision.end is PromptEnd.DROPPED_FAILED:
             detail = self._count_strike(group, graded.outcomes) or detail
         else:
-            self._quarantine.cleared(group.prompt)
+            self._quarantine.clear_strikes(group.prompt)
             self._notify_strategy(group, graded, kept=decision.end is None)
         if decision.end is None:
             self._groups.keep(group, graded)
@@ -133,8 +133,8 @@ class GroupRun:
         if the strike puts the prompt into quarantine."""
         failed = striking(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
-            return self._quarantine.struck(group.prompt, failed)
-        self._quarantine.cleared(group.prompt)
+            return self._quarantine.add_strike(group.prompt, failed)
+        self._quarantine.clear_strikes(group.prompt)
         return None
 
     async def _grade_and_filter(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
@@ -153,10 +153,12 @@ class GroupRun:
                     return graded, decision
                 # If the group is over, this request reaches no replica, and its samples return as
                 # aborted.
-                self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
+                self._groups.note_continued(
+                    group, is_sure=samples_differ(graded.scored, self._metric)
+                )
                 new_indexes = range(num_probes, num_samples)
                 others = await self._sample_and_grade(group, new_indexes, settings.greedy)
-            graded = joined(graded, others)
+            graded = merge_groups(graded, others)
         graded = await self._regenerate(group, graded, new_indexes)
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_group(graded, metric=self._metric, needs=settings.needs)
@@ -182,7 +184,7 @@ class GroupRun:
                 if probes.done():
                     differ.cancel()
                 else:
-                    self._groups.continued(group, is_sure=True)
+                    self._groups.note_continued(group, is_sure=True)
                     other_indexes = range(indexes.stop, settings.samples_per_group)
                     generating = self._sample_and_grade(group, other_indexes, settings.greedy)
                     other_samples = tasks.create_task(generating, name=f"{name}, rest")
@@ -286,11 +288,11 @@ class GroupRun:
             ]
             if not replaced:
                 return graded
-            self._groups.continued(
+            self._groups.note_continued(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
             indexes = [rollout.sample_index for rollout in replaced]
-            graded = joined(
+            graded = merge_groups(
                 graded, await self._sample_and_grade(group, indexes, regeneration=num_regenerations)
             )
 
@@ -321,7 +323,7 @@ class GroupRun:
                 samples = await self._generator.generate(request, on_sample)
             else:
                 samples, response = await with_greedy(self._generator, request, greedy)
-        self._groups.generated(group, response.num_response_tokens if response else 0)
+        self._groups.note_generated(group, response.num_response_tokens if response else 0)
         return samples, response
 
     async def _grade_samples(
@@ -333,7 +335,7 @@ class GroupRun:
     ) -> GradedGroup:
         known_outcomes = {**(known_outcomes or {}), **group.progress.engine_errors}
         graded = await self._grader.grade(samples, response, known_outcomes)
-        self._groups.graded(group, graded)
+        self._groups.note_graded(group, graded)
         return graded
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, is_kept: bool) -> None:
@@ -416,7 +418,7 @@ async def _greedy_response(generator: SampleGenerator, request: GroupRequest) ->
         ) from error
 
 
-def joined(first: GradedGroup, other: GradedGroup) -> GradedGroup:
+def merge_groups(first: GradedGroup, other: GradedGroup) -> GradedGroup:
     """Return one group of all samples in their order; `rest` replaces samples of `first`."""
     pairs = {
         rollout.sample_index: (rollout, outcome)

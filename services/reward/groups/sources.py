@@ -148,7 +148,7 @@ class SourceLoad:
         return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
 
 
-def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
+def interleave(groups: Sequence[Sequence[str]]) -> list[str]:
     """Merge the groups of all sources, keeping the order within each source.
 
     Every part of the result, and so every mini-batch cut from it, holds the sources in the same

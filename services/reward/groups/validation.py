@@ -246,7 +246,7 @@ class Validator:
             async with deadline(ends_at - time.monotonic(), peer="rollout fleet", phase=phase):
                 validated = await self._validate_all(self._open_stream(), order)
             prompts = validated.prompts
-            await self._dumps.validated([s for p in prompts for s in p.samples], version)
+            await self._dumps.write_validated([s for p in prompts for s in p.samples], version)
             check_failures([o for p in prompts for o in p.outcomes], phase)
             return await asyncio.to_thread(validated.result)
         finally:
@@ -259,7 +259,9 @@ class Validator:
         run = ValidationRun(order.num_examples)
         stored_prompts: Mapping[int, ValidationPrompt] = {}
         if self._store is not None:
-            stored_prompts = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
+            stored_prompts = await asyncio.to_thread(
+                self._store.load_finished, order.samples_per_prompt
+            )
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
@@ -297,7 +299,7 @@ class Validator:
             await self._store_outcomes(prompt, None, outcomes)
         else:
             outcomes = await self._grade(group, progress)
-            samples = self._dumps.of_validation(group, outcomes)
+            samples = self._dumps.validation_rows(group, outcomes)
             validated = ValidatedPrompt(
                 prompt.data_source, outcomes, group.num_response_tokens, samples
             )
@@ -345,7 +347,7 @@ class Validator:
 
     def _note_failure(self, prompt: Prompt, failed: Failed, progress: GroupProgress) -> None:
         place = f"{prompt.prompt_id} (replica {progress.replica_names})"
-        self._failures.failed(failed, place)
+        self._failures.note_failure(failed, place)
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:

@@ -78,7 +78,7 @@ class Quarantine:
         entry = self._found.get(prompt_key(prompt))
         return None if entry is None else self._description(entry)
 
-    def struck(self, prompt: Prompt, failed: Failed) -> str | None:
+    def add_strike(self, prompt: Prompt, failed: Failed) -> str | None:
         """Note a strike. Return the reason if it quarantines the prompt."""
         if self._max_strikes is None:
             return None
@@ -99,7 +99,7 @@ class Quarantine:
         logger.warning("prompt %s is %s", prompt.prompt_id, self._description(entry))
         return self._description(entry)
 
-    def cleared(self, prompt: Prompt) -> None:
+    def clear_strikes(self, prompt: Prompt) -> None:
         """Clear the strikes of a prompt whose attempt ended without one."""
         if self._ledger.all_strikes:
             key = prompt_key(prompt)
@@ -107,11 +107,11 @@ class Quarantine:
                 self._ledger.note_strikes(key, 0)
 
     def _description(self, entry: QuarantinedPrompt) -> str:
-        where = self._path or "the memory of this service"
+        place = self._path or "the memory of this service"
         return (
             f"quarantined: {entry.strikes} attempts in a row failed, the last: {entry.why}; to "
             f"release it, repair the prompt or its scorer, delete its line ({entry.key}) from "
-            f"{where} and restart the reward service"
+            f"{place} and restart the reward service"
         )
 
     def _release_others(self) -> None:

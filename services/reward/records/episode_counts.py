@@ -105,11 +105,11 @@ class EpisodeStatistics:
         group, graded, ending = event.group, event.graded, event.group.ending
         if event.kind is EventKind.GRADED and graded is not None:
             samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
-            self.graded(group.prompt, samples)
+            self.count_graded(group.prompt, samples)
         elif event.kind is EventKind.ENDED and ending is not None and ending.failed is not None:
-            self.not_generated(group.prompt, ending.failed.kind, group.num_ungraded)
+            self.count_ungenerated(group.prompt, ending.failed.kind, group.num_ungraded)
 
-    def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
+    def count_graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
         """Count graded samples of a prompt, except samples without an environment."""
         for rollout, outcome in samples:
             has_played = rollout.end is not None or len(rollout.turns) > 1
@@ -121,7 +121,7 @@ class EpisodeStatistics:
             if has_played:
                 self._count_episode(rollout, prefix)
 
-    def not_generated(self, prompt: Prompt, kind: FailureKind, num_samples: int) -> None:
+    def count_ungenerated(self, prompt: Prompt, kind: FailureKind, num_samples: int) -> None:
         """Count the samples of a group that could not be generated."""
         prefix = self._prefix(prompt, is_real=False)
         if prefix is not None:

@@ -289,7 +289,7 @@ class SampleDumps:
         self._training, self._validation = training, validation
         self._broken: set[Path] = set()
 
-    async def trained(self, groups: Sequence[GradedGroup], step: int) -> None:
+    async def write_trained(self, groups: Sequence[GradedGroup], step: int) -> None:
         """Write the batch of `step`, even if the caller is cancelled meanwhile."""
         if self._training is not None and groups:
             samples = [
@@ -299,15 +299,15 @@ class SampleDumps:
             ]
             await asyncio.shield(self._write(self._training, samples, step))
 
-    def of_validation(
+    def validation_rows(
         self, group: RolloutGroup, outcomes: Sequence[Outcome]
     ) -> tuple[DumpedSample, ...]:
-        """Return the rows of a group for `validated`; empty if validations are not written."""
+        """Return a group's rows for `write_validated`; empty if validations are not written."""
         if self._validation is None:
             return ()
         return tuple(_samples(group.prompt, group.rollouts, outcomes))
 
-    async def validated(self, samples: list[DumpedSample], step: int) -> None:
+    async def write_validated(self, samples: list[DumpedSample], step: int) -> None:
         """Write a validation of the version after `step`, replacing an earlier one."""
         if self._validation is not None:
             await self._write(self._validation, samples, step)

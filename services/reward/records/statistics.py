@@ -383,12 +383,12 @@ class GroupStatistics:
         if source := group.prompt.source:
             self._totals[f"reward/{source_metric(source, name)}"] += number
 
-    def acknowledged(self, num_groups: int) -> None:
+    def note_acknowledged(self, num_groups: int) -> None:
         """Note that the trainer has trained a batch of `num_groups`."""
         self._totals["reward/batches_acknowledged"] += 1
         self._totals["reward/groups_acknowledged"] += num_groups
 
-    def validated(self, num_tokens: int) -> None:
+    def note_validated(self, num_tokens: int) -> None:
         """Note the tokens generated for a group of a validation."""
         self._totals[f"reward/tokens/{TokenUse.VALIDATION}"] += num_tokens
 

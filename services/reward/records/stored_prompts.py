@@ -51,7 +51,7 @@ class PromptStore:
         self._starts = [benchmark.start for benchmark in benchmarks]
         self._one_at_a_time = asyncio.Lock()
 
-    def finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
+    def load_finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
         """Return the finished prompts by position in the validation set; drop all others.
 
         Delete lines that a kill cut short, or that have a failed sample or another number of

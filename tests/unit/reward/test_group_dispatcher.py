@@ -214,12 +214,12 @@ async def test_an_older_stream_ends_no_pause() -> None:
     queue.announce([replica("a", slots=8)])
     (member,) = queue.fleet._members.values()
     queue.pause(member)
-    queue.answered(member)
+    queue.note_answer(member)
     assert member.on_probation
     assert queue.num_free_sequences(0) == 0
     member.paused_until = 0.0
     assert queue.num_free_sequences(0) == 8
-    queue.answered(member)
+    queue.note_answer(member)
     assert not member.on_probation
 
 

@@ -46,7 +46,7 @@ async def test_an_environment_worker_starts_once_the_system_has_a_process_for_it
         """It has loaded the environment."""
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
-    monkeypatch.setattr(workers, "_started", started)
+    monkeypatch.setattr(workers, "_wait_until_started", started)
     monkeypatch.setattr(workers, "_FIRST_BACKOFF_S", 0.0)
     source = EnvironmentSource("world.py", None, None, None)
     found = workers.EnvironmentWorkers(source, EnvironmentConfig(workers=1), tmp_path, "f", {})

@@ -175,10 +175,10 @@ def _content(answer: bytes) -> str:
 
 def _completions_endpoint(settings: RewardModelConfig) -> Endpoint:
     if not settings.base_url or not settings.model_path:
-        missing = "base_url" if not settings.base_url else "model_path"
+        missing_key = "base_url" if not settings.base_url else "model_path"
         raise ConfigError(
-            f"{KEY}.{missing} is not set although {KEY}.enable is true; set it, or turn the reward "
-            "model off"
+            f"{KEY}.{missing_key} is not set although {KEY}.enable is true; set it, or turn the "
+            "reward model off"
         )
     base = endpoint(settings.base_url, key=f"{KEY}.base_url")
     return base._replace(path=base.path.rstrip("/") + "/chat/completions")
