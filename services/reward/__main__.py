@@ -76,7 +76,7 @@ async def _serve(config: RunConfig) -> None:
             try:
                 with watching(config, app, server.address), exported(config, app, NAME):
                     exempt_start_up()
-                    await until_stopped(app, stop, files.ledger)
+                    await run_until_stopped(app, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
                 app.traces.close()
@@ -140,7 +140,7 @@ def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credenti
     )
 
 
-async def until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
+async def run_until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
     """Run the loop until `stop` is set; raise the error of a ledger that cannot be written."""
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")

@@ -308,7 +308,7 @@ class ReplicaRouter:
             member.trial = reservation
         return reservation
 
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+    def release_sequences(self, reservation: Reservation, count: int) -> None:
         """Release the capacity of finished sequences."""
         reservation.num_missing -= count
         self._load(reservation.member, -count)

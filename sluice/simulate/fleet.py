@@ -291,7 +291,7 @@ class SimulatedFleet:
         group.num_finished += 1
         group.finished_tokens += sample.tokens
         group.sample_versions.append(sample.oldest_version)
-        self._routing.sequences_ended(part.reservation, 1)
+        self._routing.release_sequences(part.reservation, 1)
         part.num_missing -= 1
         if not part.num_missing:
             self._routing.give_back(part.reservation)

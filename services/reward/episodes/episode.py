@@ -20,7 +20,7 @@ import numpy as np
 from services.reward.episodes.drivers import (
     EpisodeDriver,
     EpisodeFailedError,
-    abandoned,
+    abandon_episode,
 )
 from services.reward.episodes.leases import LeasedEpisode
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -211,7 +211,7 @@ class Episode:
             raise
         finally:
             if not is_closed:
-                await abandoned(self._driver)
+                await abandon_episode(self._driver)
 
     async def _wait_until_taken(self, leased: LeasedEpisode) -> None:
         with self._dispatcher.outside[self._request.purpose].untaken():

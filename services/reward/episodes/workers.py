@@ -33,7 +33,7 @@ from services.reward.grading.scorer_worker import (
     LoadingEndedError,
     clean_environment,
     kill_session,
-    loaded,
+    start_with_retries,
 )
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import beside, deadline
@@ -130,7 +130,7 @@ class EnvironmentWorkers:
         """
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
-                start = loaded(partial(self._fill, slot))
+                start = start_with_retries(partial(self._fill, slot))
                 tasks.create_task(start, name=f"environment worker {slot.number}")
 
     async def watch(self) -> None:

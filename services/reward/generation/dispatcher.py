@@ -159,7 +159,7 @@ class GroupDispatcher:
         for watch in self._streams:
             watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
-        await self._client.announced([replica.info for replica in replicas])
+        await self._client.adopt_fleet([replica.info for replica in replicas])
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
@@ -355,7 +355,7 @@ class GroupDispatcher:
             prompt_share = 0 if prompt is None else -(-prompt.size // len(request.sample_indexes))
             for rollout in event.rollouts:
                 self.queue.fleet.context_ended(prompt_share + rollout.num_tokens)
-            self.queue.sequences_ended(reservation, num_finished)
+            self.queue.release_sequences(reservation, num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(
                 new_tokens, [finished.sample_index for finished in event.rollouts], now_s

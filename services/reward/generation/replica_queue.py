@@ -115,9 +115,9 @@ class ReplicaQueue:
             self.fleet.answered(member)
             self._capacity_changed()
 
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+    def release_sequences(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
-        self.fleet.sequences_ended(reservation, count)
+        self.fleet.release_sequences(reservation, count)
         self._capacity_changed()
 
     def has_other_capacity(self, member: RoutedReplica, requirement: ReplicaRequirement) -> bool:

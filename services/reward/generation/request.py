@@ -275,12 +275,12 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Adopt the fleet; forget all other replicas."""
         ...
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
-        """Call `then` after everything that replicas have sent by now is read."""
+    def after_backlog(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after everything that replicas have sent by now is read."""
         ...
 
 

@@ -265,7 +265,7 @@ class IdleWatch:
     def __init__(self) -> None:
         self._references: dict[str, CpuReading] = {}
 
-    def burning(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
+    def find_busy(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
         """Return the idle processes that use too much CPU; forget processes without a reading."""
         references, self._references = self._references, {}
         burning: dict[str, IdleCpu] = {}
@@ -308,7 +308,7 @@ async def watch_idle(
         }
         at_s = time.monotonic()
         readings = {mark: CpuReading(n, at_s, cpu_by_mark[mark]) for mark, n in steady.items()}
-        for mark, used in watch.burning(readings).items():
+        for mark, used in watch.find_busy(readings).items():
             await end(mark, steady[mark], used)
 
 

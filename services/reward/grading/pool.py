@@ -40,7 +40,7 @@ from services.reward.grading.scorer_worker import (
     ScorerFault,
     ScorerNotStartedFault,
     ScorerWorker,
-    loaded,
+    start_with_retries,
     start_worker,
 )
 from services.reward.grading.scorers.registry import scored_characters
@@ -238,7 +238,7 @@ class ScorerPool:
         self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
-        return await loaded(partial(start_worker, self._setup, self._family))
+        return await start_with_retries(partial(start_worker, self._setup, self._family))
 
     def _put_back(self, slot: _WorkerSlot) -> None:
         slot.is_idle = True

@@ -66,7 +66,7 @@ class LoadingEndedError(ConfigError):
         self.code = code
 
 
-async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
+async def start_with_retries(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
     """Start a process that loads the user's code. Retry at most twice if a signal ends it, and
     until the system has memory, a process and a file for it.
 

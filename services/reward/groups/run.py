@@ -419,7 +419,7 @@ async def _greedy_response(generator: SampleGenerator, request: GroupRequest) ->
 
 
 def merge_groups(first: GradedGroup, other: GradedGroup) -> GradedGroup:
-    """Return one group of all samples in their order; `rest` replaces samples of `first`."""
+    """Return one group of all samples in their order; `other` replaces samples of `first`."""
     pairs = {
         rollout.sample_index: (rollout, outcome)
         for part in (first, other)

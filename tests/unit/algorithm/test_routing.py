@@ -133,7 +133,7 @@ def test_the_least_loaded_replica_with_capacity_is_chosen_whatever_happened_befo
             case "grant" if chosen is not None:
                 reservations.append(fleet.reservation(chosen, wanted.num_sequences))
             case "end" if reservations and reservations[pick % len(reservations)].num_missing:
-                fleet.sequences_ended(reservations[pick % len(reservations)], 1)
+                fleet.release_sequences(reservations[pick % len(reservations)], 1)
             case "give_back" if reservations:
                 fleet.give_back(reservations.pop(pick % len(reservations)))
             case "fail":
@@ -255,7 +255,7 @@ def _play(*, sticky: bool, sessions: int, slots: int = 16) -> _Played:
         weighted += (when - now) * max(loads) / max(sum(loads) / len(loads), 1)
         now = when
         if reservation is not None:
-            fleet.sequences_ended(reservation, 1)
+            fleet.release_sequences(reservation, 1)
             fleet.give_back(reservation)
             if turn == 8:
                 number, turn, where, started = started, 0, "", started + 1

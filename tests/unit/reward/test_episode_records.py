@@ -89,7 +89,9 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
 async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Path) -> None:
     graded = await played(tmp_path)
     counts = EpisodeStatistics({"look"}, EnvironmentNames(by_default=True))
-    counts.count_graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
+    counts.count_graded(
+        graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True)
+    )
     counts.count_graded(client_prompt(), [(rollout_of("", 2, 0, 1, 0), DOWN)])
     found = counts.take()
     assert found["train/episode_turns_mean"] == 3.0
@@ -104,7 +106,9 @@ async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Pat
 async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) -> None:
     graded = await played(tmp_path)
     counts = EpisodeStatistics({"other"}, EnvironmentNames(by_default=True))
-    counts.count_graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
+    counts.count_graded(
+        graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True)
+    )
     found = counts.take()
     assert "train/tool_calls/look" not in found
     assert found["train/unknown_tool_calls"] == 4.0
@@ -156,7 +160,9 @@ async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: 
 def test_an_environment_that_fails_before_its_first_end_is_counted_by_its_name() -> None:
     counts = EpisodeStatistics(environments=EnvironmentNames("served"))
     row = replace(named("jars"), origin=PromptOrigin.DATASET)
-    counts.count_graded(row, [(rollout_of("", 2, 0, 1, 0), Failed(FailureKind.ENGINE_ERROR, "lost"))])
+    counts.count_graded(
+        row, [(rollout_of("", 2, 0, 1, 0), Failed(FailureKind.ENGINE_ERROR, "lost"))]
+    )
     counts.count_ungenerated(row, FailureKind.ENVIRONMENT, 4)
     counts.count_ungenerated(named("made up"), FailureKind.AGENT, 2)
     counts.count_ungenerated(client_prompt(), FailureKind.ABORTED, 2)

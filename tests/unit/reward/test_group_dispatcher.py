@@ -183,7 +183,7 @@ async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
     assert fleet.choose(wanted, until) is member
     reservation = fleet.reservation(member, 4)
     assert fleet.choose(wanted, until) is None
-    fleet.sequences_ended(reservation, 1)
+    fleet.release_sequences(reservation, 1)
     fleet.answered(member)
     assert fleet.choose(wanted, until) is member
     later = fleet.failed(member, until)
@@ -199,7 +199,7 @@ def test_a_trial_that_ends_without_an_answer_gives_its_place_to_another_group() 
     until = fleet.failed(member, 0.0)
     assert fleet.choose(wanted, until) is member
     trial = fleet.reservation(member, 2)
-    fleet.sequences_ended(old, 1)
+    fleet.release_sequences(old, 1)
     assert fleet.choose(wanted, until) is None
     assert fleet.num_free(0, until) == 0
     fleet.give_back(old)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.__main__ import until_stopped
+from services.reward.__main__ import run_until_stopped
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.groups.run import with_greedy
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
@@ -506,7 +506,7 @@ async def test_a_service_that_an_error_ends_refuses_programs_only_for_now() -> N
     app: Any = SimpleNamespace(loop=loop, end=lambda: ended.append("app"))
     ledger: Any = SimpleNamespace(has_file=True, failure=failure)
     with pytest.raises(ExceptionGroup, match="unhandled errors"):
-        await until_stopped(app, asyncio.Event(), ledger)
+        await run_until_stopped(app, asyncio.Event(), ledger)
     assert ended == ["app"]
 
 

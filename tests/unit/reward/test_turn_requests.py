@@ -79,12 +79,12 @@ class TurnReplicas:
         )
         yield GenerateEvent(None, (rollout,))
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
+    def after_backlog(self, callback: Callable[[], None]) -> None:
         """Nothing lies unread."""
-        then()
+        callback()
 
 
 async def collected(replicas: TurnReplicas, request: GroupRequest) -> CollectedSamples:

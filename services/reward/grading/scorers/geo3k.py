@@ -18,7 +18,7 @@ import re
 from services.reward.grading.scorers import math_expression
 from services.reward.grading.scorers.latex import (
     MalformedLatexError,
-    braced,
+    braced_text,
     last_boxed,
     normal_form,
 )
@@ -108,7 +108,7 @@ def _plain(answer: str) -> str:
         answer = answer.replace(sign, "")
     answer = _BARE_ROOT.sub(r"\\sqrt{\1}", answer.replace("{,}", ","))
     answer = _EMPTY.sub("", _THOUSANDS.sub("", answer).strip()).strip()
-    while answer.startswith("{") and braced(answer, 0) == answer[1:-1]:
+    while answer.startswith("{") and braced_text(answer, 0) == answer[1:-1]:
         answer = answer[1:-1].strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
     answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()

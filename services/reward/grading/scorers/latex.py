@@ -16,10 +16,10 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}``; ``None`` if there is none or its braces are
     not closed."""
     start = text.rfind(OPENING)
-    return None if start < 0 else braced(text, start + len(OPENING) - 1)
+    return None if start < 0 else braced_text(text, start + len(OPENING) - 1)
 
 
-def braced(text: str, start: int) -> str | None:
+def braced_text(text: str, start: int) -> str | None:
     """Return the text between the brace at `start` and its closing brace; ``None`` without one."""
     depth = 0
     for end in range(start, len(text)):

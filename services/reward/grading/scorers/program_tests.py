@@ -251,7 +251,7 @@ def is_same_value(answer: str, expected: object) -> bool:
     )
 
 
-def refused(_response: str, _ground_truth: str) -> float:
+def refuse_to_score(_response: str, _ground_truth: str) -> float:
     """Replace the scorer if there is no sandbox: always raise.
 
     Raises:
