@@ -198,12 +198,12 @@ def _serve(path: Path, overrides: Sequence[str]) -> None:
 def main() -> int:
     """Run until the results are written, SIGTERM or SIGINT, which end the process by the signal."""
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.evaluation",
         "Leads an evaluation in the trainer's place; sluice eval --model starts it.",
         "--config evals/mine/config.yaml",
     ).parse_args()
-    return exit_status(NAME, lambda: _serve(given.config, given.overrides))
+    return exit_status(NAME, lambda: _serve(arguments.config, arguments.overrides))
 
 
 if __name__ == "__main__":

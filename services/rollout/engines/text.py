@@ -70,11 +70,11 @@ class IncrementalDetokenizer:
 
     def _settle_all(self, text: str) -> str:
         settled = text[self._known_characters :]
-        known = self._text(self._window[self._known_tokens :])
+        known_text = self._text(self._window[self._known_tokens :])
         # After tokens without text (special ones) a tokenizer treats the next as the first.
-        if known or len(self._window) > _TOKENS_AT_ONCE:
+        if known_text or len(self._window) > _TOKENS_AT_ONCE:
             self._keep(self._num_unknown)
-            self._known_characters = len(known)
+            self._known_characters = len(known_text)
         else:
             self._known_tokens, self._known_characters = len(self._window), len(text)
         return settled
@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
         return self._decode(np.array(token_ids, np.uint32))
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the stop string that begins first, or all of it without any."""
     positions = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(positions)] if positions else text
@@ -102,11 +102,11 @@ def stable_prefix(text: str, stops: Sequence[str]) -> str:
 
     It only grows as the text grows, up to the first stop string.
     """
-    reported = before_stop(text, stops)
+    reported = cut_at_stop(text, stops)
     if len(reported) < len(text):
         return reported
-    held = max((_overlap(text, stop) for stop in stops), default=0)
-    return text[: len(text) - held]
+    num_held = max((_overlap(text, stop) for stop in stops), default=0)
+    return text[: len(text) - num_held]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -127,9 +127,9 @@ class _Trial:
                 for row, prompt in enumerate(prompts)
                 if prompt.size > 1
             ]
-            known = [prefix for prefix in halves if prefix is not None]
-            if len(known) == len(prompts):
-                decoder.insert(decoder.extend(known, prompts), rows, rows)
+            prefixes = [prefix for prefix in halves if prefix is not None]
+            if len(prefixes) == len(prompts):
+                decoder.insert(decoder.extend(prefixes, prompts), rows, rows)
             for step in range(self._steps):
                 positions = self._starts + step
                 batch = DecodeBatch(

@@ -182,7 +182,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """Swap the staged version in between two steps; return the seconds without a token."""
         if (self.loop.version, self.loop.digest) == (version, digest):  # by a cancelled call
             return 0.0
-        staged = self._inbox.staged(epoch, version, digest)
+        staged = self._inbox.staged_weights(epoch, version, digest)
         stall_s = await self.swap(staged, version, digest)
         self._inbox.release(staged)
         return stall_s

@@ -120,8 +120,8 @@ class SlotCache:
         device = self._stack.device
         source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
         for layer, pair in zip(self._layers, prefilled.layers, strict=True):
-            for kind, new in enumerate(pair):
-                layer[:, :, kind, : new.shape[2]][target] = new[source]
+            for kind, new_states in enumerate(pair):
+                layer[:, :, kind, : new_states.shape[2]][target] = new_states[source]
 
     def copy(self, row: int, length: int) -> torch.Tensor:
         """Return a copy of a row's first positions, [layers, kv heads, 2, length, dim]."""
@@ -197,9 +197,9 @@ class SlotDecoder(Decoder):
         return PrefilledPrompts(tuple(forward.layers)), logits.flatten(0, -2)
 
     def extend(
-        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
+        self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
     ) -> PrefilledPrompts:
-        extension = PrefixExtension(known, prompts, self._device)
+        extension = PrefixExtension(prefixes, prompts, self._device)
         forward = PrefillForward(extension=extension)
         self._compute(extension.token_ids, extension.positions, forward)
         return PrefilledPrompts(tuple(forward.layers))
@@ -256,7 +256,7 @@ def pad_right(
     return torch.from_numpy(token_ids).to(device), positions
 
 
-def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+def causal_mask(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
     """Return which of `length` places tokens at [..., tokens] positions see, [..., tokens, length].
 
     Args:
@@ -265,15 +265,15 @@ def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> t
         window: how many tokens each sees, itself included; ``None`` for all.
     """
     places = torch.arange(length, device=positions.device)
-    seen = places <= positions[..., None]
-    return seen if window is None else seen & (places > positions[..., None] - window)
+    visible = places <= positions[..., None]
+    return visible if window is None else visible & (places > positions[..., None] - window)
 
 
 class PrefixExtension:
     """New tokens of prompts after their known prefixes.
 
     Args:
-        known: the known prefix of each prompt.
+        prefixes: the known prefix of each prompt.
         prompts: each longer than its known prefix.
         device: the model's device.
 
@@ -283,22 +283,22 @@ class PrefixExtension:
     """
 
     def __init__(
-        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
+        self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
     ) -> None:
-        self._known = known
-        starts = np.array([len(prefix.tokens) for prefix in known])
+        self._known = prefixes
+        starts = np.array([len(prefix.tokens) for prefix in prefixes])
         news = [prompt[start:] for start, prompt in zip(starts, prompts, strict=True)]
         self._length = max(map(len, prompts))
         self.token_ids, steps = pad_right(news, device)
         places = torch.from_numpy(starts).to(device)[:, None] + steps
         self.positions = places.clamp(max=self._length - 1)
-        sizes = torch.tensor([len(new) for new in news], device=device)
+        sizes = torch.tensor([len(new_tokens) for new_tokens in news], device=device)
         # Padding must not be written over the last tokens of the longest prompt.
         self._row, self._step = (steps < sizes[:, None]).nonzero(as_tuple=True)
         self._place = places[self._row, self._step]
         self._seen: dict[int | None, torch.Tensor] = {}
 
-    def whole(
+    def join_layer(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values of whole prompts, [prompts, kv heads, longest, dim].
@@ -307,23 +307,23 @@ class PrefixExtension:
             layer: its number.
             keys: of the new tokens, [prompts, kv heads, most new tokens, dim]; values alike.
         """
-        first = self._known[0].layers[layer]
+        first_prefix = self._known[0].layers[layer]
         # Zeros, as in `SlotCache`.
-        size = (len(self._known), first.shape[0], 2, self._length, first.shape[3])
-        joined = first.new_zeros(size)
+        size = (len(self._known), first_prefix.shape[0], 2, self._length, first_prefix.shape[3])
+        joined = first_prefix.new_zeros(size)
         for row, prefix in zip(joined, self._known, strict=True):
             row[:, :, : len(prefix.tokens)] = prefix.layers[layer]
         parts = []
-        for kind, new in enumerate((keys, values)):
+        for kind, new_tensor in enumerate((keys, values)):
             part = joined[:, :, kind]
-            part[self._row, :, self._place] = new[self._row, :, self._step]
+            part[self._row, :, self._place] = new_tensor[self._row, :, self._step]
             parts.append(part)
         return parts[0], parts[1]
 
-    def seen(self, window: int | None = None) -> torch.Tensor:
+    def visibility(self, window: int | None = None) -> torch.Tensor:
         """Return which tokens of its prompt each new token sees; see `prefill_attention`."""
         if window not in self._seen:
-            self._seen[window] = causally_seen(self.positions, self._length, window)
+            self._seen[window] = causal_mask(self.positions, self._length, window)
         return self._seen[window]
 
 
@@ -334,24 +334,24 @@ def prefill_attention(
     *,
     scaling: float,
     window: int | None = None,
-    seen: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within prompts, causally; padding on the right needs no mask.
 
     Args:
         queries: [prompts, heads, tokens, head dim]; keys and values have kv heads.
         window: how many tokens each sees, itself included; ``None`` for all.
-        seen: [prompts, tokens, keys] bool, where there are more keys than queries: which of them
+        visible: [prompts, tokens, keys] bool, where there are more keys than queries: which of them
             each sees, by the window too.
 
     Returns:
         [prompts, heads, tokens, head dim].
     """
     heads, tokens = queries.shape[1:3]
-    if seen is None and window is not None and window < tokens:
+    if visible is None and window is not None and window < tokens:
         steps = torch.arange(tokens, device=queries.device)
-        seen = causally_seen(steps[None], tokens, window)
-    mask = None if seen is None else seen[:, None]
+        visible = causal_mask(steps[None], tokens, window)
+    mask = None if visible is None else visible[:, None]
     return F.scaled_dot_product_attention(
         queries,
         keys,
@@ -375,13 +375,13 @@ class PrefillForward:
         self, keys: torch.Tensor, values: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Take a layer's keys and values; return those of whole prompts, and what is seen."""
-        seen = None
+        visible = None
         if self.extension is not None:
-            keys, values = self.extension.whole(len(self.layers), keys, values)
-            seen = self.extension.seen(window)
+            keys, values = self.extension.join_layer(len(self.layers), keys, values)
+            visible = self.extension.visibility(window)
         self.layers.append((keys, values))
         self.windowed |= window is not None
-        return keys, values, seen
+        return keys, values, visible
 
 
 @dataclass(slots=True, eq=False)
@@ -417,8 +417,8 @@ class DecodeForward:
             bias = self.causal_bias.rows(self.positions, self.length, heads)
             if window is not None:
                 places = torch.arange(self.length, device=bias.device)
-                gone = places <= self.positions.repeat_interleave(heads)[:, None] - window
-                bias = bias.masked_fill(gone[:, None], -torch.inf)
+                too_old = places <= self.positions.repeat_interleave(heads)[:, None] - window
+                bias = bias.masked_fill(too_old[:, None], -torch.inf)
             self._biases[window] = bias
         return self._biases[window]
 
@@ -458,8 +458,10 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = _running.forward
     if isinstance(forward, PrefillForward):
-        key, value, seen = forward.add(key, value, sliding_window)
-        out = prefill_attention(query, key, value, scaling=scale, window=sliding_window, seen=seen)
+        key, value, visible = forward.add(key, value, sliding_window)
+        out = prefill_attention(
+            query, key, value, scaling=scale, window=sliding_window, visible=visible
+        )
         return out.transpose(1, 2).contiguous(), None
     if forward is None:
         raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")
@@ -503,9 +505,9 @@ class PrefixCache:
 
         A prefix that is used to its end leaves: the sample's own will take its place.
         """
-        kept = self._by_name.get(name, ())
+        candidates = self._by_name.get(name, ())
         shared, best = max(
-            ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in kept),
+            ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in candidates),
             key=lambda candidate: candidate[0],
             default=(0, None),
         )
