@@ -431,7 +431,7 @@ class GroupTable(GroupCounts):
         if version is None:
             self.of(group).ages.pauses(group.prompt_id)
         else:
-            self.of(group).ages.runs(group.prompt_id, version)
+            self.of(group).ages.add_running(group.prompt_id, version)
 
     def note_generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
         """Note that the samples of a request have arrived, and the greedy response if there is
@@ -586,7 +586,7 @@ class GroupTable(GroupCounts):
             of_source.num_reserved -= group.has_reservation
             group.num_unrequested = 0
             group.is_sure = group.has_reservation = False
-            of_source.ages.left(group.prompt_id)
+            of_source.ages.remove_running(group.prompt_id)
         elif old_state is GroupState.KEPT:
             of_source.ages.remove(group.prompt_id)
         return old_state

@@ -27,7 +27,7 @@ from sluice.algorithm.sampling.admission import (
     groups_with_capacity,
     kept_upper_bound,
 )
-from sluice.algorithm.sampling.attempt import PromptHistory, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, update_history
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.fleet import EventQueue, SimulatedFleet
@@ -109,12 +109,12 @@ class Batching:
         """Record that a replica generates for a group from now on."""
         assert group.start_version is not None
         self._started[group.name] = group
-        self._ages.runs(group.name, group.start_version)
+        self._ages.add_running(group.name, group.start_version)
 
     def left(self, group: SimulatedGroup) -> None:
         """Record that a group runs no more; harmless if it never started."""
         self._started.pop(group.name, None)
-        self._ages.left(group.name)
+        self._ages.remove_running(group.name)
 
     def keep(self, group: SimulatedGroup) -> None:
         """Take on a kept group."""
@@ -320,7 +320,7 @@ class SimulatedLoop:
         history = self._histories.get(prompt.key)
         attempt = self._strategy.attempt(prompt.key, position, history, self._version)
         if not attempt.first_samples:
-            self._strategy.skipped(attempt)
+            self._strategy.note_skipped(attempt)
             return
         num_restarts, issued_version = 0, self._version
         if again is not None:
@@ -331,7 +331,7 @@ class SimulatedLoop:
         if self._preemptions.reserves_slot(group.name):
             self._sure.add(position)
             self._batching.reserve(group, self._version)
-        self._strategy.started(attempt)
+        self._strategy.note_started(attempt)
         self._recorder.issued(group)
         self._in_flight[position] = group
         self._ask(group, attempt.first_samples)
@@ -411,12 +411,12 @@ class SimulatedLoop:
         self._left(group)
         self._preemptions.ended(group.name)
         is_kept = group.end is None
-        self._strategy.ended(
+        self._strategy.note_ended(
             group.attempt,
             num_right=group.num_right,
             num_scored=group.num_asked,
             mean_tokens=group.finished_tokens / group.num_asked,
-            kept=is_kept,
+            is_kept=is_kept,
             version=self._version,
             seconds=self._events.now - group.issued_s,
         )
@@ -458,7 +458,7 @@ class SimulatedLoop:
             self._recorder.broken_off(tokens, restarts=not is_dropped)
         if is_dropped:
             return
-        self._strategy.restarted(group.admitted_as)
+        self._strategy.note_restarted(group.admitted_as)
         self._feed.put(group)
 
     # ------------------------------------------------------------------------------ the trainer
@@ -544,8 +544,8 @@ class SimulatedLoop:
         self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
         for key, seen in self._strategy.new_version():
-            self._histories[key] = remembered(self._histories.get(key), seen)
-        self._strategy.forecast.announced(now)
+            self._histories[key] = update_history(self._histories.get(key), seen)
+        self._strategy.forecast.note_announced(now)
         self._batching.published(self._version)
         self._fleet.announce(self._version)
         self._is_publishing, self._has_changed = False, not self._is_over

@@ -38,11 +38,11 @@ from sluice.algorithm.episode_rules import (
     Observation,
     TurnStart,
     answer_message,
-    continued,
+    find_turn_start,
     num_before_new,
+    truncate_tool_texts,
     turn_seed,
     with_new_ids,
-    within_limits,
 )
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import HistoryRewrittenError, SequenceTooLongError
@@ -257,7 +257,7 @@ class Episode:
         for committed in self._leased.take_recalled() if self._leased is not None else ():
             turn = committed.turn
             if self._turns:
-                self._counts.answered(_answer_of(self._turns[-1]))
+                self._counts.count_answer(_answer_of(self._turns[-1]))
                 observation = Observation(committed.messages, is_whole=True)
                 self._counts.end(self._turns[-1].finish_reason, observation)
             progress.note_started(committed.prompt_token_ids, asyncio.get_running_loop().time())
@@ -280,7 +280,7 @@ class Episode:
         """Give the last answer to the environment; return what it leads to."""
         turn, number = self._turns[-1], len(self._turns) - 1
         answer = self._made_answer(turn)
-        self._counts.answered(answer)
+        self._counts.count_answer(answer)
         since = time.monotonic()
         if self._leased is not None and number >= self._num_recalled:
             self._leased.commit(self._committed_turn(turn))
@@ -312,12 +312,12 @@ class Episode:
         # An agent repeats its tools' texts, which it has read uncut.
         messages = observation.messages
         if self._leased is None:
-            messages = within_limits(messages, self._rules)
+            messages = truncate_tool_texts(messages, self._rules)
         if observation.is_whole:
             # Other tools render as other tokens.
             offered = num_before_new(messages), self._tools
             candidates = [number for number, turn in enumerate(self._offered) if turn == offered]
-            start = continued([self._history(index) for index in candidates], messages)
+            start = find_turn_start([self._history(index) for index in candidates], messages)
             if start.parent is not None:
                 start = start._replace(parent=candidates[start.parent])
             elif self._turns:

@@ -342,7 +342,7 @@ class GroupDispatcher:
     ) -> None:
         request, member = collected.request, reservation.member
         if event.started is not None:
-            watch.pace.accepted(now_s)
+            watch.pace.note_accepted(now_s)
             self.queue.note_answer(member)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
@@ -354,14 +354,14 @@ class GroupDispatcher:
             prompt = collected.prompt_token_ids
             prompt_share = 0 if prompt is None else -(-prompt.size // len(request.sample_indexes))
             for rollout in event.rollouts:
-                self.queue.fleet.context_ended(prompt_share + rollout.num_tokens)
+                self.queue.fleet.note_context(prompt_share + rollout.num_tokens)
             self.queue.release_sequences(reservation, num_finished)
         if event.deltas or event.rollouts:
-            watch.pace.arrived(
+            watch.pace.note_tokens(
                 new_tokens, [finished.sample_index for finished in event.rollouts], now_s
             )
         elif event.engine_tokens is not None:
-            watch.pace.engine_progressed(event.engine_tokens, now_s)
+            watch.pace.note_engine_tokens(event.engine_tokens, now_s)
 
     def _reason_to_end(
         self, watch: StreamWatch, collected: CollectedSamples, now_s: float

@@ -112,7 +112,7 @@ class ReplicaQueue:
         During the pause the stream may have begun before the failure, and proves nothing.
         """
         if member.on_probation and member.paused_until <= time.monotonic():
-            self.fleet.answered(member)
+            self.fleet.end_probation(member)
             self._capacity_changed()
 
     def release_sequences(self, reservation: Reservation, count: int) -> None:
@@ -141,7 +141,7 @@ class ReplicaQueue:
     def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
         now_s = time.monotonic()
-        until = self.fleet.failed(member, now_s, may_be_sick=may_be_sick)
+        until = self.fleet.pause(member, now_s, may_be_sick=may_be_sick)
         asyncio.get_running_loop().call_later(
             until - now_s + _TIMER_SLACK_S, self._capacity_changed
         )
@@ -169,7 +169,7 @@ class ReplicaQueue:
                 )
                 continue
             taken_offers.update(offer for offer in offers if requirement.takes(offer))
-            if not waiter.reserved.done() and requirement.came_too_late(offers):
+            if not waiter.reserved.done() and requirement.is_unservable(offers):
                 waiter.reserved.set_exception(_no_replica(requirement))
                 continue
             still_waiting.append(waiter)

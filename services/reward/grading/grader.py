@@ -144,7 +144,9 @@ class Grader:
         with TRACER.span(SpanName.GRADE, {SpanAttribute.NUM_SAMPLES: len(items)}):
             outcomes: list[Outcome] = list(await self._scorer.score(items))
             attempts = 1
-            while indexes := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
+            while indexes := self._policy.indexes_to_repeat(
+                outcomes, attempts, OutcomeAction.SCORE_AGAIN
+            ):
                 attempts += 1
                 self.num_scored_again += len(indexes)
                 answers = await self._scorer.score([items[index] for index in indexes])

@@ -168,7 +168,7 @@ class GroupLoop:
                 await self._update_memory()
                 # Only now: a call that is cancelled while it learns is repeated.
                 for source in self._sources.values():
-                    source.strategy.forecast.announced(time.monotonic())
+                    source.strategy.forecast.note_announced(time.monotonic())
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
@@ -307,7 +307,7 @@ class GroupLoop:
             return False
         if not attempt.first_samples:
             source.num_skipped += 1
-            source.strategy.skipped(attempt)
+            source.strategy.note_skipped(attempt)
             self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
         else:
             source.num_skipped = 0
@@ -329,7 +329,7 @@ class GroupLoop:
     def _start(
         self, tasks: asyncio.TaskGroup, source: TrainingSource, group: Group, attempt: Attempt
     ) -> None:
-        source.strategy.started(attempt)
+        source.strategy.note_started(attempt)
         reserves = source.strategy.preempts and reserves_slot(
             group.num_preemptions, source.groups.num_reserved, source.num_groups
         )
@@ -380,7 +380,7 @@ class GroupLoop:
             detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
-        self._sources[group.prompt.source].strategy.restarted(group.admitted_as)
+        self._sources[group.prompt.source].strategy.note_restarted(group.admitted_as)
         self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(

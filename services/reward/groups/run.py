@@ -45,9 +45,9 @@ from sluice.algorithm.groups.filter import (
     OutcomeAction,
     filter_group,
     filter_probes,
+    first_strike,
     is_right,
     samples_differ,
-    striking,
 )
 from sluice.errors import SluiceError
 from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName
@@ -131,7 +131,7 @@ class GroupRun:
     def _count_strike(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
         """Count a strike against a failed group's prompt, or clear its strikes. Return the reason
         if the strike puts the prompt into quarantine."""
-        failed = striking(outcomes, engine_answered=group.progress.engine_answered)
+        failed = first_strike(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
             return self._quarantine.add_strike(group.prompt, failed)
         self._quarantine.clear_strikes(group.prompt)
@@ -278,7 +278,7 @@ class GroupRun:
         policy, num_regenerations = self._sources[group.prompt.source].settings.needs.policy, 0
         while True:
             num_regenerations += 1
-            positions = policy.to_repeat(
+            positions = policy.indexes_to_repeat(
                 graded.outcomes, num_regenerations, OutcomeAction.GENERATE_AGAIN
             )
             replaced = [
@@ -343,12 +343,12 @@ class GroupRun:
         num_right = _num_right(scores)
         if is_kept and num_right in (0, len(scores)):
             self._warn_of_partial_credit(group.prompt)
-        self._sources[group.prompt.source].strategy.ended(
+        self._sources[group.prompt.source].strategy.note_ended(
             group.attempt,
             num_right=num_right,
             num_scored=len(scores),
             mean_tokens=graded.group.num_response_tokens / num_samples,
-            kept=is_kept,
+            is_kept=is_kept,
             version=self._groups.policy_version or 0,
             seconds=time.monotonic() - group.started_s,
         )

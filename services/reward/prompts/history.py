@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from services.reward.sqlite_file import SqliteFile
-from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, update_history
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
 FORMAT = 1
@@ -96,7 +96,7 @@ class PromptMemoryStore:
 
     def _write(self, key: bytes, attempt: RememberedAttempt) -> None:
         row = self._database.execute(_READ, (key,)).fetchone()
-        history = remembered(None if row is None else PromptHistory(*row), attempt)
+        history = update_history(None if row is None else PromptHistory(*row), attempt)
         counts = (history.num_right, history.num_wrong, history.mean_tokens)
         self._database.execute(_WRITE, (key, *counts, history.version, history.num_attempts))
 

@@ -79,8 +79,8 @@ class WatchedLoop(SimulatedLoop):
     def __init__(self, settings: SimulationSettings) -> None:
         self.most, self.given_back, self.sampled = 0, [], []
         super().__init__(settings, SmallWorkload(), SimulationRecorder())
-        self._strategy.restarted = self._note_restart  # type: ignore[method-assign]
-        self._strategy.started = self._note_start  # type: ignore[method-assign]
+        self._strategy.note_restarted = self._note_restart  # type: ignore[method-assign]
+        self._strategy.note_started = self._note_start  # type: ignore[method-assign]
 
     def _note_start(self, attempt: Attempt) -> None:
         self.sampled.append(attempt)

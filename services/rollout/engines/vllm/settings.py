@@ -159,8 +159,8 @@ def visible_environment(
     if len(chosen_devices) < count:
         raise ConfigError(
             f"sluice.rollout.device={name}: the engine takes {count} device(s) from number "
-            f"{first_number} on, but {variable}={visible} hands out {len(devices)}; correct the index, "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
+            f"{first_number} on, but {variable}={visible} hands out {len(devices)}; correct the "
+            "index, actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
         )
     return {variable: ",".join(chosen_devices)}
 

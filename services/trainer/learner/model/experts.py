@@ -26,7 +26,7 @@ from transformers.activations import ACT2FN
 from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.model.decoder import own_part
 from services.trainer.learner.rank_shares import all_to_all
-from sluice.algorithm.token_statistics import F, compiled_once
+from sluice.algorithm.token_statistics import F, compile_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
@@ -279,7 +279,7 @@ class Experts(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._adapted("gate_proj", gate, rows, ends)
-        gated = compiled_once(_gated) if self._is_compiled else _gated
+        gated = compile_once(_gated) if self._is_compiled else _gated
         inner = gated(self.activation, gate, self._adapted("up_proj", up, rows, ends))
         down = _products(inner, own_part(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
@@ -559,7 +559,7 @@ def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _used(function: F, ctx: _ExpertContext) -> F:
-    return compiled_once(function) if ctx.is_compiled else function
+    return compile_once(function) if ctx.is_compiled else function
 
 
 def _summed(rows: Tensor, places: Tensor) -> Tensor:
