@@ -26,7 +26,7 @@ from services.reward.grading.limits import (
     limited_output,
 )
 from sluice.environment.episodes import Environment
-from sluice.environment.servicer import serving
+from sluice.environment.servicer import served_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 from sluice.rpc.credentials import OPEN
@@ -52,7 +52,7 @@ class WorkerReply(msgspec.Struct, frozen=True):
 
 async def _serve(environment: Environment, address: str, replies: int, output: OutputLimit) -> None:
     processes = ProcessLimit()
-    async with serving(environment, address, 0, credentials=OPEN):
+    async with served_environment(environment, address, 0, credentials=OPEN):
         _reply(replies, WorkerReply())
         while True:
             await asyncio.sleep(COUNTED_EVERY_S)

@@ -21,7 +21,7 @@ from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.concurrency.threads import MethodThreads
 from sluice.environment.episodes import AuthorCalls
-from sluice.environment.servicer import EnvironmentServicer, serving
+from sluice.environment.servicer import EnvironmentServicer, served_environment
 from sluice.errors import NotFoundError
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row
@@ -356,7 +356,7 @@ async def test_answers_beside_one_that_the_caller_cannot_receive_are_sent_again_
 @asynccontextmanager
 async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentServiceStub]:
     async with (
-        serving(world(folder), f"unix:{folder / 'world.sock'}", 0) as address,
+        served_environment(world(folder), f"unix:{folder / 'world.sock'}", 0) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         made = environment_pb2_grpc.EnvironmentServiceStub(channel)

@@ -111,7 +111,7 @@ def test_a_group_that_is_broken_off_gives_back_the_attempt_it_was_sampled_as() -
     loop = WatchedLoop(small(StrategyName.STAGED))
     loop._in_flight[0] = group
     group.start_version = 0
-    loop._batching.started(group)
+    loop._batching.note_started(group)
     group.attempt = replace(attempt, probability=0.5)  # it continued by chance
     loop._cancel_without_slot([group])
     assert loop.given_back == [attempt]
