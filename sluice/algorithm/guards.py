@@ -173,12 +173,12 @@ class GuardRecord:
         """Return the record of a run that resumes from a checkpoint of `step`."""
         return GuardRecord(
             {
-                name: tuple(one for one in signals if one.step <= step)
+                name: tuple(signal for signal in signals if signal.step <= step)
                 for name, signals in self.signals.items()
             },
-            tuple(one for one in self.rollbacks if one.version <= step),
-            {name: min(after, step) for name, after in self.resumed_after.items()},
-            tuple(one for one in self.saved if one <= step),
+            tuple(rollback for rollback in self.rollbacks if rollback.version <= step),
+            {name: min(resumed_step, step) for name, resumed_step in self.resumed_after.items()},
+            tuple(saved_step for saved_step in self.saved if saved_step <= step),
         )
 
     @property

@@ -286,14 +286,16 @@ def _slopes(
         is_here: bool [block], which labels are among this rank's logits; ``None``: all.
     """
     labels = label_values[0]
-    normaliser, entropy, of_logprobs, of_entropy = (one[:, None] for one in label_values[1:])
+    normaliser, entropy, of_logprobs, of_entropy = (
+        label_value[:, None] for label_value in label_values[1:]
+    )
 
     def unlabelled(logprobs: Tensor) -> Tensor:
         """Return the slopes of logits that are not their token's label, and change `logprobs`."""
         slopes = logprobs.exp()
         if of_entropies:
-            more = logprobs.add_(entropy).mul_(of_entropy)
-            return slopes.mul_(more.add_(of_logprobs).mul_(-factor))
+            entropy_slopes = logprobs.add_(entropy).mul_(of_entropy)
+            return slopes.mul_(entropy_slopes.add_(of_logprobs).mul_(-factor))
         return slopes.mul_(of_logprobs * -factor)
 
     logprobs, label_columns = _scale_logits(logits, factor).sub_(normaliser), labels[:, None]
@@ -365,7 +367,10 @@ class _HeadStatistics(torch.autograd.Function):
             block_rows = slice(start, start + plan.block)
             of_logits, of_bias = compute(
                 plan.logits(hidden[block_rows], weight, bias),
-                [one[block_rows] for one in (labels, normaliser, entropy, of_logprobs, of_entropy)],
+                [
+                    label_value[block_rows]
+                    for label_value in (labels, normaliser, entropy, of_logprobs, of_entropy)
+                ],
                 plan.factor,
                 hidden.dtype,
                 of_entropies=plan.entropy_gradient,
@@ -380,7 +385,8 @@ class _HeadStatistics(torch.autograd.Function):
                 _add_product(grad_weight, of_logits.t(), hidden[block_rows])
             del of_logits  # or it would be there beside the next block
         of_head = [
-            None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
+            None if gradient is None else gradient.to(weight.dtype)
+            for gradient in (grad_weight, grad_bias)
         ]
         return grad_hidden, of_head[0], of_head[1], None, None
 

@@ -76,8 +76,8 @@ class CollectedSamples:
     @property
     def num_tokens(self) -> int:
         """Response tokens held, unfinished samples included."""
-        ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
-        return ended + sum(sample.num_tokens for sample in self._growing.values())
+        num_ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
+        return num_ended + sum(sample.num_tokens for sample in self._growing.values())
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None`` without either."""

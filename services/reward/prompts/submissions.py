@@ -153,7 +153,7 @@ class Submissions:
         try:
             prompt = self._known_pending(sent_prompt, session)
             if prompt is None:
-                prompt = self._accept(sent_prompt, session)
+                prompt = self._accept_new(sent_prompt, session)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
             session.put(Receipt.refusal(sent_prompt.prompt_id, error))
             return
@@ -197,7 +197,7 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accept(self, sent_prompt: Prompt, session: SubmissionSession) -> Prompt:
+    def _accept_new(self, sent_prompt: Prompt, session: SubmissionSession) -> Prompt:
         """Accept a new prompt.
 
         Raises:
