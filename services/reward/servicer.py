@@ -206,7 +206,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        async with self._leases().taking(
+        async with self._leases().leasing(
             request.count, request.wait_s, request.holder, request.keep_alive_s
         ) as episodes:
             # Before the wait: if a group is given up during it, its leases are refused later.

@@ -203,7 +203,8 @@ class ReplicaRouter:
         self._context = MeanContext()
         self._num_free: Counter[ReplicaOffer] = Counter()  # sequences
         self._min_capacity = 0
-        self._failed: set[RoutedReplica] = set()  # those that may be paused or on probation
+        # Those that may be paused or on probation.
+        self._watched_members: set[RoutedReplica] = set()
 
     @property
     def num_slots_in_use(self) -> int:
@@ -234,7 +235,7 @@ class ReplicaRouter:
         self.announced = tuple(member.announced for member in self._members.values())
         for departed in previous.values():
             departed.removed = True
-        self._failed = {member for member in self._members.values() if member.on_probation}
+        self._watched_members = {member for member in self._members.values() if member.on_probation}
         self._arrange()
         return tuple(previous.values())
 
@@ -299,11 +300,11 @@ class ReplicaRouter:
         for offer, count in self._num_free.items():  # asked at every start: no generator
             if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
-        if not self._failed:
+        if not self._watched_members:
             return free
         refused = sum(
             member.num_free
-            for member in self._failed
+            for member in self._watched_members
             if (member.paused_until > now_s or member.trial)
             and member.announced.policy_version >= lowest_version
             and member.announced.use is not ReplicaUse.VALIDATION
@@ -345,7 +346,7 @@ class ReplicaRouter:
         """End the probation of a replica that works."""
         member.on_probation, member.trial = False, None
         member.next_pause_s = FIRST_PAUSE_S
-        self._failed.discard(member)
+        self._watched_members.discard(member)
 
     def pause(self, member: RoutedReplica, now_s: float, *, may_be_sick: bool = True) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends.
@@ -359,7 +360,7 @@ class ReplicaRouter:
                 member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
                 member.on_probation = True
             if not member.removed:
-                self._failed.add(member)
+                self._watched_members.add(member)
         return member.paused_until
 
     def _arrange(self) -> None:

@@ -120,7 +120,7 @@ class ClassEpisode:
         self._kind, self._methods, self._columns = kind, methods, columns
         self._row, self._calls = row, calls
         self._instance: object = None
-        self._last = ""
+        self._last_answer = ""
 
     async def open(self) -> Observation:
         """Construct the class and reset it."""
@@ -139,7 +139,7 @@ class ClassEpisode:
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Make the calls of an answer; pass text to `turn`; without one, end the episode."""
-        self._last = answer.content
+        self._last_answer = answer.content
         if answer.tool_error or answer.tool_calls:
             return await self._make_calls(answer)
         if turn := self._method(TURN):
@@ -156,7 +156,9 @@ class ClassEpisode:
         method, method_name = self._method(SCORE), f"{self._kind.__name__}.score"
         if method is None:
             return None
-        return grade_of(method_name, await self._calls.required(method_name, method, self._last))
+        return grade_of(
+            method_name, await self._calls.required(method_name, method, self._last_answer)
+        )
 
     async def close(self) -> None:
         """Call the class's `close`."""

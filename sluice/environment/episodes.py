@@ -133,7 +133,7 @@ class AuthorCalls:
         no memory left ends it: what has filled the memory cannot be known.
         """
         try:
-            with self.noted():  # a call that waits for a thread, too: perhaps it gets none
+            with self.counted_call():  # a call that waits for a thread, too: perhaps it gets none
                 if inspect.iscoroutinefunction(function):
                     return await function(*values, **named)
                 context = contextvars.copy_context()
@@ -167,13 +167,13 @@ class AuthorCalls:
             raise defect(method_name, error) from error
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         """Count the block as a running call; without memory for it, end the process."""
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
         try:
-            with _without_memory_ended():
+            with _end_without_memory():
                 yield
         finally:
             del self._started[number]
@@ -186,7 +186,7 @@ class AuthorCalls:
 def _run_in_thread(call: Callable[[], object]) -> object:
     try:
         # Here, since the task that made a call may be cancelled and never see the MemoryError.
-        with _without_memory_ended():
+        with _end_without_memory():
             return call()
     except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
@@ -204,7 +204,7 @@ def is_cancelled() -> bool:
 
 
 @contextmanager
-def _without_memory_ended() -> Iterator[None]:
+def _end_without_memory() -> Iterator[None]:
     try:
         yield
     except MemoryError:

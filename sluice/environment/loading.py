@@ -39,7 +39,7 @@ def file_environment(path: str, name: str | None = None) -> Environment:
             method and remedy.
     """
     module = file_module(path, PATH_KEY)
-    member = _named(module, path, name) if name else _only(module, path)
+    member = _find_named(module, path, name) if name else _find_only(module, path)
     file = Path(path).name
     return (
         class_environment(member, file)
@@ -86,7 +86,7 @@ def import_error(key: str, path: str, error: Exception) -> ConfigError:
     )
 
 
-def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
+def _find_named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
     member = getattr(module, name, None)
     if isinstance(member, type) or inspect.isfunction(member):
         return member
@@ -96,7 +96,7 @@ def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., obj
     )
 
 
-def _only(module: ModuleType, path: str) -> type | Callable[..., object]:
+def _find_only(module: ModuleType, path: str) -> type | Callable[..., object]:
     candidates = _candidates(module)
     if len(candidates) == 1:
         return candidates[0]

@@ -252,7 +252,7 @@ class _EventStream:
         self._answer = answer
         self._response: web.StreamResponse | None = None
         self._starting = asyncio.Lock()
-        self._begun: set[int] = set()  # choices with a chunk that was sent
+        self._begun_choices: set[int] = set()  # choices with a chunk that was sent
         self._is_closed = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
@@ -269,7 +269,7 @@ class _EventStream:
             await self._end(DEFECT.body())
         else:
             await self._end(self._answer.usage_chunk() if self._parsed.include_usage else None)
-        return await self._started()
+        return await self._ensure_started()
 
     async def _end(self, last_chunk: dict[str, object] | None) -> None:
         """Send the end if the caller still takes it."""
@@ -286,8 +286,8 @@ class _EventStream:
         chunks = self._answer.chunks(event)  # before any other event is added
         sample = event if isinstance(event, SampleDelta) else event.rollout
         index = sample.sample_index
-        if chunks and index not in self._begun:
-            self._begun.add(index)
+        if chunks and index not in self._begun_choices:
+            self._begun_choices.add(index)
             if (first_chunk := self._answer.first_chunk(index)) is not None:
                 await self._send(first_chunk)
         for chunk in chunks:
@@ -304,7 +304,7 @@ class _EventStream:
         """
         try:
             async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
-                await (await self._started()).write(data)
+                await (await self._ensure_started()).write(data)
         except DeadlineError:
             self._is_closed = True
             if self._request.transport is not None:
@@ -314,7 +314,7 @@ class _EventStream:
             self._is_closed = True
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
-    async def _started(self) -> web.StreamResponse:
+    async def _ensure_started(self) -> web.StreamResponse:
         # Events of several choices come at once, and the first one sends the headers.
         async with self._starting:
             if self._response is None:

@@ -87,11 +87,11 @@ class ContainedProcess:
     def __init__(self, process: subprocess.Popen[bytes], containment: Containment) -> None:
         self.process, self._containment = process, containment
         self._ended = os.pidfd_open(process.pid)
-        self._first: ProcessHandle | None = None
+        self._first_process: ProcessHandle | None = None
 
     def find_first(self) -> None:
         """Read which process is the first of its namespace; waits until the wrapper says it."""
-        if self._containment.first_process is None or self._first is not None:
+        if self._containment.first_process is None or self._first_process is not None:
             return
         reader, _ = self._containment.first_process
         text = b""
@@ -101,7 +101,7 @@ class ContainedProcess:
                 break
             text += chunk
         with suppress(ValueError, KeyError, ProcessLookupError):
-            self._first = ProcessHandle(json.loads(text)["child-pid"], self.process.pid)
+            self._first_process = ProcessHandle(json.loads(text)["child-pid"], self.process.pid)
 
     @property
     def ended_descriptor(self) -> int:
@@ -115,10 +115,10 @@ class ContainedProcess:
             SandboxUnavailableError: something is left (it hangs in the kernel).
         """
         is_gone = True
-        if self._first is not None:
-            is_gone = self._first.kill_and_wait(END_TIMEOUT_S)
+        if self._first_process is not None:
+            is_gone = self._first_process.kill_and_wait(END_TIMEOUT_S)
         try:
-            if self._first is None:
+            if self._first_process is None:
                 # A wrapper may have to take its sandbox down.
                 self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -129,8 +129,8 @@ class ContainedProcess:
             is_gone = False
         finally:
             os.close(self._ended)
-            if self._first is not None:
-                self._first.close()
+            if self._first_process is not None:
+                self._first_process.close()
         if not is_gone:
             raise SandboxUnavailableError(
                 f"processes of the sandbox are left {END_TIMEOUT_S:g} s after SIGKILL; look for a "

@@ -222,7 +222,7 @@ class SimulatedLoop:
         self._on_step = on_step
         self._events = EventQueue()
         self._fleet = SimulatedFleet(
-            settings.fleet, self._events, self._started, self._sample_ended, self._generated
+            settings.fleet, self._events, self._started, self._sample_ended, self._start_grading
         )
         self._strategy = SamplingStrategy(rules)
         self._batching = Batching(rules.train_batch_size, rules.max_staleness, settings.on_stale)
@@ -378,7 +378,7 @@ class SimulatedLoop:
             self._has_changed = True
             self._ask(group, num_rest)
 
-    def _generated(self, group: SimulatedGroup) -> None:
+    def _start_grading(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
         self._call_after_grading(partial(self._handle_grades, group, group.num_needed))
 
@@ -403,7 +403,7 @@ class SimulatedLoop:
                 return
         self._judge(group)
 
-    def _left(self, group: SimulatedGroup) -> None:
+    def _remove(self, group: SimulatedGroup) -> None:
         del self._in_flight[group.position]
         self._sure.discard(group.position)
         self._batching.note_left(group)
@@ -412,7 +412,7 @@ class SimulatedLoop:
         if self._has_no_place(group):
             self._break_off(group)
             return
-        self._left(group)
+        self._remove(group)
         self._preemptions.note_ended(group.name)
         is_kept = group.end is None
         self._strategy.note_ended(
@@ -453,7 +453,7 @@ class SimulatedLoop:
         preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
         is_dropped = not preempts and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True
-        self._left(group)
+        self._remove(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
         if preempts:
             self._recorder.record_preempted(tokens)

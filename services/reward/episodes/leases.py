@@ -445,7 +445,7 @@ class LeaseManager:
         self._offered.set()
 
     @asynccontextmanager
-    async def taking(
+    async def leasing(
         self, count: int, wait_s: float, holder_id: str = "", keep_alive_s: float = 0.0
     ) -> AsyncIterator[Sequence[LeasedEpisode]]:
         """Lease the samples that have waited longest; offer them again if the block fails.

@@ -170,9 +170,9 @@ class ScorerWorker:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._crash() from error
         except DECODE_ERRORS as error:
-            raise _garbled(str(error)) from error
+            raise _garbled_fault(str(error)) from error
         if reply.number != self._num_requests or len(reply.answers) != len(items):
-            raise _garbled(
+            raise _garbled_fault(
                 f"{len(reply.answers)} answers to request {reply.number}; awaited are "
                 f"{len(items)} to request {self._num_requests}"
             )
@@ -234,7 +234,7 @@ class ScorerWorker:
             self._header = await self._stdout.readexactly(FRAME_HEADER.size)
         (size,) = FRAME_HEADER.unpack(self._header)
         if size > MAX_REPLY_BYTES:
-            raise _garbled(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
+            raise _garbled_fault(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
         body = await self._stdout.readexactly(size)
         self._header = None
         return body
@@ -249,7 +249,7 @@ class ScorerWorker:
         )
 
 
-def _garbled(detail: str) -> ScorerFault:
+def _garbled_fault(detail: str) -> ScorerFault:
     return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
 
 

@@ -176,7 +176,7 @@ class PromptLedger:
         """Whether the ledger survives the process."""
         return self._writer is not None
 
-    def noted(self) -> int:
+    def last_change(self) -> int:
         """Return the number of the last change."""
         return self._writer.noted if self._writer is not None else 0
 
@@ -188,7 +188,9 @@ class PromptLedger:
             DeadlineError: the disk takes too long.
         """
         if self._writer is not None:
-            await self._writer.committed(self.noted() if change_number is None else change_number)
+            await self._writer.wait_until_committed(
+                self.last_change() if change_number is None else change_number
+            )
 
     # ------------------------------------------------------------------------------------ prompts
 
@@ -345,7 +347,7 @@ class PromptLedger:
             where the data set continues: after ended positions and positions pending here.
         """
         self._positions = SourcePositions(progress)
-        self._write(*self._positions.rewritten())
+        self._write(*self._positions.rewrite_statements())
         return self.progress(self.prompts.values())
 
     def forget_data(self) -> None:

@@ -409,7 +409,7 @@ class SourcePositions:
         run_progress = by_source.pop("")
         return DataProgress(run_progress.low_water, run_progress.ended_above, by_source)
 
-    def rewritten(self) -> Iterator[Statement]:
+    def rewrite_statements(self) -> Iterator[Statement]:
         """Yield the statements that replace all ended positions in the file."""
         yield from ((_FORGET, ()), (_FORGET_PROGRESS, ()))
         for source, positions in self._by_source.items():

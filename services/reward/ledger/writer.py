@@ -79,7 +79,7 @@ class LedgerWriter:
             if len(self._queue) == 1:
                 self._changed.notify_all()
 
-    async def committed(self, change_number: int) -> None:
+    async def wait_until_committed(self, change_number: int) -> None:
         """Wait until the first `change_number` changes are on disk.
 
         Raises:
@@ -105,9 +105,9 @@ class LedgerWriter:
         """Run a query that sees all changes so far, in a thread between two commits.
 
         Raises:
-            DataError, DeadlineError: as for `committed`; or the file cannot be read.
+            DataError, DeadlineError: as for `wait_until_committed`; or the file cannot be read.
         """
-        await self.committed(self.noted)
+        await self.wait_until_committed(self.noted)
         return await asyncio.to_thread(self._query, query)
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class SubmissionSession:
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Queue an event; it is sent once the ledger's changes so far are durable."""
-        self._events.put_nowait((self._ledger.noted(), event))
+        self._events.put_nowait((self._ledger.last_change(), event))
         if self._events.qsize() >= MAX_UNSENT:
             self._may_receive.clear()
 

@@ -96,7 +96,7 @@ class EpisodeStatistics:
         environments: EnvironmentNames = EnvironmentNames(),
     ) -> None:
         self._tool_names, self._names = tool_names, environments
-        self._known: set[str] = set()  # the first names, each counted separately
+        self._counted_names: set[str] = set()  # the first names, each counted separately
         self._means: dict[str, _Means] = {}  # by the prefix of their names
         self._counts = Counter[str]()
 
@@ -142,10 +142,10 @@ class EpisodeStatistics:
         name = self._names.of(prompt)
         if name is None:
             return None
-        if name != self._names.only and name not in self._known:
+        if name != self._names.only and name not in self._counted_names:
             is_real = is_real or prompt.origin is PromptOrigin.DATASET
-            if is_real and len(self._known) < MAX_ENVIRONMENTS - 1:
-                self._known.add(name)
+            if is_real and len(self._counted_names) < MAX_ENVIRONMENTS - 1:
+                self._counted_names.add(name)
             else:
                 name = OTHER
         return f"train/environments/{name}"

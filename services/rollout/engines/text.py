@@ -126,7 +126,7 @@ class StopStringWatch:
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = tuple(stops)
         self._text = IncrementalDetokenizer(decode)
-        self._kept = max(map(len, stops)) - 1
+        self._num_kept = max(map(len, stops)) - 1
         self._tail = ""  # the end of the text, where a stop string may have begun
 
     def push(self, token_ids: Sequence[int]) -> int | None:
@@ -140,5 +140,5 @@ class StopStringWatch:
             self._tail += self._text.push((token,))
             if any(stop in self._tail for stop in self._stops):
                 return place + 1
-            self._tail = self._tail[-self._kept :] if self._kept else ""
+            self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

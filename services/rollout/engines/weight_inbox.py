@@ -37,7 +37,7 @@ class LiveWeights:
 
     def __init__(self, language_model: CausalLM) -> None:
         self._layout = language_model.layout.tensors
-        self._known = language_model.model.state_dict().keys()
+        self._weight_names = language_model.model.state_dict().keys()
         names = [spec.name for spec in self._layout]
         self._parameters = _parameters(language_model.model, names)
         self._borrowed: set[str] = set()
@@ -54,7 +54,7 @@ class LiveWeights:
             if shape != spec.shape:
                 raise _mismatch(spec.name, f"has shape {shape}, the model's is {spec.shape}")
         for name in tensors:
-            if name not in self._known:
+            if name not in self._weight_names:
                 raise _mismatch(name, "is unknown to the model")
 
     def borrows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -153,7 +153,7 @@ class WeightInbox:
         self._receiver = WeightReceiver(device, share or WHOLE, in_place=model is None)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
-        self._left = threading.Event()
+        self._was_left = threading.Event()
         self.epoch: int | None = None
 
     def join(self, spec: TransferGroupSpec) -> Future[str]:
@@ -161,7 +161,7 @@ class WeightInbox:
         # A call of an earlier epoch may still block the thread: without its group it ends.
         self.leave(f"epoch {spec.epoch} begins")
         self.epoch = spec.epoch
-        was_left = self._left = threading.Event()
+        was_left = self._was_left = threading.Event()
 
         def join_unless_superseded() -> str:
             check_epoch(spec.epoch, self.epoch, "joining")
@@ -232,7 +232,7 @@ class WeightInbox:
     def leave(self, reason: str) -> None:
         """Discard the staged weights and leave the epoch, if any; return at once."""
         self.epoch = self._staged = None
-        self._left.set()  # a join that has no group yet
+        self._was_left.set()  # a join that has no group yet
         self._receiver.abort(reason)
 
     def close(self) -> None:

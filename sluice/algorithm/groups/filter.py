@@ -282,7 +282,7 @@ def filter_group(
     """
     if failure := _failure(graded, needs):
         return FilterDecision(PromptEnd.DROPPED_FAILED, failure)
-    return _filtered(graded, metric)
+    return _filter_decision(graded, metric)
 
 
 def filter_probes(
@@ -302,7 +302,7 @@ def filter_probes(
         return filter_group(probes, metric=metric, needs=needs)
     if len(probes.scored) < MIN_SAMPLES:
         return None
-    decision = _filtered(probes, metric)
+    decision = _filter_decision(probes, metric)
     return None if decision.end is None else decision
 
 
@@ -314,7 +314,7 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
         return False  # `filter_group` reports it, with the names that the scorer does return
 
 
-def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
+def _filter_decision(graded: GradedGroup, metric: str | None) -> FilterDecision:
     prompt = graded.group.prompt
     try:
         return FilterDecision(filter_scores(graded.scored, metric=metric))

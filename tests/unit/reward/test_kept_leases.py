@@ -515,7 +515,7 @@ async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
 
         async def taking() -> None:
             with pytest.raises(NotReadyError):
-                async with run.desk.taking(1, 600.0):
+                async with run.desk.leasing(1, 600.0):
                     pass
 
         waiting = tasks.create_task(taking())

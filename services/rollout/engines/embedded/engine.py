@@ -159,13 +159,13 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self._check_works()
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        return await self._received(self._inbox.join(spec), f"joining epoch {spec.epoch}")
+        return await self._await_result(self._inbox.join(spec), f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         received = self._inbox.stage(epoch, version)
-        return await self._received(received, f"staging version {version}")
+        return await self._await_result(received, f"staging version {version}")
 
-    async def _received(self, result: Future[_T], phase: str) -> _T:
+    async def _await_result(self, result: Future[_T], phase: str) -> _T:
         epoch, received = self._inbox.epoch, asyncio.wrap_future(result)
         self._receiving.add(received)
         try:

@@ -296,7 +296,7 @@ class FusedDecoder(SlotDecoder):
         # Index, mask and views are the same for all layers: computed once a step.
         bias = self._bias.rows(positions, batch.length, self._kv_heads)
         index = self._cache.append_index(positions)
-        caches = self._cache.used(len(positions), batch.length)
+        caches = self._cache.views(len(positions), batch.length)
         hidden = F.embedding(token_ids, self._embedding)
         for number, layer in enumerate(self._layers):
             queries, keys_values = self._project(layer, hidden, cos, sin)

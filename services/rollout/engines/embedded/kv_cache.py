@@ -105,7 +105,7 @@ class SlotCache:
         tokens = self._tokens[layer]
         tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
 
-    def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def views(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values of the first rows by layer: [rows * kv heads, length, dim]."""
         # One view of all layers: slicing each would cost as much as a small matrix product.
         per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
@@ -145,7 +145,7 @@ class CausalBias:
     """
 
     def __init__(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._last = max_model_len - 1
+        self._last_position = max_model_len - 1
         steps = torch.zeros(2 * max_model_len, dtype=dtype, device=device)
         steps[max_model_len:] = -torch.inf
         self._windows = steps.as_strided((max_model_len, max_model_len), (1, 1))
@@ -153,7 +153,7 @@ class CausalBias:
     def rows(self, positions: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
         """Return [rows * kv heads, 1, length] for [rows] positions below `length`."""
         # Window w is zero up to index last - w, so a row at position p is window last - p.
-        windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
+        windows = (self._last_position - positions)[:, None].expand(-1, kv_heads).reshape(-1)
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
 
 
@@ -285,7 +285,7 @@ class PrefixExtension:
     def __init__(
         self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
     ) -> None:
-        self._known = prefixes
+        self._prefixes = prefixes
         starts = np.array([len(prefix.tokens) for prefix in prefixes])
         news = [prompt[start:] for start, prompt in zip(starts, prompts, strict=True)]
         self._length = max(map(len, prompts))
@@ -296,7 +296,7 @@ class PrefixExtension:
         # Padding must not be written over the last tokens of the longest prompt.
         self._row, self._step = (steps < sizes[:, None]).nonzero(as_tuple=True)
         self._place = places[self._row, self._step]
-        self._seen: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def join_layer(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -307,11 +307,11 @@ class PrefixExtension:
             layer: its number.
             keys: of the new tokens, [prompts, kv heads, most new tokens, dim]; values alike.
         """
-        first_prefix = self._known[0].layers[layer]
+        first_prefix = self._prefixes[0].layers[layer]
         # Zeros, as in `SlotCache`.
-        size = (len(self._known), first_prefix.shape[0], 2, self._length, first_prefix.shape[3])
+        size = (len(self._prefixes), first_prefix.shape[0], 2, self._length, first_prefix.shape[3])
         joined = first_prefix.new_zeros(size)
-        for row, prefix in zip(joined, self._known, strict=True):
+        for row, prefix in zip(joined, self._prefixes, strict=True):
             row[:, :, : len(prefix.tokens)] = prefix.layers[layer]
         parts = []
         for kind, new_tensor in enumerate((keys, values)):
@@ -322,9 +322,9 @@ class PrefixExtension:
 
     def visibility(self, window: int | None = None) -> torch.Tensor:
         """Return which tokens of its prompt each new token sees; see `prefill_attention`."""
-        if window not in self._seen:
-            self._seen[window] = causal_mask(self.positions, self._length, window)
-        return self._seen[window]
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self.positions, self._length, window)
+        return self._masks[window]
 
 
 def prefill_attention(
@@ -394,19 +394,19 @@ class DecodeForward:
     length: int
     layer: int = 0
     _index: torch.Tensor = field(init=False)
-    _used: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+    _views: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
     _biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._index = self.cache.append_index(self.positions)
-        self._used = self.cache.used(self.positions.shape[0], self.length)
+        self._views = self.cache.views(self.positions.shape[0], self.length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the next layer's tokens, [rows, kv heads, dim]; return all its keys and values."""
         # Attention calls come in the order of the layers; transformers does not pass the number.
         layer, self.layer = self.layer, self.layer + 1
         self.cache.append(layer, self._index, torch.cat((keys, values), 1))
-        return self._used[layer]
+        return self._views[layer]
 
     def bias(self, window: int | None) -> torch.Tensor:
         """Return the mask for layers with a sliding window, if any."""

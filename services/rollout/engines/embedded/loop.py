@@ -198,7 +198,7 @@ class GenerationLoop:
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
         self._table = RowTable(settings.slots, settings.max_model_len)
         self._queue = PrefillQueue(settings.slots)
-        self._kept = PrefixCache(settings.kept_tokens)
+        self._prefix_cache = PrefixCache(settings.kept_tokens)
         self._plan = SamplingPlan()
         self._next_due = math.inf
         self.version: int | None = None
@@ -301,7 +301,7 @@ class GenerationLoop:
             self._decoder.refresh()
             self._queue.forget_prefilled()
             if self._settings.recompute_kv:
-                self._kept.clear()
+                self._prefix_cache.clear()
                 self._recompute()
         self.version, self.digest = version, digest
 
@@ -381,7 +381,7 @@ class GenerationLoop:
             self.prompt_tokens += len(unit.tokens) - 1
             # Equal image tokens do not imply equal images.
             name = "" if unit.run.images is not None else unit.run.request.affinity
-            prefix = self._kept.take(name, unit.tokens[:-1])
+            prefix = self._prefix_cache.take(name, unit.tokens[:-1])
             if prefix is None:
                 without_prefix.append(unit)
             else:
@@ -476,7 +476,7 @@ class GenerationLoop:
     def _keep(self, row: int, sample: RunningSample) -> None:
         """Keep the state of an ended sample for the next turn of its conversation."""
         length = int(self._table.position[row])
-        if not 0 < length <= self._kept.max_tokens or sample.owner.images is not None:
+        if not 0 < length <= self._prefix_cache.max_tokens or sample.owner.images is not None:
             return
         prefix = self._decoder.keep(row, self._table.history[row, :length].copy())
         if prefix is not None:
@@ -484,7 +484,7 @@ class GenerationLoop:
             name = request.affinity
             if len(request.sample_indexes) > 1:
                 name = f"{name}.{sample.sample_index}"
-            self._kept.put(name, prefix)
+            self._prefix_cache.put(name, prefix)
 
     def _routing(self, row: int) -> RoutedExperts | None:
         """Return the experts of all tokens of a row but the newest."""

@@ -46,7 +46,7 @@ class SchedulerCalls:
 
     def __init__(self, ranks: int) -> None:
         pairs = [socket.socketpair() for _ in range(ranks)]
-        self._own = [own_end for own_end, _ in pairs]
+        self._own_ends = [own_end for own_end, _ in pairs]
         self.theirs = [their for _, their in pairs]
         self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._turns: list[asyncio.Lock] = []
@@ -56,7 +56,7 @@ class SchedulerCalls:
         """Begin, as the first call does; the processes have `theirs` by then."""
         for their in self.theirs:
             their.close()  # with the process then ends the stream
-        for own_end in self._own:
+        for own_end in self._own_ends:
             opened = await asyncio.open_connection(sock=own_end, limit=_LINE_BYTES)
             self._streams.append(opened)
             self._turns.append(asyncio.Lock())
@@ -100,7 +100,7 @@ class SchedulerCalls:
         """Close all ends. Repeating it is harmless."""
         for _, writer in self._streams:
             writer.close()
-        for end in (*self._own, *self.theirs) if not self._streams else ():
+        for end in (*self._own_ends, *self.theirs) if not self._streams else ():
             end.close()
 
 

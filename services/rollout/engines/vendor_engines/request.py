@@ -169,7 +169,7 @@ class RequestRun(EngineRun):
         self.number = number
         self._vendor = vendor
         self._open: dict[int, VendorSample] = {}
-        self._first: VendorSample | None = None
+        self._first_open: VendorSample | None = None
         self._prompt_is_cached = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
         self._is_cancelled = False
@@ -225,12 +225,12 @@ class RequestRun(EngineRun):
         for index in self.request.sample_indexes:
             self._enter(index)
         if self._vendor.first_goes_ahead:
-            self._first = next(iter(self.open), None)
-        if self._first is None:
+            self._first_open = next(iter(self.open), None)
+        if self._first_open is None:
             self._prompt_is_cached.set()
         try:
             async with asyncio.TaskGroup() as tasks:
-                generating = [tasks.create_task(self._in_turn(sample)) for sample in self.open]
+                generating = [tasks.create_task(self._run_sample(sample)) for sample in self.open]
                 ticking = tasks.create_task(self._tick())
                 # Not the group's own wait: the ticking task would never end.
                 if generating:
@@ -280,8 +280,8 @@ class RequestRun(EngineRun):
             if interval_s is not None and number % counts == 0:
                 self._post_tokens(self.open, None)
 
-    async def _in_turn(self, sample: VendorSample) -> None:
-        if sample is not self._first:
+    async def _run_sample(self, sample: VendorSample) -> None:
+        if sample is not self._first_open:
             await self._prompt_is_cached.wait()
         try:
             await self._vendor.wait_to_begin()

@@ -86,7 +86,7 @@ class WorkerGroup:
         self._calls = calls
         self._vendor = vendor
         self.staged = _NOTHING_STAGED
-        self._begun = 0  # joins and stages
+        self._num_begun = 0  # joins and stages
 
     async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
         """Prepare every worker; return the share of each.
@@ -150,26 +150,26 @@ class WorkerGroup:
 
         A later join or stage ends this call; what workers report then is the later one's.
         """
-        self._begun = number = self._begun + 1
+        self._num_begun = number = self._num_begun + 1
         pause_s, answers_by_rank = _FIRST_POLL_S, dict[int, Answer]()
         try:
             _check(await self._call(method, *arguments), phase)
-            while self._begun == number:
+            while self._num_begun == number:
                 answers = await self._call("sluice_outcome")
                 answers_by_rank |= _check(answers, phase)  # each worker reports its result once
-                if self._begun == number and len(answers_by_rank) == len(answers):
+                if self._num_begun == number and len(answers_by_rank) == len(answers):
                     return [answers_by_rank[rank] for rank in range(len(answers))]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         except asyncio.CancelledError:
-            if self._begun == number:
+            if self._num_begun == number:
                 with suppress(EngineError):
                     await self.abort(f"the call was cancelled while {phase}")
             raise
         except EngineError:  # a worker that does not answer cannot leave on request
             raise
         except SluiceError as error:
-            if self._begun == number:
+            if self._num_begun == number:
                 await self.abort(f"one of the workers failed: {error}")
             raise
         raise WeightSyncError("trainer", phase, "another call began meanwhile")

@@ -64,11 +64,11 @@ class WorkerFeatures:
             raise ConfigError(_refusal(worker, runner, missing_names))
         self._worker = worker
         self._runner = runner
-        self._held = count_held
+        self._count_held = count_held
 
     def num_samples(self) -> int:
         """Return the number of samples that the worker holds since its last step."""
-        return self._held()
+        return self._count_held()
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by vLLM's layerwise reload, which processes each of them again.
