@@ -198,7 +198,7 @@ def run_accounts(
     """Return the three accounts: tokens, trainer time, replica time.
 
     Args:
-        fleet: sums over all replicas of the run; replicas that left count as `abandoned`.
+        fleet: sums over all replicas of the run; replicas that left count as `with_running_unsent`.
         received: tokens that the reward service got, by use (`RECEIVED`; missing uses are 0, others
             are ignored); None: not known.
         trainer_s: the trainer's seconds by phase.

@@ -211,7 +211,7 @@ def with_new_ids(answer: Answer, prefix: str, used_ids: Collection[str]) -> Answ
         used_ids: ids of earlier calls in the conversation.
     """
     calls: dict[str, ToolCall] = {}
-    following = 0  # shared by all calls, so that the search takes time in proportion to `taken`
+    following = 0  # shared by all calls, so that the search takes time in proportion to `used_ids`
     for number, call in enumerate(answer.tool_calls):
         is_written = call.call_id and not call.call_id.startswith("call_")
         call_id = call.call_id if is_written else f"{prefix}_{number}"

@@ -132,7 +132,7 @@ class ReplicaQueue:
             member.paused_until = paused_until
 
     def _rivals(self, requirement: ReplicaRequirement) -> Iterator[_QueuedGroup]:
-        """Yield the waiting groups that compete with `wanted` for a replica."""
+        """Yield the waiting groups that compete with `requirement` for a replica."""
         offers = [offer for offer in self.fleet.offers if requirement.takes(offer)]
         for waiter in self._waiters:
             if any(waiter.requirement.takes(offer) for offer in offers):

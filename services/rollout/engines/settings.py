@@ -51,8 +51,8 @@ class EngineSettings:
     serves_model_files: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, **engine_fields: Any) -> Self:  # noqa: ANN401 - each engine's own fields
-        """Return the settings for a run configuration, with `own` fields of the engine."""
+    def of(cls, config: RunConfig, **engine_fields: Any) -> Self:  # noqa: ANN401 - each has its own
+        """Return the settings for a run configuration, with the engine's own fields."""
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         service = config.sluice.rollout
         return cls(

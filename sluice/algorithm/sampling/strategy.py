@@ -258,7 +258,8 @@ class SamplingStrategy:
         """Learn from the groups that ended since the version before.
 
         Returns:
-            what to add to the histories (`remembered`), by key and in order; none without memory.
+            what to add to the histories (`update_history`), by key and in order; none without
+            memory.
         """
         if not self._learns:
             return []
