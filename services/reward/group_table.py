@@ -452,9 +452,7 @@ class GroupTable(GroupCounts):
         group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
         self._publish(GroupEvent(EventKind.GRADED, group, old_state, graded))
 
-    def note_continued(
-        self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()
-    ) -> None:
+    def note_more(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
         """Note that more samples are requested, or replacements for those in `replaced`.
 
         Args:

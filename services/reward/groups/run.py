@@ -153,9 +153,7 @@ class GroupRun:
                     return graded, decision
                 # If the group is over, this request reaches no replica, and its samples return as
                 # aborted.
-                self._groups.note_continued(
-                    group, is_sure=samples_differ(graded.scored, self._metric)
-                )
+                self._groups.note_more(group, is_sure=samples_differ(graded.scored, self._metric))
                 new_indexes = range(num_probes, num_samples)
                 others = await self._sample_and_grade(group, new_indexes, settings.greedy)
             graded = merge_groups(graded, others)
@@ -184,7 +182,7 @@ class GroupRun:
                 if probes.done():
                     differ.cancel()
                 else:
-                    self._groups.note_continued(group, is_sure=True)
+                    self._groups.note_more(group, is_sure=True)
                     other_indexes = range(indexes.stop, settings.samples_per_group)
                     generating = self._sample_and_grade(group, other_indexes, settings.greedy)
                     other_samples = tasks.create_task(generating, name=f"{name}, rest")
@@ -288,7 +286,7 @@ class GroupRun:
             ]
             if not replaced:
                 return graded
-            self._groups.note_continued(
+            self._groups.note_more(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
             indexes = [rollout.sample_index for rollout in replaced]

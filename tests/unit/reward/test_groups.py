@@ -82,7 +82,7 @@ EVENTS: dict[EventKind, Callable[[World, Group], None]] = {
     EventKind.ADMITTED: lambda world, group: world.groups.admit(group, Attempt("k", 1, None, 4), 4),
     EventKind.GENERATED: lambda world, group: world.groups.note_generated(group),
     EventKind.GRADED: lambda world, group: world.groups.note_graded(group, graded(group.prompt)),
-    EventKind.CONTINUED: lambda world, group: world.groups.note_continued(group, is_sure=True),
+    EventKind.CONTINUED: lambda world, group: world.groups.note_more(group, is_sure=True),
     EventKind.KEPT: lambda world, group: world.groups.keep(group, graded(group.prompt)),
     EventKind.LEASED: lambda world, group: world.groups.lease("batch", 5, [group]),
     EventKind.REQUEUED: lambda world, group: world.groups.requeue(group, CancelReason.NO_SLOT),
@@ -249,7 +249,7 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     world.groups.set_oldest_version(reserved, 5)
     world.groups.set_oldest_version(reserved, None)  # its replica is gone
     assert world.ages.without_slot(5) == ("other",)
-    world.groups.note_continued(reserved, is_sure=False)
+    world.groups.note_more(reserved, is_sure=False)
     counts = world.groups.of_source[""]
     assert (counts.num_sure, counts.num_reserved) == (1, 1)
     world.groups.end(reserved, GroupEnding(PromptEnd.DROPPED_FAILED))
