@@ -306,7 +306,7 @@ class RewardApp:
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            _no_clients if config.sluice.sources else check_data_source,
+            _refuse_clients if config.sluice.sources else check_data_source,
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -438,7 +438,7 @@ def _training_source(
     )
 
 
-def _no_clients(_data_source: str) -> None:
+def _refuse_clients(_data_source: str) -> None:
     raise DataError(
         "this run takes prompts only from sluice.sources, and a client's prompt belongs to none "
         "of them; submit prompts to a run without sluice.sources"

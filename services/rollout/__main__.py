@@ -94,7 +94,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
                 replica = _replica(config, identity, server.port, engine)
                 with _observability(config, replica, engine):
                     exempt_start_up()  # exclude the model's objects from garbage collection
-                    await _take_part(config, engine, replica, server, credentials, stop)
+                    await _stay_registered(config, engine, replica, server, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -196,7 +196,7 @@ def _replica(
     )
 
 
-async def _take_part(
+async def _stay_registered(
     config: RunConfig,
     engine: Engine,
     replica: ReplicaInfo,

@@ -205,7 +205,7 @@ class GenerationRunner:
                 # A finished sample waits a little for others: one message costs less than several.
                 has_end = any(chunk.finish_reason is not None for chunk in arrived[0])
                 if has_end and options.linger_s > 0 and len(growing) > 1:
-                    await _linger(has_ended, options.linger_s)
+                    await _wait_for_others(has_ended, options.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
                 chunks = tuple(chain(*arrived))
@@ -338,7 +338,7 @@ def _add_texts(prompt_logprobs: PromptLogprobs, prompt: TokenIds, decode: Decode
     return ScoredPrompt(prompt_logprobs, tuple(texts), tuple(text_of[token] for token in tops))
 
 
-async def _linger(has_ended: asyncio.Event, seconds: float) -> None:
+async def _wait_for_others(has_ended: asyncio.Event, seconds: float) -> None:
     """Wait for other samples, until no more can come."""
     try:
         async with asyncio.timeout(seconds):

@@ -325,7 +325,7 @@ async def _run_call(
         if episode.failure is not None:
             return episode.failure
         # A call that is cut short leaves the author's objects in a state that nobody knows.
-        episode.failure = _cut_short()
+        episode.failure = _cut_short_error()
         try:
             async with asyncio.timeout(time_s) as scope:
                 result = await work()
@@ -358,7 +358,7 @@ async def _close_episode(episode: _Open, time_s: float | None = None) -> SluiceE
     return None
 
 
-def _cut_short() -> NotFoundError:
+def _cut_short_error() -> NotFoundError:
     return NotFoundError("an earlier call of this episode was cut short")
 
 
@@ -372,7 +372,7 @@ async def _response(call: asyncio.Task[_Result], kind: type[ResponseT]) -> Respo
 
 
 def _result_of(call: asyncio.Task[_Result]) -> _Result:
-    return _cut_short() if call.cancelled() else call.result()
+    return _cut_short_error() if call.cancelled() else call.result()
 
 
 def _result(episode_id: str, result: _Result) -> environment.PlayResult:

@@ -160,7 +160,7 @@ class BubblewrapSandbox(ProcessSandbox):
             yield Containment(
                 [
                     *(self._program, "--info-fd", str(writer), "--seccomp", str(filtered)),
-                    *self._view(limits),
+                    *self._namespace_options(limits),
                     *file_arguments,
                     *("--chdir", FOLDER, "--", "/bin/sh", "-c", _script(limits), "sh"),
                     *inner_command,
@@ -171,7 +171,7 @@ class BubblewrapSandbox(ProcessSandbox):
                 user=self._user,
             )
 
-    def _view(self, limits: Limits) -> list[str]:
+    def _namespace_options(self, limits: Limits) -> list[str]:
         """Return bubblewrap's options: namespaces, and the file system."""
         view = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
         # The shell is the first process, so bwrap waits for its end, and reaps it: of an init of
@@ -199,18 +199,18 @@ class BubblewrapSandbox(ProcessSandbox):
         """Return the interpreter, and folders outside /usr that it needs."""
         if chosen is not None:
             program = shutil.which(chosen)
-            if program is None or not self._reaches(program):
+            if program is None or not self._can_execute(program):
                 raise SandboxUnavailableError(
                     f"sluice.sandbox.python = {chosen!r}: the sandbox's user cannot run it; give "
                     "the path of an interpreter that all users can read"
                 )
             folder = Path(program).resolve().parent.parent
-            return program, _outside_usr(str(Path(program).parent.parent), str(folder))
-        if self._reaches(sys.executable):
-            return sys.executable, _outside_usr(sys.prefix, sys.base_prefix)
+            return program, _folders_outside_usr(str(Path(program).parent.parent), str(folder))
+        if self._can_execute(sys.executable):
+            return sys.executable, _folders_outside_usr(sys.prefix, sys.base_prefix)
         return PYTHON, ()  # by PATH, inside
 
-    def _reaches(self, path: str) -> bool:
+    def _can_execute(self, path: str) -> bool:
         """Return whether the sandbox's user can run a file, symbolic links followed."""
         for candidate in (Path(path), Path(path).resolve()):
             if self._user is None:
@@ -270,7 +270,7 @@ def _within_own_limit(kind: int, value: int) -> int:
     return value if own_limit == resource.RLIM_INFINITY else min(value, own_limit)
 
 
-def _outside_usr(*folders: str) -> tuple[str, ...]:
+def _folders_outside_usr(*folders: str) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(
             folder for folder in folders if folder != "/" and not folder.startswith("/usr")

@@ -143,7 +143,7 @@ class ContainedProcess:
             os.killpg(self.process.pid, number)
 
 
-def _marks() -> Mapping[str, str]:
+def _mark_variables() -> Mapping[str, str]:
     return {name: os.environ[name] for name in MARK_VARIABLES if name in os.environ}
 
 
@@ -169,7 +169,7 @@ def contained_process(
             bufsize=0,
             pass_fds=tuple(containment.descriptors),
             start_new_session=True,
-            env={**_marks(), **containment.environment},
+            env={**_mark_variables(), **containment.environment},
             user=user,
             group=user,
             extra_groups=None if user is None else (),
@@ -356,30 +356,30 @@ def descendants(pid: int) -> Iterator[int]:
 def memory_of(pid: int) -> int:
     """Return the bytes that a process and its descendants hold; shared pages count once."""
     pids = list(descendants(pid))
-    return sum(map(_proportional, pids))
+    return sum(map(_proportional_bytes, pids))
 
 
 def resident_of(pid: int) -> int:
     """Return the same, with shared pages counted for each process: quick, and never too little."""
-    return sum(map(_resident, list(descendants(pid))))
+    return sum(map(_resident_bytes, list(descendants(pid))))
 
 
-def _resident(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     try:
         return int((_PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
 
 
-def _proportional(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines()
     except ProcessLookupError:
         return 0
     except OSError:
-        return _resident(pid)
+        return _resident_bytes(pid)
     sizes = [line.split()[1] for line in lines if line.startswith("Pss:")]
-    return int(sizes[0]) * 1024 if sizes else _resident(pid)
+    return int(sizes[0]) * 1024 if sizes else _resident_bytes(pid)
 
 
 class ProcessHandle:

@@ -410,7 +410,7 @@ class SimulatedLoop:
 
     def _judge(self, group: SimulatedGroup) -> None:
         if self._has_no_place(group):
-            self._break_off(group)
+            self._cancel_running(group)
             return
         self._remove(group)
         self._preemptions.note_ended(group.name)
@@ -445,11 +445,11 @@ class SimulatedLoop:
 
     def _cancel_without_slot(self, without_slot: list[SimulatedGroup]) -> None:
         for group in without_slot:
-            self._break_off(group)
+            self._cancel_running(group)
         if without_slot:
             self._fleet.serve()
 
-    def _break_off(self, group: SimulatedGroup) -> None:
+    def _cancel_running(self, group: SimulatedGroup) -> None:
         preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
         is_dropped = not preempts and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True

@@ -137,7 +137,7 @@ class EnvironmentWorkers:
         """Replace workers that die or hang, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
-                tasks.create_task(self._keep(slot), name=f"environment worker {slot.number}")
+                tasks.create_task(self._keep_worker(slot), name=f"environment worker {slot.number}")
 
     async def stop(self) -> None:
         """Kill and reap all workers.
@@ -151,7 +151,7 @@ class EnvironmentWorkers:
         for worker in workers:
             await worker.end()
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep_worker(self, slot: _Slot) -> None:
         while True:
             worker = slot.worker
             if worker is None:

@@ -68,7 +68,9 @@ class ReplicaQueue:
         if not self._waiters:
             return free
         training = ReplicaRequirement(1, lowest_version)
-        return free - sum(waiter.requirement.num_sequences for waiter in self._rivals(training))
+        return free - sum(
+            waiter.requirement.num_sequences for waiter in self._competing_groups(training)
+        )
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; mark members that are gone as removed."""
@@ -122,7 +124,7 @@ class ReplicaQueue:
 
     def has_other_capacity(self, member: RoutedReplica, requirement: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
-        if next(self._rivals(requirement), None) is not None:
+        if next(self._competing_groups(requirement), None) is not None:
             return False
         # Paused for this question only, so that the router ignores it.
         paused_until, member.paused_until = member.paused_until, math.inf
@@ -131,7 +133,7 @@ class ReplicaQueue:
         finally:
             member.paused_until = paused_until
 
-    def _rivals(self, requirement: ReplicaRequirement) -> Iterator[_QueuedGroup]:
+    def _competing_groups(self, requirement: ReplicaRequirement) -> Iterator[_QueuedGroup]:
         """Yield the waiting groups that compete with `requirement` for a replica."""
         offers = [offer for offer in self.fleet.offers if requirement.takes(offer)]
         for waiter in self._waiters:

@@ -87,7 +87,7 @@ async def end_marked(prefix: str) -> None:
     await _end(lambda mark: mark.startswith(prefix))
 
 
-async def end_left_behind(family: str) -> None:
+async def kill_left_behind(family: str) -> None:
     """Kill processes that earlier services of the run left behind, until none is left.
 
     The caller sets the deadline. The processes of a service that still runs are spared.

@@ -23,9 +23,9 @@ import msgspec
 
 from services.reward.grading.containment import (
     IdleCpu,
-    end_left_behind,
     end_marked,
     family_of,
+    kill_left_behind,
     watch_idle,
 )
 from services.reward.grading.messages import (
@@ -128,7 +128,7 @@ class ScorerPool:
             async with deadline(
                 END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
             ):
-                await end_left_behind(self._family)
+                await kill_left_behind(self._family)
         first_slot, *other_slots = self._slots
         await self._fill(first_slot)  # one alone: it reports the error that all would meet
         at_once = asyncio.Semaphore(LOADS_PER_CORE * (os.cpu_count() or 1))
@@ -169,7 +169,7 @@ class ScorerPool:
         sent is unscorable.
         """
         sent_items = [self._shorten(item) for item in items]
-        outcomes: dict[int, Scored | Failed] = _unsendable(sent_items)
+        outcomes: dict[int, Scored | Failed] = _encoding_failures(sent_items)
         remaining = [i for i in range(len(items)) if i not in outcomes]
         num_unexplained = 0
         while remaining:
@@ -273,7 +273,7 @@ class ScorerPool:
         self.num_ended_idle += 1
         logger.warning(
             "scorer replaced (%d replaced so far, %d of them for this): %s",
-            *(self.num_replaced, self.num_ended_idle, _restlessness(used, slot.last_source)),
+            *(self.num_replaced, self.num_ended_idle, _idle_use_text(used, slot.last_source)),
         )
         try:
             slot.worker.kill()
@@ -321,7 +321,7 @@ def _log_if_stuck() -> Iterator[None]:
         logger.warning("a scorer process is left behind: %s", error)
 
 
-def _restlessness(used: IdleCpu, last_source: str) -> str:
+def _idle_use_text(used: IdleCpu, last_source: str) -> str:
     return (
         f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s while idle; the last item it "
         f"graded has data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the reward function end "
@@ -337,7 +337,7 @@ def _no_limit(_data_source: str) -> int | None:
     return None
 
 
-def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
+def _encoding_failures(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
     """Return the failures of items that cannot be encoded, by index; the data may hold such
     items."""
     errors = {i: encoding_error(item) for i, item in enumerate(items)}

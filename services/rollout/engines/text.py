@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         settled = text[self._known_characters : len(text) - unfinished]
         self._known_characters += len(settled)
         if unknown >= _MAX_UNSETTLED_TOKENS:
-            self._keep(_MAX_UNSETTLED_TOKENS)
+            self._trim_window(_MAX_UNSETTLED_TOKENS)
             self._known_characters = len(self._text(self._window)) - unfinished
         return settled
 
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         known_text = self._text(self._window[self._known_tokens :])
         # After tokens without text (special ones) a tokenizer treats the next as the first.
         if known_text or len(self._window) > _TOKENS_AT_ONCE:
-            self._keep(self._num_unknown)
+            self._trim_window(self._num_unknown)
             self._known_characters = len(known_text)
         else:
             self._known_tokens, self._known_characters = len(self._window), len(text)
@@ -83,7 +83,7 @@ class IncrementalDetokenizer:
     def _num_unknown(self) -> int:
         return len(self._window) - self._known_tokens
 
-    def _keep(self, num_tokens: int) -> None:
+    def _trim_window(self, num_tokens: int) -> None:
         self._window = self._window[-num_tokens:]
         self._known_tokens = len(self._window)
 

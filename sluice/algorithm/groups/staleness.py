@@ -120,7 +120,9 @@ class GroupAges:
         if num_missing > 0:
             return BatchDecision((), dropped, (), without_slot, num_missing)
         if self._on_stale == "wait":
-            waiting_for = self._last_chance(versions_needed[-1], oldest_allowed, kept_bound)
+            waiting_for = self._versions_to_wait_for(
+                versions_needed[-1], oldest_allowed, kept_bound
+            )
             if waiting_for:
                 return BatchDecision((), dropped, waiting_for, without_slot, 0)
         chosen: list[str] = []
@@ -172,7 +174,7 @@ class GroupAges:
                 first_version = version + 1
         return first_version
 
-    def _last_chance(
+    def _versions_to_wait_for(
         self, newest_chosen: int, oldest_allowed: int, kept_bound: Callable[[int], float]
     ) -> tuple[int, ...]:
         """Return start versions of running groups that would have no slot if the batch were formed

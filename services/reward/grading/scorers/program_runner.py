@@ -72,7 +72,7 @@ def main() -> None:
     ends_s = time.monotonic() + job["total_s"]
     namespace: dict[str, object] = {}
     exec(PREAMBLE, namespace)  # noqa: S102 - imports once what every test's process then has
-    _say(STARTED)
+    _print_line(STARTED)
     num_tests = len(job["inputs"])
     for test, test_input in enumerate(job["inputs"]):
         left_s = ends_s - time.monotonic()
@@ -80,10 +80,10 @@ def main() -> None:
             break
         # An even share of the remaining time: a program that hangs on one test may solve others.
         end, output = run_test(job, test_input, min(job["test_s"], left_s / (num_tests - test)))
-        _say(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
+        _print_line(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -98,7 +98,7 @@ def run_test(job: Job, test_input: object, limit_s: float) -> tuple[str, str]:
             file.seek(0)
         child = os.fork()
         if child == 0:
-            _be_program(job, test_input, file.fileno(), writer)
+            _become_program(job, test_input, file.fileno(), writer)
         os.close(writer)
         try:
             return _answer(child, reader, limit_s, job["output_bytes"])
@@ -140,7 +140,7 @@ def _end(child: int, is_running: bool) -> None:
             os.waitpid(child, 0)
 
 
-def _be_program(job: Job, test_input: object, file: int, writer: int) -> None:
+def _become_program(job: Job, test_input: object, file: int, writer: int) -> None:
     """Become the program; never return."""
     code = 1
     try:

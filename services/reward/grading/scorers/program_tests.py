@@ -128,7 +128,7 @@ def cases_of(ground_truth: str) -> ProgramCases:
         cases = json.loads(ground_truth)  # integers of any size
     except (ValueError, RecursionError) as error:
         raise DataError(f"ground_truth is no JSON: {error}; {_FORM}") from error
-    inputs, outputs = _lists(cases)
+    inputs, outputs = _input_output_lists(cases)
     if not inputs or len(inputs) != len(outputs):
         raise DataError(
             f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; {_FORM}"
@@ -142,7 +142,7 @@ _FORM = (
 )
 
 
-def _lists(cases: object) -> tuple[list[object], list[object]]:
+def _input_output_lists(cases: object) -> tuple[list[object], list[object]]:
     if isinstance(cases, Mapping):
         inputs, outputs = cases.get("inputs"), cases.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list):

@@ -469,11 +469,11 @@ class GenerationLoop:
         if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
             routing = self._routing(row)
         if sample.owner.request.affinity and reason is not FinishReason.ABORTED:
-            self._keep(row, sample)
+            self._keep_prefix(row, sample)
         self._table.leave(row)
         self._deliver(sample, reason, tokens, logprobs, routing)
 
-    def _keep(self, row: int, sample: RunningSample) -> None:
+    def _keep_prefix(self, row: int, sample: RunningSample) -> None:
         """Keep the state of an ended sample for the next turn of its conversation."""
         length = int(self._table.position[row])
         if not 0 < length <= self._prefix_cache.max_tokens or sample.owner.images is not None:

@@ -231,7 +231,7 @@ class RequestRun(EngineRun):
         try:
             async with asyncio.TaskGroup() as tasks:
                 generating = [tasks.create_task(self._run_sample(sample)) for sample in self.open]
-                ticking = tasks.create_task(self._tick())
+                ticking = tasks.create_task(self._post_regularly())
                 # Not the group's own wait: the ticking task would never end.
                 if generating:
                     await asyncio.wait(generating)
@@ -269,7 +269,7 @@ class RequestRun(EngineRun):
             )
             self._open[index] = VendorSample(index, prompt, choice, watch)
 
-    async def _tick(self) -> None:
+    async def _post_regularly(self) -> None:
         if self.pace.every_token:
             return
         interval_s = self.pace.interval_s

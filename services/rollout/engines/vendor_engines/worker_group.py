@@ -131,7 +131,7 @@ class WorkerGroup:
         outcomes = await self._outcomes(phase, "sluice_stage", version)
         staged = [msgspec.convert(staged_part, StagedVersion) for staged_part in outcomes]
         try:
-            parts = _together(staged)
+            parts = _merge_digests(staged)
         except ValueError as error:
             await self.abort(str(error))
             raise WeightSyncError("trainer", phase, str(error)) from error
@@ -220,7 +220,7 @@ class WorkerGroup:
         return list(await self._calls.call_workers(method, *arguments, timeout_s=timeout_s))
 
 
-def _together(staged: Sequence[StagedVersion]) -> dict[str, str]:
+def _merge_digests(staged: Sequence[StagedVersion]) -> dict[str, str]:
     """Return the digests of the parts of all workers.
 
     Raises:
