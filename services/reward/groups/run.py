@@ -110,7 +110,7 @@ class GroupRun:
             detail = self._count_strike(group, graded.outcomes) or detail
         else:
             self._quarantine.clear_strikes(group.prompt)
-            self._notify_strategy(group, graded, kept=decision.end is None)
+            self._notify_strategy(group, graded, is_kept=decision.end is None)
         if decision.end is None:
             self._groups.keep(group, graded)
             self._batches.cancel_without_slot()
@@ -206,7 +206,7 @@ class GroupRun:
         except ExceptionGroup as errors:
             raise decisive_error(errors) from errors
         # Every sample that finished has a grade; the others were aborted.
-        return await self._grade_samples(group, samples, known=early_grades.outcomes)
+        return await self._grade_samples(group, samples, known_outcomes=early_grades.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None`` to generate the others.
