@@ -161,8 +161,8 @@ def test_a_resumed_run_knows_what_was_before_its_checkpoint() -> None:
     full = GuardRecord(
         record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), {ACCURACY: 10}, (0, 10, 11)
     )
-    assert full.until(11) == full
-    assert full.until(5) == GuardRecord(record(0.9).signals, (), {ACCURACY: 5}, (0,))
+    assert full.until_step(11) == full
+    assert full.until_step(5) == GuardRecord(record(0.9).signals, (), {ACCURACY: 5}, (0,))
 
 
 def test_a_step_that_is_validated_again_counts_once_with_its_newest_value() -> None:
