@@ -203,7 +203,7 @@ class Recording:
     def get_model(self) -> torch.nn.Module:
         return torch.nn.Identity()
 
-    def staged(self, epoch: int, version: int) -> Any:
+    def staged_weights(self, epoch: int, version: int) -> Any:
         return TENSORS
 
     def release(self, staged: Any) -> None:
