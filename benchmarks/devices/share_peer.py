@@ -17,7 +17,7 @@ from benchmarks.peers import serve
 from services.rollout.engines.vendor_engines.share_recorder import (
     ShareLoading,
     meta_copy,
-    recorded_share,
+    record_share,
 )
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
@@ -91,7 +91,7 @@ class _Worker:
                 {},
             ),
         )
-        share = recorded_share(copy.load_weights, specs, in_files)
+        share = record_share(copy.load_weights, specs, in_files)
         self._loading = ShareLoading(specs, share, in_files)
         self._inbox = WeightInbox(CpuDevice(), share=share)
         return {"share": msgspec.to_builtins(share)}
@@ -119,7 +119,7 @@ class _Worker:
 
     async def commit(self, version: int, digest: str) -> None:
         """Load the staged version into the model."""
-        staged = self._inbox.staged(self._inbox.epoch, version, digest)
+        staged = self._inbox.staged_weights(self._inbox.epoch, version, digest)
         self._model.load_weights(self._loading.tensors(staged))
         self._inbox.release(staged)
 

@@ -127,7 +127,7 @@ class _Fleet:
         self.spreads.append(max(self.loads) / fmean(self.loads))
         await _turn(self.engines[chosen], tokens, name)
         self.loads[chosen] -= 1
-        self.router.sequences_ended(reservation, 1)
+        self.router.release_sequences(reservation, 1)
         self.router.give_back(reservation)
         return str(chosen)
 

@@ -127,7 +127,7 @@ class Evaluator:
             self._state,
             phase,
             gives_way=lambda: self._state.stop_reason is not None,
-            save=_never,
+            save=_save_nothing,
         )
 
     async def _announce_changes(self) -> None:
@@ -139,7 +139,7 @@ class Evaluator:
             await self._announcer.announce()
 
 
-async def _never() -> None:
+async def _save_nothing() -> None:
     """Do nothing: `EvaluationServicer` refuses calls for a checkpoint."""
 
 
@@ -157,7 +157,7 @@ async def _evaluate(config: RunConfig) -> bool:
         server = trainer_server(config, servicer, credentials)
         await server.start()
         stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
-        stack.enter_context(_watching(config, fleet, state))
+        stack.enter_context(_watchdog(config, fleet, state))
         exempt_start_up()
         # Runs first at shutdown: streams of steps get their end.
         stack.push_async_callback(state.finish)
@@ -165,7 +165,7 @@ async def _evaluate(config: RunConfig) -> bool:
     return True
 
 
-def _watching(config: RunConfig, fleet: Fleet, state: RunState) -> AbstractContextManager[None]:
+def _watchdog(config: RunConfig, fleet: Fleet, state: RunState) -> AbstractContextManager[None]:
     endpoint = config.sluice.trainer.endpoint
     address = advertised_address(endpoint, endpoint.port)
     work = evaluation_work(config, fleet, state)
@@ -198,12 +198,12 @@ def _serve(path: Path, overrides: Sequence[str]) -> None:
 def main() -> int:
     """Run until the results are written, SIGTERM or SIGINT, which end the process by the signal."""
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.evaluation",
         "Leads an evaluation in the trainer's place; sluice eval --model starts it.",
         "--config evals/mine/config.yaml",
     ).parse_args()
-    return exit_status(NAME, lambda: _serve(given.config, given.overrides))
+    return exit_status(NAME, lambda: _serve(arguments.config, arguments.overrides))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class EvaluationServicer(TrainerServicer):
         _refuse("resumed")
 
 
-def _refuse(done: str) -> NoReturn:
+def _refuse(action: str) -> NoReturn:
     raise InvalidRequestError(
-        f"this is a stand-alone evaluation, in which nothing is trained or {done}; end it with "
+        f"this is a stand-alone evaluation, in which nothing is trained or {action}; end it with "
         "sluice stop, and start its command again to continue it"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
-from services.reward.episodes.client import ServedEnvironments, given_servers
+from services.reward.episodes.client import ServedEnvironments, spread_over_servers
 from services.reward.episodes.leases import LeaseManager
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
@@ -76,7 +76,7 @@ async def _serve(config: RunConfig) -> None:
             try:
                 with watching(config, app, server.address), exported(config, app, NAME):
                     exempt_start_up()
-                    await until_stopped(app, stop, files.ledger)
+                    await run_until_stopped(app, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
                 app.traces.close()
@@ -97,7 +97,7 @@ async def _environments(
         return
     async with AsyncExitStack() as stack:
         if settings.addresses:
-            address_for = given_servers(settings.addresses)
+            address_for = spread_over_servers(settings.addresses)
         elif source.is_given:
             workers = running_workers(
                 source,
@@ -140,7 +140,7 @@ def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credenti
     )
 
 
-async def until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
+async def run_until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
     """Run the loop until `stop` is set; raise the error of a ledger that cannot be written."""
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
@@ -172,14 +172,14 @@ def _run(path: Path, overrides: list[str]) -> None:
 def main() -> int:
     """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
-    given = service_parser(
+    arguments = service_parser(
         "services.reward",
         "Serves prompts, grading and train batches.",
         "--config run.yaml sluice.log_level=DEBUG",
     ).parse_args()
     # Arrow's default allocator keeps the memory of a large row group; the system's frees it.
     pa.set_memory_pool(pa.system_memory_pool())
-    return exit_status(NAME, lambda: _run(given.config, given.overrides))
+    return exit_status(NAME, lambda: _run(arguments.config, arguments.overrides))
 
 
 if __name__ == "__main__":

@@ -128,13 +128,15 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
 
 def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     path = folder / LOG_FILE if config.sluice.reward.group_log else None
-    kept = config.sluice.dashboard
+    dashboard = config.sluice.dashboard
     archive = (
-        SampleArchive(folder / FOLDER_NAME, kept.samples_mb << 20) if kept.samples_mb else None
+        SampleArchive(folder / FOLDER_NAME, dashboard.samples_mb << 20)
+        if dashboard.samples_mb
+        else None
     )
     if path is None and archive is None:
         return None
-    num_samples, max_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
+    num_samples, max_chars = config.actor_rollout_ref.rollout.n, dashboard.sample_chars
     return GroupLog(
         path,
         num_samples,
@@ -143,7 +145,8 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
         max_bytes=waiting_bytes(rows_per_batch(config), max_chars),
         environments=environment_names(config),
         samples_of_source={
-            name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()
+            name: source_config.actor_rollout_ref.rollout.n
+            for name, source_config in source_configs(config).items()
         },
     )
 
@@ -207,7 +210,7 @@ class RewardApp:
                 for name in configs
             ]
         )
-        rows = [one.settings.epoch_rows for one in self.sources.values()]
+        rows = [source.settings.epoch_rows for source in self.sources.values()]
         self.dataset_rows = 0 if len(rows) > 1 else rows[0]  # several sources have no common epoch
         self._issue_pending()
         max_strikes = config.sluice.reward.outcomes.max_strikes
@@ -303,7 +306,7 @@ class RewardApp:
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            _no_clients if config.sluice.sources else check_data_source,
+            _refuse_clients if config.sluice.sources else check_data_source,
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -321,7 +324,7 @@ class RewardApp:
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,
-            on_tokens=self.counters.validated,
+            on_tokens=self.counters.note_validated,
             failures=self.failures,
             store=_prompt_store(config, validation),
         )
@@ -350,11 +353,11 @@ class RewardApp:
         trainer has put them.
         """
         pending = sum(group.progress.num_received for group in self.groups)
-        lost = prompts_lost(self.ledger, self.groups, self.sources.num_waiting)
+        num_lost = prompts_lost(self.ledger, self.groups, self.sources.num_waiting)
         totals = self.counters.totals()
         if self.leases is not None:
             totals["reward/tokens/aborted"] -= self.leases.num_recalled_tokens
-        gauges = [one.statistics() for one in self.sources.values()]
+        gauges = [source.statistics() for source in self.sources.values()]
         return {
             **totals,
             **{name: value for values in gauges for name, value in values.items()},
@@ -365,7 +368,7 @@ class RewardApp:
             "reward/validation_groups": float(self.validation.num_graded_groups),
             "reward/validation_prompts": float(self.validation.num_prompts),
             "reward/validation_prompts_done": float(self.validation.num_prompts_done),
-            "reward/prompts_lost": float(lost),
+            "reward/prompts_lost": float(num_lost),
             "reward/rollbacks": float(self.ledger.num_rollbacks),
             "reward/leases": float(self.leases.num_leased if self.leases else 0),
         }
@@ -382,8 +385,10 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
     """Check the data sets' columns; `DataError` names file, column and remedy."""
     images = prompt_images(config)
     training = {
-        name: training_files(one.data, images, f"{SOURCES_KEY}.{name}.files" if name else TRAIN_KEY)
-        for name, one in source_configs(config).items()
+        name: training_files(
+            source_config.data, images, f"{SOURCES_KEY}.{name}.files" if name else TRAIN_KEY
+        )
+        for name, source_config in source_configs(config).items()
     }
     return PromptSets(training, validation_files(config.data, images), images)
 
@@ -397,7 +402,7 @@ def _training_source(
     memory: PromptMemoryStore | None,
 ) -> TrainingSource:
     """Build a source; `config` is the run's configuration with the source's own values."""
-    of_source, given = groups.of_source[name], run.sluice.sources.get(name)
+    of_source, source_config = groups.of_source[name], run.sluice.sources.get(name)
     files = sets.training.get(name)
     open_stream: Callable[[DataProgress], PromptStream] | None = None
     if files is not None:
@@ -418,7 +423,7 @@ def _training_source(
         strategy.forecast,
         strategy.num_in_line,
         name,
-        given.environment if given else None,
+        source_config.environment if source_config else None,
     )
     floor = run.algorithm.filter_groups
     return TrainingSource(
@@ -433,7 +438,7 @@ def _training_source(
     )
 
 
-def _no_clients(_data_source: str) -> None:
+def _refuse_clients(_data_source: str) -> None:
     raise DataError(
         "this run takes prompts only from sluice.sources, and a client's prompt belongs to none "
         "of them; submit prompts to a run without sluice.sources"

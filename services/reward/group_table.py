@@ -246,9 +246,9 @@ class Group:
     def reset(self) -> None:
         """Reset the attributes of the attempt."""
         # In place: the loop and the observers hold this object.
-        fresh = Group(self.prompt, self.state, self.num_preemptions)
+        new_group = Group(self.prompt, self.state, self.num_preemptions)
         for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
+            setattr(self, name, getattr(new_group, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class GroupTable(GroupCounts):
         super().__init__()
         self.ledger = ledger
         self._observers: list[Observer] = []
-        self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
+        self.of_source = {name: SourceGroups(group_ages) for name, group_ages in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
@@ -403,7 +403,7 @@ class GroupTable(GroupCounts):
             num_sequences: sequences in its first request to the fleet.
             reserves_slot: reserve a slot in the next batch for it.
         """
-        before = self._move(group, EventKind.ADMITTED, GroupState.GENERATING)
+        old_state = self._move(group, EventKind.ADMITTED, GroupState.GENERATING)
         group.admitted_as = group.attempt = attempt
         group.version = self.policy_version or 0
         group.started_s = time.monotonic()
@@ -416,7 +416,7 @@ class GroupTable(GroupCounts):
             of_source.num_sure += 1
             of_source.num_reserved += 1
             of_source.ages.reserve(group.prompt_id, group.version)
-        self._publish(GroupEvent(EventKind.ADMITTED, group, before))
+        self._publish(GroupEvent(EventKind.ADMITTED, group, old_state))
 
     def set_oldest_version(self, group: Group, version: int | None) -> None:
         """Set the version of a group's oldest token; ``None`` if it waits without tokens.
@@ -431,28 +431,28 @@ class GroupTable(GroupCounts):
         if version is None:
             self.of(group).ages.pauses(group.prompt_id)
         else:
-            self.of(group).ages.runs(group.prompt_id, version)
+            self.of(group).ages.add_running(group.prompt_id, version)
 
-    def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
+    def note_generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
         """Note that the samples of a request have arrived, and the greedy response if there is
         one."""
         num_requests = group.num_requests - 1
-        after = GroupState.GENERATING if num_requests else GroupState.GRADING
-        before = self._move(group, EventKind.GENERATED, after)
+        new_state = GroupState.GENERATING if num_requests else GroupState.GRADING
+        old_state = self._move(group, EventKind.GENERATED, new_state)
         group.num_requests = num_requests
         if not num_requests:
             group.generated_s = time.monotonic()
         event = EventKind.GENERATED
-        self._publish(GroupEvent(event, group, before, num_greedy_tokens=num_greedy_tokens))
+        self._publish(GroupEvent(event, group, old_state, num_greedy_tokens=num_greedy_tokens))
 
-    def graded(self, group: Group, graded: GradedGroup) -> None:
+    def note_graded(self, group: Group, graded: GradedGroup) -> None:
         """Note the outcomes of some samples; a greedy response counts as one more sample."""
-        before = self._move(group, EventKind.GRADED, group.state)
+        old_state = self._move(group, EventKind.GRADED, group.state)
         group.num_ungraded -= len(graded.outcomes)
         group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
-        self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
+        self._publish(GroupEvent(EventKind.GRADED, group, old_state, graded))
 
-    def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
+    def note_more(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
         """Note that more samples are requested, or replacements for those in `replaced`.
 
         Args:
@@ -460,22 +460,22 @@ class GroupTable(GroupCounts):
             is_sure: two of the samples so far differ, so the group will be kept.
             replaced: samples without a grade.
         """
-        before = self._move(group, EventKind.CONTINUED, GroupState.GENERATING)
+        old_state = self._move(group, EventKind.CONTINUED, GroupState.GENERATING)
         group.num_requests += 1
         is_sure = is_sure or group.has_reservation
         self.of(group).num_sure += is_sure - group.is_sure
         group.is_sure = is_sure
         group.progress.num_replaced += sum(sample.num_tokens for sample in replaced)
         event = EventKind.CONTINUED
-        self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
+        self._publish(GroupEvent(event, group, old_state, num_replaced=len(replaced)))
 
     def keep(self, group: Group, graded: GradedGroup) -> None:
         """Keep a group for a train batch."""
-        before = self._move(group, EventKind.KEPT, GroupState.KEPT)
+        old_state = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
         self.of(group).ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
-        self._publish(GroupEvent(EventKind.KEPT, group, before))
+        self._publish(GroupEvent(EventKind.KEPT, group, old_state))
 
     def lease(self, batch_id: str, version: int, groups: Sequence[Group]) -> None:
         """Give kept groups to the trainer."""
@@ -483,8 +483,8 @@ class GroupTable(GroupCounts):
             self._check(group, EventKind.LEASED, GroupState.LEASED)
         self.ledger.lease(batch_id, version, [group.prompt_id for group in groups])
         for group in groups:
-            before = self._move(group, EventKind.LEASED, GroupState.LEASED)
-            self._publish(GroupEvent(EventKind.LEASED, group, before))
+            old_state = self._move(group, EventKind.LEASED, GroupState.LEASED)
+            self._publish(GroupEvent(EventKind.LEASED, group, old_state))
 
     def leased(self) -> list[Group]:
         """Return the groups of the open lease, in batch order."""
@@ -500,17 +500,17 @@ class GroupTable(GroupCounts):
         self.ledger.void_lease()
         for group in groups:
             if group.graded is not None:
-                before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
+                old_state = self._move(group, EventKind.RETURNED, GroupState.KEPT)
                 oldest_version, sequence = group.graded.oldest_version, group.prompt.sequence
                 self.of(group).ages.keep(group.prompt_id, oldest_version, sequence)
-                self._publish(GroupEvent(EventKind.RETURNED, group, before))
+                self._publish(GroupEvent(EventKind.RETURNED, group, old_state))
         return [group for group in groups if group.graded is None]
 
     def requeue(self, group: Group, why: CancelReason) -> None:
         """Give the current attempt up; the prompt waits for another one."""
-        before = self._move(group, EventKind.REQUEUED, GroupState.WAITING)
+        old_state = self._move(group, EventKind.REQUEUED, GroupState.WAITING)
         group.num_preemptions = group.num_preemptions + 1 if why is CancelReason.PREEMPTED else 0
-        self._publish(GroupEvent(EventKind.REQUEUED, group, before, why=why))
+        self._publish(GroupEvent(EventKind.REQUEUED, group, old_state, why=why))
         group.reset()
 
     def end(self, group: Group, ending: GroupEnding, graded: GradedGroup | None = None) -> None:
@@ -528,11 +528,11 @@ class GroupTable(GroupCounts):
         self.ledger.end(
             group.prompt_id, ending.end, step=ending.step, rewards=rewards, detail=ending.detail
         )
-        before = self._move(group, EventKind.ENDED, GroupState.ENDED)
+        old_state = self._move(group, EventKind.ENDED, GroupState.ENDED)
         group.graded = graded
         group.ending = ending
         del self._groups[group.prompt_id]
-        self._publish(GroupEvent(EventKind.ENDED, group, before))
+        self._publish(GroupEvent(EventKind.ENDED, group, old_state))
 
     def forget_data(self) -> None:
         """Forget the pending data-set prompts: their rows are issued again."""
@@ -541,16 +541,16 @@ class GroupTable(GroupCounts):
             self._check(group, EventKind.FORGOTTEN, GroupState.ENDED)
         self.ledger.forget_data()
         for group in forgotten:
-            before = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
+            old_state = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
             del self._groups[group.prompt_id]
-            self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
+            self._publish(GroupEvent(EventKind.FORGOTTEN, group, old_state))
 
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:
-            known = ", ".join(repr(name) for name in self.of_source if name) or "none"
+            known_names = ", ".join(repr(name) for name in self.of_source if name) or "none"
             raise DataError(
                 f"the ledger holds prompt '{prompt.prompt_id}' of the source '{prompt.source}', "
-                f"and sluice.sources has {known}; keep the names of sources within a run, or "
+                f"and sluice.sources has {known_names}; keep the names of sources within a run, or "
                 "choose another sluice.run_dir"
             )
 
@@ -561,33 +561,33 @@ class GroupTable(GroupCounts):
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
-    def _check(self, group: Group, event: EventKind, after: GroupState) -> None:
+    def _check(self, group: Group, event: EventKind, new_state: GroupState) -> None:
         sources, targets = TRANSITIONS[event]
-        if group.state not in sources or after not in targets:
+        if group.state not in sources or new_state not in targets:
             raise IllegalTransitionError(
-                f"prompt {group.prompt_id}: {event} may not lead from {group.state} to {after}"
+                f"prompt {group.prompt_id}: {event} may not lead from {group.state} to {new_state}"
             )
 
-    def _move(self, group: Group, event: EventKind, after: GroupState) -> GroupState:
+    def _move(self, group: Group, event: EventKind, new_state: GroupState) -> GroupState:
         """Change the state and the values that follow from it; return the old state."""
-        self._check(group, event, after)
-        before, group.state = group.state, after
-        if before is after:
-            return before
+        self._check(group, event, new_state)
+        old_state, group.state = group.state, new_state
+        if old_state is new_state:
+            return old_state
         of_source = self.of(group)
         for counts in (self.counts, of_source.counts):
-            counts[before] -= 1
-            counts[after] += 1
-        if before in IN_FLIGHT and after not in IN_FLIGHT:
+            counts[old_state] -= 1
+            counts[new_state] += 1
+        if old_state in IN_FLIGHT and new_state not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
             of_source.num_sure -= group.is_sure
             of_source.num_reserved -= group.has_reservation
             group.num_unrequested = 0
             group.is_sure = group.has_reservation = False
-            of_source.ages.left(group.prompt_id)
-        elif before is GroupState.KEPT:
+            of_source.ages.remove_running(group.prompt_id)
+        elif old_state is GroupState.KEPT:
             of_source.ages.remove(group.prompt_id)
-        return before
+        return old_state
 
     def _publish(self, event: GroupEvent) -> None:
         for observer in self._observers:
@@ -596,5 +596,5 @@ class GroupTable(GroupCounts):
 
 def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count samples by how they ended: ``scored`` or a `FailureKind`; without those that are 0."""
-    names = (SCORED if isinstance(each, Scored) else each.kind.value for each in outcomes)
+    names = (SCORED if isinstance(outcome, Scored) else outcome.kind.value for outcome in outcomes)
     return dict(Counter(names))

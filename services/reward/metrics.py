@@ -49,7 +49,7 @@ class BatchHistory:
         self._staleness = Histogram("sluice_reward_staleness_versions")
         self.num_formed = self.num_at_bound = 0
 
-    def formed(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
+    def note_batch(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
         """Note a batch for `version`, formed `fill_s` seconds after the previous one."""
         self.num_formed += 1
         self._fill_s.observe(fill_s)
@@ -110,13 +110,13 @@ class DemandMeter:
         self._num_batches = 0
         self.slot_seconds = self.starved_s = 0.0
 
-    def look(self, now_s: float) -> None:
+    def measure(self, now_s: float) -> None:
         """Note the state of the loop at `now_s`, on a monotonic clock."""
         facts = self._facts()
         if self._latest is not None:
-            before_s, before = self._latest
-            self.slot_seconds += before.slots_in_use * (now_s - before_s)
-            self.starved_s += (now_s - before_s) * before.is_starved
+            before_s, previous = self._latest
+            self.slot_seconds += previous.slots_in_use * (now_s - before_s)
+            self.starved_s += (now_s - before_s) * previous.is_starved
         self._latest = (now_s, facts)
         if facts.num_batches != self._num_batches:
             self._num_batches = facts.num_batches
@@ -130,11 +130,11 @@ class DemandMeter:
         if self._latest is None or not self._marks:
             return None
         now_s, facts = self._latest
-        first = self._marks[0]
+        first_mark = self._marks[0]
         use = FleetUse(
-            now_s - first.at_s,
-            self.starved_s - first.starved_s,
-            self.slot_seconds - first.slot_seconds,
+            now_s - first_mark.at_s,
+            self.starved_s - first_mark.starved_s,
+            self.slot_seconds - first_mark.slot_seconds,
         )
         return slots_needed(use, facts.num_slots)
 
@@ -148,7 +148,7 @@ class DemandMeter:
         return replicas_needed(slots, num_slots=facts.num_slots, num_replicas=facts.num_replicas)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         """Look regularly while the block runs, in the running event loop."""
         loop = asyncio.get_running_loop()
         upcoming: asyncio.TimerHandle | None = None
@@ -156,7 +156,7 @@ class DemandMeter:
         def look() -> None:
             nonlocal upcoming
             upcoming = loop.call_later(_INTERVAL_S, look)
-            self.look(time.monotonic())
+            self.measure(time.monotonic())
 
         look()
         try:
@@ -185,10 +185,10 @@ class RewardMetrics:
     def readings(self) -> Iterator[InstrumentReading]:
         """Yield all readings; called in the event loop."""
         yield from self._prompts()
-        yield from self._counted()
+        yield from self._count_readings()
         yield from self._batch()
         yield from self.history.readings()
-        yield from self._demanded()
+        yield from self._demand_readings()
 
     def _prompts(self) -> Iterator[InstrumentReading]:
         ledger, groups = self.app.ledger, self.app.groups
@@ -199,7 +199,7 @@ class RewardMetrics:
             yield reading("sluice_reward_prompts", groups.counts[state], state)
         yield reading("sluice_reward_queued_groups", self.app.queue.num_waiting)
 
-    def _counted(self) -> Iterator[InstrumentReading]:
+    def _count_readings(self) -> Iterator[InstrumentReading]:
         counts = self.app.statistics()
         for row, name in exported_rows("reward").items():
             yield reading(name, counts.get(row, 0.0))
@@ -209,8 +209,8 @@ class RewardMetrics:
                 counts.get(f"reward/outcomes/{outcome}", 0.0),
                 outcome,
             )
-        for what, name in _AGAIN.items():
-            yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), what)
+        for kind, name in _AGAIN.items():
+            yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), kind)
         yield reading("sluice_reward_scorer_seconds_total", self.app.counters.scorers.busy_seconds)
 
     def _batch(self) -> Iterator[InstrumentReading]:
@@ -223,11 +223,11 @@ class RewardMetrics:
         if (version := self.app.groups.policy_version) is not None:
             yield reading("sluice_reward_policy_version", version)
         yield reading("sluice_reward_replicas", len(self.app.queue.fleet.announced))
-        for kind, wait in loop.awaited().items():
+        for kind, wait in loop.waits().items():
             # The kind of a lease ends with its step.
             yield reading("sluice_reward_awaited_seconds", wait.seconds, kind.partition(" ")[0])
 
-    def _demanded(self) -> Iterator[InstrumentReading]:
+    def _demand_readings(self) -> Iterator[InstrumentReading]:
         yield reading("sluice_rollout_used_slot_seconds_total", self.demand.slot_seconds)
         yield reading("sluice_rollout_starved_seconds_total", self.demand.starved_s)
         if (slots := self.demand.slots) is not None:
@@ -241,7 +241,11 @@ def fleet_status(app: RewardApp, num_batches: int) -> FleetStatus:
 
     Replicas that only serve a validation do not count.
     """
-    replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
+    replicas = [
+        announced
+        for announced in app.queue.fleet.announced
+        if announced.use is not ReplicaUse.VALIDATION
+    ]
     generates = app.groups.counts[GroupState.GENERATING] > 0 and app.dispatcher.is_training_sampled
     return FleetStatus(
         num_batches,
@@ -261,10 +265,10 @@ def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
         return
     history = BatchHistory(config.sluice.asynchrony.max_staleness)
     demand = DemandMeter(lambda: fleet_status(app, history.num_formed))
-    app.counters.on_batch = history.formed
+    app.counters.on_batch = history.note_batch
     metrics = RewardMetrics(app, history, demand, config.data.train_batch_size)
-    who = ProcessName("reward", name, restarts())
-    with demand.looking(), served_metrics(config.sluice, endpoint, who, metrics.readings):
+    process = ProcessName("reward", name, restarts())
+    with demand.measuring(), served_metrics(config.sluice, endpoint, process, metrics.readings):
         yield
 
 
@@ -294,4 +298,4 @@ def work_state(app: RewardApp, patience_s: float) -> WorkState:
     generates = groups.counts[GroupState.GENERATING] > 0 and has_fleet and not is_outside
     progress = (groups.policy_version, groups.num_kept, app.counters.progress)
     has_work = generates or groups.counts[GroupState.GRADING] > 0
-    return WorkState(progress, has_work, patience_s, tuple(app.loop.awaited().values()))
+    return WorkState(progress, has_work, patience_s, tuple(app.loop.waits().values()))

@@ -78,15 +78,15 @@ async def regrade_all(folder: Path, config: RunConfig) -> None:
 
 async def _regrade_file(grader: Grader, file: Path, draft: BinaryIO) -> None:
     prompts = (prompt for _, prompt in read_responses(file))
-    while some := await asyncio.to_thread(_next, prompts):
+    while batch := await asyncio.to_thread(_next, prompts):
         async with asyncio.TaskGroup() as tasks:
             graded = [
-                tasks.create_task(_regrade(grader, one), name=f"prompt {one.position}")
-                for one in some
+                tasks.create_task(_regrade(grader, stored), name=f"prompt {stored.position}")
+                for stored in batch
             ]
         for task in graded:
             draft.write(msgspec.json.encode(task.result()) + b"\n")
-        print(len(some), flush=True)  # noqa: T201 - the caller counts
+        print(len(batch), flush=True)  # noqa: T201 - the caller counts
 
 
 def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
@@ -95,15 +95,15 @@ def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
 
 async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
     """Return the prompt with new outcomes, failures too, of the samples that scorers grade."""
-    chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
+    chosen = [number for number, sample in enumerate(stored.samples) if _is_for_scorers(sample)]
     prompt = _prompt(stored)
     rollouts = [_rollout(number, stored.samples[number]) for number in chosen]
     outcomes = await grader.outcomes(prompt, rollouts)
     samples = list(stored.samples)
     for number, outcome in zip(chosen, outcomes, strict=True):
-        before = samples[number]
+        old_sample = samples[number]
         samples[number] = msgspec.structs.replace(
-            before.graded(outcome), earlier=[*before.earlier, before.grade]
+            old_sample.graded(outcome), earlier=[*old_sample.earlier, old_sample.grade]
         )
     return msgspec.structs.replace(stored, samples=samples)
 
@@ -122,7 +122,7 @@ def _prompt(stored: StoredPrompt) -> Prompt:
     return Prompt(
         prompt_id=f"position {stored.position}",
         sequence=stored.position,
-        messages=tuple(ChatMessage(one.role, one.content) for one in stored.prompt),
+        messages=tuple(ChatMessage(message.role, message.content) for message in stored.prompt),
         data_source=stored.data_source,
         ground_truth="null" if text is None else text,
         origin=PromptOrigin.DATASET,
@@ -138,7 +138,7 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
     with suppress(ValueError):
         finish = FinishReason(sample.finish_reason)
     count = sample.tokens
-    one = Rollout.of_one_turn(
+    one_turn = Rollout.of_one_turn(
         number,
         absent_tokens(count),
         absent_logprobs(count),
@@ -148,7 +148,7 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
     )
     # Graders read the number of turns and the longest path. As many roots as turns give the right
     # number and keep the longest path at the sample's tokens.
-    return replace(one, turns=one.turns * max(sample.turns, 1))
+    return replace(one_turn, turns=one_turn.turns * max(sample.turns, 1))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -160,10 +160,10 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("folder", type=Path, help="of the evaluation")
     parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     end_with_supervisor()
-    config = load_config(given.folder / CONFIG_NAME, given.overrides)
-    asyncio.run(regrade_all(given.folder, config))
+    config = load_config(arguments.folder / CONFIG_NAME, arguments.overrides)
+    asyncio.run(regrade_all(arguments.folder, config))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.types import Scored
 
 
-async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
+async def try_rows(trial: ScorerTrial) -> list[TrialAnswer]:
     """Grade the rows, or only the first ones if grading takes long; return the answers.
 
     Raises:
@@ -48,7 +48,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
 
 def main() -> None:
     """Write answers to standard output, and nothing else."""
-    answer_asked(ScorerTrial, lambda trial: asyncio.run(tried(trial)))
+    answer_asked(ScorerTrial, lambda trial: asyncio.run(try_rows(trial)))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
         # Before `durable`: a call that repeats this one, after a slow disk, gets no groups to
         # write.
-        await self._app.dumps.trained(groups, request.step)
+        await self._app.dumps.write_trained(groups, request.step)
         await self._app.ledger.durable()
         return reward.AcknowledgeBatchResponse()
 
@@ -169,8 +169,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Adopt a version and its fleet."""
         check_announcement(request)
         is_new = request.trainer_instance_id != self._trainer
-        if is_new and (other := other_version(request.sluice_version)):
-            logger.warning("trainer %s %s", request.trainer_instance_id, other)
+        if is_new and (mismatch := other_version(request.sluice_version)):
+            logger.warning("trainer %s %s", request.trainer_instance_id, mismatch)
         self._trainer = request.trainer_instance_id
         await self._app.loop.announce(
             request.trainer_instance_id,
@@ -206,9 +206,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        async with self._leases().taking(
+        async with self._leases().leasing(
             request.count, request.wait_s, request.holder, request.keep_alive_s
-        ) as taken:
+        ) as episodes:
             # Before the wait: if a group is given up during it, its leases are refused later.
             leases = [
                 lease_to_proto(
@@ -217,7 +217,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     sample_index=episode.task.sample_index,
                     deadline_s=episode.task.timeout_s,
                 )
-                for episode in taken
+                for episode in episodes
             ]
             await self._app.ledger.durable()
         return reward.LeaseSamplesResponse(leases=leases)
@@ -273,14 +273,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             check_prompt(request, limits.max_prompt_turns)
             check_submitted_images(request, self._images)
-            sent = _prompt_from_proto(
+            prompt = _prompt_from_proto(
                 request,
                 extra_info_of(request.extra_info, "extra_info", limits.max_extra_info_kb << 10),
             )
         except InvalidRequestError as error:
             session.put(Receipt.refusal(request.prompt_id, error))
             return
-        self._app.submissions.submit(sent, session)
+        self._app.submissions.submit(prompt, session)
 
     async def _read_prompts(
         self, requests: AsyncIterator[reward.SubmitPromptsRequest], session: SubmissionSession
@@ -394,7 +394,7 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
 
 def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
     loop, ledger = app.loop, app.ledger
-    awaited = loop.awaited().values()
+    awaited = loop.waits().values()
     replicas: list[common.Replica] = [
         announced_to_proto(replica) for replica in app.queue.fleet.announced
     ]

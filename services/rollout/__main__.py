@@ -92,9 +92,9 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             await server.start()
             try:
                 replica = _replica(config, identity, server.port, engine)
-                with _observed(config, replica, engine):
+                with _observability(config, replica, engine):
                     exempt_start_up()  # exclude the model's objects from garbage collection
-                    await _take_part(config, engine, replica, server, credentials, stop)
+                    await _stay_registered(config, engine, replica, server, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -102,9 +102,9 @@ async def _run_replica(config: RunConfig, name: str) -> None:
 
 
 @contextmanager
-def _observed(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> Iterator[None]:
+def _observability(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> Iterator[None]:
     """Run the replica's watchdog and serve its metrics while the block runs."""
-    who = ProcessName("rollout", replica.name, restarts())
+    process = ProcessName("rollout", replica.name, restarts())
     endpoint = config.sluice.rollout.endpoint
     with (
         watched_service(
@@ -113,7 +113,7 @@ def _observed(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> Iterat
             lambda: work_state(engine.load()),
             address=replica.address,
         ),
-        served_metrics(config.sluice, endpoint, who, lambda: load_readings(engine.load())),
+        served_metrics(config.sluice, endpoint, process, lambda: load_readings(engine.load())),
     ):
         yield
 
@@ -196,7 +196,7 @@ def _replica(
     )
 
 
-async def _take_part(
+async def _stay_registered(
     config: RunConfig,
     engine: Engine,
     replica: ReplicaInfo,
@@ -231,12 +231,12 @@ def main() -> int:
         "services.rollout", "Serves one rollout replica.", "--config run.yaml --name rollout-0"
     )
     parser.add_argument("--name", required=True, help="stable name, unique in the fleet")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     def run() -> None:
-        asyncio.run(_serve(load_config(given.config, given.overrides), given.name))
+        asyncio.run(_serve(load_config(arguments.config, arguments.overrides), arguments.name))
 
-    return exit_status(given.name, run)
+    return exit_status(arguments.name, run)
 
 
 if __name__ == "__main__":

@@ -141,9 +141,9 @@ class Bridge:
     @property
     def refusals(self) -> Mapping[History, str]:
         """Why conversations of a kind are not continued; empty if they are."""
-        return {kind: self._refused(kind) for kind in _KINDS}
+        return {kind: self._why_refused(kind) for kind in _KINDS}
 
-    def continued(
+    def extend_tokens(
         self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> TokenIds:
         """Return the earlier tokens, then those of new turns and of the generation prompt.
@@ -167,14 +167,16 @@ class Bridge:
         if messages[0].role == TOOL and self._repeats_calls:
             calls = self._last_calls(earlier, messages, tools)
         added = self._access.encode(self._after_answer(messages, tools, calls))
-        ends = {added[0]}
+        end_tokens = {added[0]}
         if self._calls.close in ("", self._close):  # otherwise it may be the role of the next turn
-            ends |= self._access.end_tokens
-        has_ended = int(earlier[-1]) in ends
+            end_tokens |= self._access.end_tokens
+        has_ended = int(earlier[-1]) in end_tokens
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
     def _reason(self, role: str, earlier: TokenIds) -> str:
-        without, with_thoughts = (self._refused(History(role, thinks)) for thinks in (False, True))
+        without, with_thoughts = (
+            self._why_refused(History(role, thinks)) for thinks in (False, True)
+        )
         # Do not decode long texts if it makes no difference.
         _, end_think = thought_marks(self.tool_format)
         if without == with_thoughts or end_think not in self._access.decode(earlier):
@@ -185,11 +187,13 @@ class Bridge:
     def _close(self) -> str:
         """The text of the token that the template writes after an answer."""
         past = [_QUESTION, ChatMessage(_ASSISTANT, self._mark), _QUESTION]
-        after = self._access.render(past, ()).partition(self._mark)[2]
-        first = self._access.encode(after)[:1]
-        end = self._access.control_tokens.get(first[0], "") if first else ""
-        if not end or not after.startswith(end):
-            raise HistoryRewrittenError(f"no end token follows an answer, but {shown(after[:20])}")
+        text_after = self._access.render(past, ()).partition(self._mark)[2]
+        first_ids = self._access.encode(text_after)[:1]
+        end = self._access.control_tokens.get(first_ids[0], "") if first_ids else ""
+        if not end or not text_after.startswith(end):
+            raise HistoryRewrittenError(
+                f"no end token follows an answer, but {shown(text_after[:20])}"
+            )
         return end
 
     @cached_property
@@ -200,7 +204,7 @@ class Bridge:
             return _Calls()
         unread = _Calls()
         for number, ids in itertools.product((2, 1), _IDS):
-            answer = self._calling("", [self._mark] * number, ids)
+            answer = self._calling_message("", [self._mark] * number, ids)
             try:
                 head = self._access.render([_QUESTION], [_PROBE])
                 text = self._access.render([_QUESTION, answer, *_results(answer)], [_PROBE])
@@ -208,33 +212,33 @@ class Bridge:
                 continue
             if self._mark not in text:
                 break
-            tool_format, end = self._read_back(text[_num_shared(head, text) :], answer)
+            tool_format, end = self._answer_format(text[_num_shared(head, text) :], answer)
             if end:
                 return _Calls(number, tool_format, ids, end)
             unread = unread if unread.max_calls else _Calls(number, PLAIN, ids, close)
         return unread
 
-    def _read_back(self, text: str, answer: ChatMessage) -> tuple[str, str]:
+    def _answer_format(self, text: str, answer: ChatMessage) -> tuple[str, str]:
         """Return the format that reads an answer's calls, and the end token after them."""
         places = ((text.find(end), end) for end in self._access.control_tokens.values())
-        for place, end in sorted(found for found in places if found[0] >= 0):
+        for place, end in sorted(match for match in places if match[0] >= 0):
             for tool_format in TOOL_FORMATS:
                 calls = read_answer(text[:place], tool_format, [_PROBE]).tool_calls
                 if _same_calls(calls, answer):
                     return tool_format, end
         return PLAIN, ""
 
-    def _calling(
+    def _calling_message(
         self, content: str, texts: Sequence[str], ids: str, tool: tuple[str, int] = (_PROBE.name, 0)
     ) -> ChatMessage:
-        name, first = tool
+        name, first_number = tool
         calls = tuple(
             ToolCall(
                 name,
                 json.dumps({"text": text}, ensure_ascii=False),
                 ids.format(name=name, number=number),
             )
-            for number, text in enumerate(texts, first)
+            for number, text in enumerate(texts, first_number)
         )
         return ChatMessage(_ASSISTANT, content, calls)
 
@@ -257,7 +261,7 @@ class Bridge:
     @cached_property
     def _after_result(self) -> str:
         """What the template writes after a result."""
-        called = self._calling("", ["7"], self._calls.ids)
+        called = self._calling_message("", ["7"], self._calls.ids)
         result = replace(_results(called)[0], content=self._mark)
         return self._access.render([_QUESTION, called, result], [_PROBE]).rpartition(self._mark)[2]
 
@@ -266,10 +270,10 @@ class Bridge:
     ) -> Sequence[ToolCall]:
         """Return the calls whose results the new turns begin with."""
         results = list(itertools.takewhile(lambda message: message.role == TOOL, messages))
-        said = self._access.decode(earlier).removesuffix(self._calls.close)
-        for before in (self._prompt, self._after_result):  # some write no prompt after results
-            said = said.rpartition(before)[2] if before else said
-        calls = read_answer(said, self.tool_format, tools).tool_calls[: len(results)]
+        answer_text = self._access.decode(earlier).removesuffix(self._calls.close)
+        for prompt_text in (self._prompt, self._after_result):  # some write no prompt after results
+            answer_text = answer_text.rpartition(prompt_text)[2] if prompt_text else answer_text
+        calls = read_answer(answer_text, self.tool_format, tools).tool_calls[: len(results)]
         if len(calls) < len(results):
             raise HistoryRewrittenError(
                 "prompt.continuation: a result follows no call that is read, and the template "
@@ -294,12 +298,12 @@ class Bridge:
         past, close = ChatMessage(_ASSISTANT, self._mark), self._close
         if messages[0].role == TOOL and self._calls.max_calls:
             past, close = (
-                self._calling("", [self._mark], self._calls.ids, _OTHER),
+                self._calling_message("", [self._mark], self._calls.ids, _OTHER),
                 self._calls.close,
             )
             marked = json.dumps({"text": self._mark})
-            same = tuple(replace(call, arguments=marked) for call in calls)
-            past = replace(past, tool_calls=same or past.tool_calls)
+            marked_calls = tuple(replace(call, arguments=marked) for call in calls)
+            past = replace(past, tool_calls=marked_calls or past.tool_calls)
         text = self._access.render([_QUESTION, past, *messages], tools)
         _, closing, added = text.rpartition(self._mark)[2].partition(close)
         if not closing:
@@ -309,7 +313,7 @@ class Bridge:
             )
         return close + added
 
-    def _refused(self, kind: History) -> str:
+    def _why_refused(self, kind: History) -> str:
         if kind not in self._refusals:
             self._refusals[kind] = self._refusal(kind)
         return self._refusals[kind]
@@ -331,50 +335,52 @@ class Bridge:
             thoughts = f"{think}\n{_words(rng)}\n{end_think}\n\n" if kind.thinks else ""
             if tools:
                 texts = [_words(rng) for _ in range(rng.randint(1, self._calls.max_calls))]
-                answer = self._calling(thoughts, texts, self._calls.ids)
+                answer = self._calling_message(thoughts, texts, self._calls.ids)
                 if think != THINK:  # only the template knows where to write them
                     reasoning = read_answer(thoughts, self.tool_format).reasoning
                     answer = replace(answer, content="", reasoning=reasoning)
             else:
                 answer = ChatMessage(_ASSISTANT, thoughts + _words(rng))
-            new = _results(answer) or [ChatMessage(kind.role, _words(rng))]
-            self._prove_turn(messages, answer, new, tools)
-            messages += [answer, *new]
+            new_messages = _results(answer) or [ChatMessage(kind.role, _words(rng))]
+            self._prove_turn(messages, answer, new_messages, tools)
+            messages += [answer, *new_messages]
 
     def _prove_turn(
         self,
-        before: Sequence[ChatMessage],
+        history: Sequence[ChatMessage],
         answer: ChatMessage,
-        new: Sequence[ChatMessage],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> None:
-        head = self._access.render(before, tools)
-        full = self._access.render([*before, answer, *new], tools)
-        added = self._after_answer(new, tools, answer.tool_calls if self._repeats_calls else ())
-        said = full[len(head) :].removesuffix(added)
+        head = self._access.render(history, tools)
+        full = self._access.render([*history, answer, *new_messages], tools)
+        added = self._after_answer(
+            new_messages, tools, answer.tool_calls if self._repeats_calls else ()
+        )
+        answer_text = full[len(head) :].removesuffix(added)
         if not full.startswith(head):
             raise HistoryRewrittenError("what comes before an answer changes once it is history")
-        if len(head) + len(said) + len(added) != len(full):
+        if len(head) + len(answer_text) + len(added) != len(full):
             raise HistoryRewrittenError("new turns are not always written alike")
-        if not self._is_verbatim(said, answer, tools):
-            given = answer.content or answer.tool_calls[0].arguments
-            raise HistoryRewrittenError(f"{shown(given)} becomes {shown(said)}")
-        if any(message.content not in added for message in new):
-            raise HistoryRewrittenError(f"turns of {new[0].role} are left out or changed")
+        if not self._is_verbatim(answer_text, answer, tools):
+            part = answer.content or answer.tool_calls[0].arguments
+            raise HistoryRewrittenError(f"{shown(part)} becomes {shown(answer_text)}")
+        if any(message.content not in added for message in new_messages):
+            raise HistoryRewrittenError(f"turns of {new_messages[0].role} are left out or changed")
         encode = self._access.encode
-        if encode(full) != encode(head + said) + encode(added):
+        if encode(full) != encode(head + answer_text) + encode(added):
             raise HistoryRewrittenError("new turns share tokens with what is before")
 
-    def _is_verbatim(self, said: str, answer: ChatMessage, tools: Sequence[Tool]) -> bool:
+    def _is_verbatim(self, answer_text: str, answer: ChatMessage, tools: Sequence[Tool]) -> bool:
         if not answer.tool_calls:
-            return said == answer.content
+            return answer_text == answer.content
         if self.tool_format == PLAIN:  # nothing here reads its calls
             text = json.loads(answer.tool_calls[-1].arguments)["text"]
-            after = said.rpartition(text)[2]
-            return said.startswith(answer.content) and not any(
-                token in after for token in self._access.control_tokens.values()
+            text_after = answer_text.rpartition(text)[2]
+            return answer_text.startswith(answer.content) and not any(
+                token in text_after for token in self._access.control_tokens.values()
             )
-        parsed = read_answer(said, self.tool_format, tools)
+        parsed = read_answer(answer_text, self.tool_format, tools)
         thoughts = answer.reasoning or read_answer(answer.content, self.tool_format).reasoning
         is_alone = not parsed.content and parsed.reasoning == thoughts
         return is_alone and _same_calls(parsed.tool_calls, answer)

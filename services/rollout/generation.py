@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
-from services.rollout.engines.text import Decode, IncrementalDetokenizer, before_stop, stable_prefix
+from services.rollout.engines.text import Decode, IncrementalDetokenizer, cut_at_stop, stable_prefix
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import (
@@ -58,7 +58,7 @@ class StreamedText:
         self._num_sent += len(stable)
         return stable
 
-    def rest_of(self, text: str) -> str:
+    def unsent_text(self, text: str) -> str:
         """Return the unsent rest of the whole text of a finished response."""
         return text[self._num_sent :]
 
@@ -197,25 +197,25 @@ class GenerationRunner:
         for partial in request.partials:
             growing[partial.sample_index].adopt(partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
-        ended = asyncio.Event()
+        has_ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pump(request, inbox, ended, options), name="engine")
+            tasks.create_task(self._pump(request, inbox, has_ended, options), name="engine")
             while growing:
-                arrived = [await self._next(inbox, options, send)]
+                arrived = [await self._next_chunks(inbox, options, send)]
                 # A finished sample waits a little for others: one message costs less than several.
-                ends = any(chunk.finish_reason is not None for chunk in arrived[0])
-                if ends and options.linger_s > 0 and len(growing) > 1:
-                    await _linger(ended, options.linger_s)
+                has_end = any(chunk.finish_reason is not None for chunk in arrived[0])
+                if has_end and options.linger_s > 0 and len(growing) > 1:
+                    await _wait_for_others(has_ended, options.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
                 chunks = tuple(chain(*arrived))
                 event = self._event(chunks, growing, options, stops)
                 for prompt_logprobs in (
-                    one.prompt_logprobs for one in chunks if one.prompt_logprobs
+                    chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs
                 ):
                     # In a thread: a long prompt has a text for each of its many tokens.
                     scored = await asyncio.to_thread(
-                        _with_texts, prompt_logprobs, request.prompt_token_ids, self._decode
+                        _add_texts, prompt_logprobs, request.prompt_token_ids, self._decode
                     )
                     event = replace(event, scored_prompt=scored)
                 if event.deltas or event.rollouts or event.scored_prompt:
@@ -223,7 +223,7 @@ class GenerationRunner:
                 if growing and not all(arrived):  # the pump's end came too early
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
-    async def _next(
+    async def _next_chunks(
         self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], options: StreamSettings, send: Send
     ) -> tuple[SampleChunk, ...]:
         """Return the next chunks; report at intervals that the engine samples while none come.
@@ -233,7 +233,7 @@ class GenerationRunner:
         """
         if options.partial_interval_s is None:
             return await inbox.get()
-        seen: int | None = None
+        num_reported: int | None = None
         while True:
             try:
                 async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * options.partial_interval_s):
@@ -241,18 +241,18 @@ class GenerationRunner:
             except TimeoutError:
                 load = self._engine.load()
                 may_wait = load.queued or load.slots_may_wait
-                if may_wait and load.generated_tokens != seen:
-                    seen = load.generated_tokens
-                    await send(GenerationEvent((), (), engine_tokens=seen))
+                if may_wait and load.generated_tokens != num_reported:
+                    num_reported = load.generated_tokens
+                    await send(GenerationEvent((), (), engine_tokens=num_reported))
 
     async def _pump(
         self,
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
-        ended: asyncio.Event,
+        has_ended: asyncio.Event,
         options: StreamSettings,
     ) -> None:
-        """Move chunks into `inbox`, and an empty tuple at the end; then set `ended`.
+        """Move chunks into `inbox`, and an empty tuple at the end; then set `has_ended`.
 
         The queue is bounded by the request: an engine yields at most one chunk a token.
         """
@@ -266,7 +266,7 @@ class GenerationRunner:
                 if chunks:
                     inbox.put_nowait(chunks)
         inbox.put_nowait(())
-        ended.set()
+        has_ended.set()
 
     def _event(
         self,
@@ -280,17 +280,19 @@ class GenerationRunner:
         new_tokens = 0
         # Tokens of a sample that is sent whole in this event need no deltas of their own.
         finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
-        for chunk in chain.from_iterable(map(_by_token, chunks)) if options.every_token else chunks:
+        for chunk in (
+            chain.from_iterable(map(_split_by_token, chunks)) if options.every_token else chunks
+        ):
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
             new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
             sample.num_held += int(chunk.token_ids.size)
             if chunk.finish_reason is not None:
-                ended = self._finished(chunk, sample, options, stops)
-                rollouts.append(ended)
+                rollout = self._finished_rollout(chunk, sample, options, stops)
+                rollouts.append(rollout)
                 # What an aborted sample held back is sent where it is continued, if at all.
                 if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.text.rest_of(ended.text)
+                    new_text += sample.text.unsent_text(rollout.text)
                 del growing[index]
             is_sent = sample.text is not None or (options.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
@@ -300,7 +302,7 @@ class GenerationRunner:
                 sample.num_held = 0
         return GenerationEvent(tuple(deltas), tuple(rollouts), new_tokens)
 
-    def _finished(
+    def _finished_rollout(
         self,
         chunk: SampleChunk,
         sample: _StreamedSample,
@@ -312,21 +314,21 @@ class GenerationRunner:
         answer = None
         if options.read_answer is not None and reason is not FinishReason.ABORTED:
             answer = options.read_answer(ids)
-        text = before_stop(self._decode(ids), stops)
+        text = cut_at_stop(self._decode(ids), stops)
         return sample.grown.rollout(chunk.sample_index, reason, text, chunk.routing, answer)
 
 
-def _by_token(chunk: SampleChunk) -> Iterator[SampleChunk]:
+def _split_by_token(chunk: SampleChunk) -> Iterator[SampleChunk]:
     """Split a chunk, since an engine may join tokens, and each has a text of its own."""
-    last = max(chunk.token_ids.size - 1, 0)
+    last_index = max(chunk.token_ids.size - 1, 0)
     ids, logprobs = chunk.token_ids, chunk.behavior_logprobs
-    for one in range(last):
-        of_one = slice(one, one + 1)
-        yield SampleChunk(chunk.sample_index, ids[of_one], logprobs[of_one], chunk.version, None)
-    yield replace(chunk, token_ids=ids[last:], behavior_logprobs=logprobs[last:])
+    for index in range(last_index):
+        token = slice(index, index + 1)
+        yield SampleChunk(chunk.sample_index, ids[token], logprobs[token], chunk.version, None)
+    yield replace(chunk, token_ids=ids[last_index:], behavior_logprobs=logprobs[last_index:])
 
 
-def _with_texts(prompt_logprobs: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:
+def _add_texts(prompt_logprobs: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:
     growing = IncrementalDetokenizer(decode)
     texts = [growing.push((token,)) for token in prompt.tolist()]
     # Bytes at the end that are no text belong to the last token.
@@ -336,10 +338,10 @@ def _with_texts(prompt_logprobs: PromptLogprobs, prompt: TokenIds, decode: Decod
     return ScoredPrompt(prompt_logprobs, tuple(texts), tuple(text_of[token] for token in tops))
 
 
-async def _linger(ended: asyncio.Event, seconds: float) -> None:
+async def _wait_for_others(has_ended: asyncio.Event, seconds: float) -> None:
     """Wait for other samples, until no more can come."""
     try:
         async with asyncio.timeout(seconds):
-            await ended.wait()
+            await has_ended.wait()
     except TimeoutError:
         return

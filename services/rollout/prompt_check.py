@@ -23,19 +23,19 @@ from sluice.vision.vision_shape import reads_images
 _TORCH = "torch"
 
 
-def measured(asked: PromptsToMeasure) -> list[int | str]:
+def measure_prompts(request: PromptsToMeasure) -> list[int | str]:
     """Return the tokens of each prompt, or the reason why it is refused."""
-    if not (asked.trust_remote_code or reads_images(asked.model)):
+    if not (request.trust_remote_code or reads_images(request.model)):
         sys.modules[_TORCH] = None  # type: ignore[assignment]  # an import of it fails
     from services.rollout.prompt_encoder import PromptEncoder
 
     encoder = PromptEncoder(
-        Path(asked.model),
-        template_kwargs=asked.template_kwargs,
-        trust_remote_code=asked.trust_remote_code,
+        Path(request.model),
+        template_kwargs=request.template_kwargs,
+        trust_remote_code=request.trust_remote_code,
     )
     answers: list[int | str] = []
-    for turns in asked.prompts:
+    for turns in request.prompts:
         messages = [ChatMessage(role, content) for role, content in turns]
         try:
             answers.append(int(encoder.encode_chat(messages).size))
@@ -47,7 +47,7 @@ def measured(asked: PromptsToMeasure) -> list[int | str]:
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    answer_asked(PromptsToMeasure, measured)
+    answer_asked(PromptsToMeasure, measure_prompts)
 
 
 if __name__ == "__main__":

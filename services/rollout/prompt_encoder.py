@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from services.rollout.continuation import TOOL, USER, Bridge, TemplateAccess
-from services.rollout.engines.text import before_stop
+from services.rollout.engines.text import cut_at_stop
 from services.rollout.tool_calls import PLAIN, marks_of, read_answer
 from sluice.errors import ConfigError, InvalidRequestError, SluiceError
 from sluice.types import IMAGE_MARK, Answer, ChatMessage, TokenIds, Tool
@@ -62,7 +62,7 @@ class PromptEncoder:
         tool_format: str = "",
     ) -> None:
         self._model_path = model_path
-        _refuse_own(template_kwargs, "data.apply_chat_template_kwargs", ConfigError)
+        _refuse_reserved(template_kwargs, "data.apply_chat_template_kwargs", ConfigError)
         self._template_kwargs = dict(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
         # The wrapper costs several times what the tokenizer itself does on short texts.
@@ -114,9 +114,9 @@ class PromptEncoder:
                 replace(message, role=USER, tool_call_id="") if is_lone else message
                 for message, is_lone in zip(messages, lone, strict=True)
             ]
-        text = self._rendered([turn(message) for message in messages], tools, arguments)
+        text = self._render([turn(message) for message in messages], tools, arguments)
         ids = self._tokens(text, add_special_tokens=add_special_tokens)
-        return self._images.expand(ids, images) if images and self._images else _some(ids)
+        return self._images.expand(ids, images) if images and self._images else _to_token_ids(ids)
 
     def encode_continuation(
         self,
@@ -144,7 +144,7 @@ class PromptEncoder:
             return earlier
         if tools:
             self._check_shown(arguments)
-        return self._bridge(arguments).continued(earlier, messages, tools)
+        return self._bridge(arguments).extend_tokens(earlier, messages, tools)
 
     @property
     def tool_format(self) -> str:
@@ -186,11 +186,11 @@ class PromptEncoder:
         ids = [
             id_ for id_ in token_ids.tolist() if control.get(id_) is None or control[id_] in marks
         ]
-        text = before_stop(self._with_control(ids), stops)
+        text = cut_at_stop(self._decode_with_control(ids), stops)
         family = self.tool_format
         return read_answer(text, tool_format or family, tools, family=family)
 
-    def _with_control(self, ids: list[int]) -> str:
+    def _decode_with_control(self, ids: list[int]) -> str:
         """Return the text of tokens, with those that are special."""
         decoder = self._tokenizer if self._fast is None else self._fast
         return str(decoder.decode(ids, skip_special_tokens=False))
@@ -216,11 +216,11 @@ class PromptEncoder:
     def _new_bridge(self, arguments: Mapping[str, Any]) -> Bridge:
         return Bridge(
             TemplateAccess(
-                lambda messages, tools: self._rendered(
+                lambda messages, tools: self._render(
                     [_turn(message) for message in messages], tools, arguments
                 ),
                 lambda text: self._tokens(text, add_special_tokens=False).tolist(),
-                lambda ids: self._with_control(ids.tolist()),
+                lambda ids: self._decode_with_control(ids.tolist()),
                 self._control_tokens,
                 self._end_tokens,
             )
@@ -240,11 +240,11 @@ class PromptEncoder:
                 f"whose model_type is {', '.join(sorted(FAMILIES))} (actor_rollout_ref.model.path)"
             )
 
-    def _template_arguments(self, given: Mapping[str, object]) -> dict[str, Any]:
-        _refuse_own(given, "chat_template_kwargs", InvalidRequestError)
-        return {**self._template_kwargs, **given}
+    def _template_arguments(self, row_arguments: Mapping[str, object]) -> dict[str, Any]:
+        _refuse_reserved(row_arguments, "chat_template_kwargs", InvalidRequestError)
+        return {**self._template_kwargs, **row_arguments}
 
-    def _rendered(
+    def _render(
         self,
         turns: list[dict[str, Any]],
         tools: Sequence[Tool],
@@ -278,7 +278,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: it has no token, or too many characters.
         """
-        return _some(self._tokens(text, add_special_tokens=add_special_tokens))
+        return _to_token_ids(self._tokens(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of response tokens, without special tokens."""
@@ -301,7 +301,7 @@ class PromptEncoder:
             )
 
 
-def _some(ids: TokenIds) -> TokenIds:
+def _to_token_ids(ids: TokenIds) -> TokenIds:
     if ids.size == 0:
         raise InvalidRequestError("prompt: no tokens; send at least one")
     return ids
@@ -390,11 +390,11 @@ def _image_prompts(model_path: Path, *, trust_remote_code: bool) -> ImagePromptR
     return load_image_prompts(model_path, trust_remote_code=trust_remote_code)
 
 
-def _refuse_own(given: Mapping[str, object], field: str, error: type[SluiceError]) -> None:
-    if taken := sorted(OWN_ARGUMENTS & given.keys()):
+def _refuse_reserved(arguments: Mapping[str, object], field: str, error: type[SluiceError]) -> None:
+    if reserved := sorted(OWN_ARGUMENTS & arguments.keys()):
         raise error(
-            f"{field}: {', '.join(taken)} cannot be set, since prompts are always rendered by the "
-            "model's template as text that waits for an answer; leave it out"
+            f"{field}: {', '.join(reserved)} cannot be set, since prompts are always rendered by "
+            "the model's template as text that waits for an answer; leave it out"
         )
 
 

@@ -142,8 +142,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             check_client_priority(request, self._max_client_priority)
         image_bytes = sum(map(len, request.prompt.chat.images))
         with (
-            _held(self._quota, client, len(request.sample_indexes)),
-            _held(self._images.quota, client, image_bytes),
+            _hold_quota(self._quota, client, len(request.sample_indexes)),
+            _hold_quota(self._images.quota, client, image_bytes),
             served(SpanName.SERVE, context) as span,
         ):
             span.set(
@@ -164,7 +164,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         prompt_token_ids = await self._prompt_tokens(request, is_own=is_own)
         decoded = self._decode(request, prompt_token_ids, partials, is_own=is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
-        await context.write(self._accepted(request.prompt, decoded.prompt_token_ids))
+        await context.write(self._accepted_to_proto(request.prompt, decoded.prompt_token_ids))
         began = Timestamp.now()
 
         async def send(event: GenerationEvent) -> None:
@@ -191,16 +191,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wait_report=present_waits_to_proto(_first_weights(load)),
         )
 
-    def _accepted(self, prompt: common.PromptInput, read: TokenIds) -> rollout.GenerateResponse:
+    def _accepted_to_proto(
+        self, prompt: common.PromptInput, prompt_ids: TokenIds
+    ) -> rollout.GenerateResponse:
         version = self._engine.load().version
         if version is None:
             raise NotReadyError(f"{self._identity.name}: no weights yet; try another replica")
         earlier = len(prompt.continuation.token_ids_u32) // 4
         return rollout.GenerateResponse(
             accepted=rollout.PromptAccepted(
-                prompt_token_ids_u32=token_ids_to_bytes(read),
+                prompt_token_ids_u32=token_ids_to_bytes(prompt_ids),
                 policy_version=version,
-                continued_text=self._encoder.decode(read[earlier:]) if earlier else "",
+                continued_text=self._encoder.decode(prompt_ids[earlier:]) if earlier else "",
             )
         )
 
@@ -247,7 +249,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if max_tokens:
             earlier = len(prompt.continuation.token_ids_u32) // 4
             check_sequence(earlier, min(max_tokens, longest))
-        ids = await self._encoded(prompt)
+        ids = await self._encode_prompt(prompt)
         if max_tokens:
             check_sequence(ids.size, min(max_tokens, longest))
             return ids
@@ -257,7 +259,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         check_context(ids.size, longest)
         return ids
 
-    async def _encoded(self, prompt: common.PromptInput) -> TokenIds:
+    async def _encode_prompt(self, prompt: common.PromptInput) -> TokenIds:
         match prompt.WhichOneof("input"):
             case "chat":
                 return await self._chat_tokens(prompt)
@@ -266,19 +268,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 return self._encoder.encode_text(prompt.text, add_special_tokens=adds)
             case "tokens":
                 field = "prompt.token_ids_u32"
-                return self._known_tokens(
+                return self._check_tokens(
                     token_ids_from_bytes(prompt.tokens.token_ids_u32, field), field
                 )
             case "continuation":
-                return self._continued(prompt.continuation)
+                return self._continue_prompt(prompt.continuation)
             case _:
                 raise InvalidRequestError(
                     "prompt: not set; send chat, text, tokens or a continuation"
                 )
 
-    def _continued(self, prompt: common.Continuation) -> TokenIds:
+    def _continue_prompt(self, prompt: common.Continuation) -> TokenIds:
         field = "prompt.continuation.token_ids_u32"
-        earlier = self._known_tokens(token_ids_from_bytes(prompt.token_ids_u32, field), field)
+        earlier = self._check_tokens(token_ids_from_bytes(prompt.token_ids_u32, field), field)
         # Before anything is rendered for tokens that are too many already.
         check_context(earlier.size, self._engine.max_model_len)
         return self._encoder.encode_continuation(
@@ -302,7 +304,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return encode()
         return await self._measuring_images.read(len(prompt.chat.images), encode)
 
-    def _known_tokens(self, ids: TokenIds, field: str) -> TokenIds:
+    def _check_tokens(self, ids: TokenIds, field: str) -> TokenIds:
         if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:
             raise InvalidRequestError(
                 f"{field}: send 1 or more ids below {self._engine.vocab_size}"
@@ -312,9 +314,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def _stream_settings(self, request: rollout.GenerateRequest) -> StreamSettings:
         interval_s = request.partial_interval_ms / 1000
         offered = request.prompt.chat.tools or request.prompt.continuation.tools
-        read = None
+        answer_reader = None
         if offered or request.tool_format:
-            read = functools.partial(
+            answer_reader = functools.partial(
                 self._encoder.read_answer,
                 stops=tuple(request.sampling.stop),
                 tool_format=request.tool_format,
@@ -324,11 +326,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
             partial_interval_s=interval_s if interval_s > 0 else None,
             linger_s=request.linger_ms / 1000,
-            read_answer=read,
+            read_answer=answer_reader,
         )
 
 
-def _held(
+def _hold_quota(
     quota: ClientQuota | None, client: str | None, amount: int
 ) -> AbstractContextManager[None]:
     return nullcontext() if quota is None else quota.held(client, amount)
@@ -343,9 +345,9 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
 def _messages(event: GenerationEvent) -> Iterator[rollout.GenerateResponse]:
     """Encode an event; each sample with experts in a message of its own: megabytes."""
     routed = [sample for sample in event.rollouts if sample.routing is not None]
-    rest = [sample for sample in event.rollouts if sample.routing is None]
-    if event.deltas or rest or event.engine_tokens is not None or event.scored_prompt:
-        yield _event_to_proto(event, rest)
+    other_samples = [sample for sample in event.rollouts if sample.routing is None]
+    if event.deltas or other_samples or event.engine_tokens is not None or event.scored_prompt:
+        yield _event_to_proto(event, other_samples)
     for sample in routed:
         yield rollout.GenerateResponse(rollouts=[rollout_to_proto(sample)])
 

@@ -124,16 +124,16 @@ def read_answer(
         family: the format in which ``plain``, which reads no calls, finds thoughts and text.
     """
     form = _FORMATS[family if tool_format == PLAIN else tool_format]
-    reasoning, rest = form.split(text)
+    reasoning, remainder = form.split(text)
     if tool_format == PLAIN:
-        return Answer(form.text(rest), reasoning)
+        return Answer(form.text(remainder), reasoning)
     try:
-        content, calls = form.read(rest, tools)
+        content, calls = form.read(remainder, tools)
     except _UnreadableError as error:
-        return Answer(rest, reasoning, tool_error=str(error))
+        return Answer(remainder, reasoning, tool_error=str(error))
     if len(calls) > MAX_CALLS:
         error_text = f"{len(calls)} tool calls; make at most {MAX_CALLS}"
-        return Answer(rest, reasoning, tool_error=error_text)
+        return Answer(remainder, reasoning, tool_error=error_text)
     numbered = (
         replace(call, call_id=call.call_id or f"call_{index}") for index, call in enumerate(calls)
     )
@@ -175,24 +175,24 @@ class _Format(NamedTuple):
 
 def _split_thoughts(text: str, think: str, end_think: str) -> tuple[str, str]:
     """Return thoughts and the rest. The generation prompt may have opened the thoughts."""
-    before, end, after = text.partition(end_think)
-    opened = before.lstrip().startswith(think)
+    text_before, end, text_after = text.partition(end_think)
+    opened = text_before.lstrip().startswith(think)
     if not end and not opened:
         return "", text
-    thoughts = before.partition(think)[2] if opened else before
-    return thoughts.strip("\n"), after.lstrip("\n")
+    thoughts = text_before.partition(think)[2] if opened else text_before
+    return thoughts.strip("\n"), text_after.lstrip("\n")
 
 
 def _split_channels(text: str) -> tuple[str, str]:
     """Return the analysis of an answer in channels, and its other messages."""
-    thoughts, others = list[str](), list[str]()
+    thoughts, other_messages = list[str](), list[str]()
     for number, message in enumerate(text.split(_START)):
         header, _, body = message.partition(_MESSAGE)
         if f"{header}{_MESSAGE}".removeprefix(_ASSISTANT) == _ANALYSIS:
             thoughts.append(body.partition(_END)[0])
         else:
-            others.append(f"{_START if number else ''}{message}")
-    return "\n".join(thoughts), "".join(others)
+            other_messages.append(f"{_START if number else ''}{message}")
+    return "\n".join(thoughts), "".join(other_messages)
 
 
 def _plain(text: str, _tools: Sequence[Tool]) -> _Read:
@@ -200,23 +200,23 @@ def _plain(text: str, _tools: Sequence[Tool]) -> _Read:
 
 
 def _hermes(text: str, _tools: Sequence[Tool]) -> _Read:
-    content, bodies = _tagged(text, CALL, END_CALL)
+    content, bodies = _split_tagged(text, CALL, END_CALL)
     return content, [_json_call(body, number) for number, body in enumerate(bodies, 1)]
 
 
-def _tagged(text: str, begin: str, end_tag: str) -> tuple[str, list[str]]:
+def _split_tagged(text: str, begin: str, end_tag: str) -> tuple[str, list[str]]:
     """Return the text outside of tags, and what each pair of them holds."""
-    before, *parts = text.split(begin)
-    outside, bodies = [before], []
+    text_before, *parts = text.split(begin)
+    outside_texts, bodies = [text_before], []
     for number, part in enumerate(parts, 1):
-        body, end, after = part.partition(end_tag)
+        body, end, text_after = part.partition(end_tag)
         if not end:
             raise _UnreadableError(f"tool call {number}: {end_tag} is missing")
         bodies.append(body.strip())
-        outside.append(after)
+        outside_texts.append(text_after)
     if not bodies:
         return text, bodies
-    return "\n".join(each for each in map(str.strip, outside) if each), bodies
+    return "\n".join(piece for piece in map(str.strip, outside_texts) if piece), bodies
 
 
 def _json_call(body: str, number: int) -> ToolCall:
@@ -237,10 +237,10 @@ def _json_call(body: str, number: int) -> ToolCall:
     text = text or "{}"
     if text.startswith('"'):  # some models write the object as a text
         text = msgspec.json.decode(text, type=str)
-    return _checked(call.name, text, number)
+    return _checked_call(call.name, text, number)
 
 
-def _checked(name: str, arguments: str, number: int) -> ToolCall:
+def _checked_call(name: str, arguments: str, number: int) -> ToolCall:
     if not name or len(name.encode(errors="replace")) > MAX_TOOL_NAME_BYTES:
         raise _UnreadableError(
             f"tool call {number}: {shown(name)} is no name of a tool; write one of those given"
@@ -252,76 +252,81 @@ def _checked(name: str, arguments: str, number: int) -> ToolCall:
 
 def _xml(marks: _XmlMarks) -> Callable[[str, Sequence[Tool]], _Read]:
     def read(text: str, tools: Sequence[Tool]) -> _Read:
-        content, bodies = _tagged(text, marks.block, marks.end_block)
+        content, bodies = _split_tagged(text, marks.block, marks.end_block)
         types = {tool.name: _parameter_types(tool) for tool in tools} if bodies else {}
         calls: list[ToolCall] = []
         for body in bodies:
-            for name, inside in _named(body, marks, len(calls) + 1):
+            for name, parameters_text in _split_xml_calls(body, marks, len(calls) + 1):
                 number = len(calls) + 1
-                arguments = _xml_arguments(inside, marks, types.get(name, {}), number)
-                calls.append(_checked(name, arguments, number))
+                arguments = _xml_arguments(parameters_text, marks, types.get(name, {}), number)
+                calls.append(_checked_call(name, arguments, number))
         return content, calls
 
     return read
 
 
-def _named(body: str, marks: _XmlMarks, number: int) -> Iterator[tuple[str, str]]:
+def _split_xml_calls(body: str, marks: _XmlMarks, number: int) -> Iterator[tuple[str, str]]:
     """Yield a block's calls: the name, and the text of its parameters."""
     if not marks.call:
-        name, key, rest = body.partition(marks.key)
+        name, key, remainder = body.partition(marks.key)
         if not TOOL_NAME.fullmatch(name.strip()):
             raise _UnreadableError(
                 f"tool call {number}: {shown(name)} is not read; write NAME{marks.key}KEY"
                 f"{marks.keyed}{marks.value}, the value, and {marks.end_value}"
             )
-        yield name.strip(), key + rest
+        yield name.strip(), key + remainder
         return
-    *calls, after = body.split(marks.end_call)
-    if calls and after.strip():
-        raise _beside(after, marks, number + len(calls) - 1)
+    *calls, text_after = body.split(marks.end_call)
+    if calls and text_after.strip():
+        raise _outside_error(text_after, marks, number + len(calls) - 1)
     for index, call in enumerate(calls or [body]):
-        name, named, inside = call.lstrip().removeprefix(marks.call).partition(marks.named)
+        name, named, parameters_text = call.lstrip().removeprefix(marks.call).partition(marks.named)
         if not calls or not named or not call.lstrip().startswith(marks.call):
             raise _UnreadableError(
                 f"tool call {number + index}: {shown(call.strip())} is not read; write "
                 f"{marks.call}NAME{marks.named}, parameters, and {marks.end_call}"
             )
-        yield name, inside
+        yield name, parameters_text
 
 
-def _beside(words: str, marks: _XmlMarks, number: int) -> _UnreadableError:
+def _outside_error(words: str, marks: _XmlMarks, number: int) -> _UnreadableError:
     return _UnreadableError(
         f"tool call {number}: {shown(words.strip())} stands beside the parameters; write text "
         f"before {marks.block}"
     )
 
 
-def _xml_arguments(inside: str, marks: _XmlMarks, types: _Types, number: int) -> str:
+def _xml_arguments(parameters_text: str, marks: _XmlMarks, types: _Types, number: int) -> str:
     """Return the JSON object that a call's parameters make."""
-    before, *parts = inside.split(marks.key)
-    beside, pairs = [before], list[str]()
+    text_before, *parts = parameters_text.split(marks.key)
+    outside_texts, pairs = [text_before], list[str]()
     for part in parts:
-        key, keyed, rest = part.partition(marks.keyed)
+        key, keyed, remainder = part.partition(marks.keyed)
         if marks.value:
-            rest = rest.lstrip()
-        value, ended, after = rest.removeprefix(marks.value).partition(marks.end_value)
+            remainder = remainder.lstrip()
+        value, closed, text_after = remainder.removeprefix(marks.value).partition(marks.end_value)
         key, _, is_text = key.partition(_IS_TEXT) if marks.typed else (key, "", "")
         is_typed = is_text in _TYPES_WRITTEN
-        if not keyed or not ended or not rest.startswith(marks.value) or is_typed != marks.typed:
+        if (
+            not keyed
+            or not closed
+            or not remainder.startswith(marks.value)
+            or is_typed != marks.typed
+        ):
             raise _UnreadableError(
                 f"tool call {number}: {shown(part)} is not read; write {marks.key}KEY"
                 f"{_IS_TEXT + 'true' if marks.typed else ''}{marks.keyed}{marks.value}, the value, "
                 f"and {marks.end_value}"
             )
-        beside.append(after)
+        outside_texts.append(text_after)
         if marks.typed:
             declared = _TYPES_WRITTEN[is_text]
         else:
             declared = types.get(key, marks.undeclared)
             value = value.removeprefix("\n").removesuffix("\n")
         pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {_json_value(value, declared)}")
-    if words := "".join(beside).strip():
-        raise _beside(words, marks, number)
+    if words := "".join(outside_texts).strip():
+        raise _outside_error(words, marks, number)
     return f"{{{', '.join(pairs)}}}"
 
 
@@ -353,21 +358,21 @@ def _parameter_types(tool: Tool) -> _Types:
     if not isinstance(properties, dict):
         return {}
     return {
-        name: _allowed(each) if isinstance(each, dict) else None
-        for name, each in properties.items()
+        name: _allowed_types(value) if isinstance(value, dict) else None
+        for name, value in properties.items()
     }
 
 
-def _allowed(schema: Mapping[str, object]) -> set[str]:
+def _allowed_types(schema: Mapping[str, object]) -> set[str]:
     """Return the types that a schema names; none: it allows all."""
     names = set[str]()
     for key in ("type", "anyOf", "oneOf"):
         named = schema.get(key, ())
-        for each in named if isinstance(named, list) else [named]:
-            if isinstance(each, dict):
-                names |= _allowed(each)
-            elif isinstance(each, str):
-                names.add(each)
+        for type_name in named if isinstance(named, list) else [named]:
+            if isinstance(type_name, dict):
+                names |= _allowed_types(type_name)
+            elif isinstance(type_name, str):
+                names.add(type_name)
     return names
 
 
@@ -404,10 +409,10 @@ def _objects(body: str) -> list[str]:
 
 
 def _kimi(text: str, _tools: Sequence[Tool]) -> _Read:
-    content, sections = _tagged(text, _SECTION, _END_SECTION)
+    content, sections = _split_tagged(text, _SECTION, _END_SECTION)
     calls: list[ToolCall] = []
     for section in sections:
-        words, bodies = _tagged(section, _KIMI_CALL, _END_KIMI_CALL)
+        words, bodies = _split_tagged(section, _KIMI_CALL, _END_KIMI_CALL)
         for body in bodies or [""]:
             identity, mark, arguments = body.partition(_KIMI_ARGUMENTS)
             if not mark or words:
@@ -417,7 +422,7 @@ def _kimi(text: str, _tools: Sequence[Tool]) -> _Read:
                 )
             identity = identity.strip()
             name = _KIMI_NUMBER.sub("", identity).removeprefix("functions.")
-            call = _checked(name, arguments.strip(), len(calls) + 1)
+            call = _checked_call(name, arguments.strip(), len(calls) + 1)
             # Templates write it beside the result.
             calls.append(replace(call, call_id=identity))
     return content, calls
@@ -427,11 +432,11 @@ _KIMI_NUMBER = re.compile(r":[0-9]{1,9}\Z")
 
 
 def _gemma4(text: str, _tools: Sequence[Tool]) -> _Read:
-    content, bodies = _tagged(text, _GEMMA_CALL, _END_GEMMA_CALL)
+    content, bodies = _split_tagged(text, _GEMMA_CALL, _END_GEMMA_CALL)
     calls: list[ToolCall] = []
     for number, body in enumerate(bodies, 1):
-        name, brace, rest = body.removeprefix("call:").partition("{")
-        texts = rest.split(_GEMMA_QUOTE)
+        name, brace, remainder = body.removeprefix("call:").partition("{")
+        texts = remainder.split(_GEMMA_QUOTE)
         if not brace or not body.startswith("call:") or len(texts) % 2 == 0:
             raise _UnreadableError(
                 f"tool call {number}: {shown(body)} is not read; write call:NAME{{key:value}}, "
@@ -443,7 +448,7 @@ def _gemma4(text: str, _tools: Sequence[Tool]) -> _Read:
             else _GEMMA_WORD.sub(_gemma_word, part)
             for index, part in enumerate(texts)
         )
-        calls.append(_checked(name, f"{{{arguments}", number))
+        calls.append(_checked_call(name, f"{{{arguments}", number))
     return content, calls
 
 
@@ -463,8 +468,8 @@ def _messages(text: str) -> Iterator[tuple[str | None, str]]:
     """Yield the recipient, if any, and the text of each message of an answer in channels."""
     for message in text.split(_START) if _has_channels(text) else ():
         header, _, body = message.partition(_MESSAGE)
-        _, to, rest = header.partition(" to=")
-        recipient = re.split(r"[\s<]", rest, maxsplit=1)[0] if to else None
+        _, to, remainder = header.partition(" to=")
+        recipient = re.split(r"[\s<]", remainder, maxsplit=1)[0] if to else None
         yield recipient, _ENDS.split(body, maxsplit=1)[0]
 
 
@@ -483,7 +488,7 @@ def _gpt_oss(text: str, _tools: Sequence[Tool]) -> _Read:
     for recipient, body in _messages(text):
         if recipient is not None:
             name = recipient.removeprefix("functions.")
-            calls.append(_checked(name, body, len(calls) + 1))
+            calls.append(_checked_call(name, body, len(calls) + 1))
     return _channel_text(text), calls
 
 

@@ -73,10 +73,10 @@ class ReplicaCounters:
     @property
     def sent_tokens(self) -> int:
         """Tokens sent to services of the run."""
-        kept = self.unsent_tokens + self.running_tokens
-        return self.generated_tokens - kept - self.direct_sent_tokens
+        unsent_tokens = self.unsent_tokens + self.running_tokens
+        return self.generated_tokens - unsent_tokens - self.direct_sent_tokens
 
-    def abandoned(self) -> ReplicaCounters:
+    def with_running_unsent(self) -> ReplicaCounters:
         """Return the counters of a replica that left: its running tokens count as unsent."""
         unsent = self.unsent_tokens + self.running_tokens
         return replace(self, slots_busy=0, queued=0, unsent_tokens=unsent, running_tokens=0)
@@ -88,11 +88,11 @@ COUNTER_NAMES = tuple(one.name for one in fields(ReplicaCounters))
 
 def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
     """Return the sums over replicas."""
-    known, seconds = tuple(replicas), Counter[str]()
-    for replica in known:
+    counters, seconds = tuple(replicas), Counter[str]()
+    for replica in counters:
         seconds.update(replica.seconds_by_state)
     sums: dict[str, Any] = {
-        name: sum(getattr(replica, name) for replica in known)
+        name: sum(getattr(replica, name) for replica in counters)
         for name in COUNTER_NAMES
         if name != "seconds_by_state"
     }
@@ -198,7 +198,7 @@ def run_accounts(
     """Return the three accounts: tokens, trainer time, replica time.
 
     Args:
-        fleet: sums over all replicas of the run; replicas that left count as `abandoned`.
+        fleet: sums over all replicas of the run; replicas that left count as `with_running_unsent`.
         received: tokens that the reward service got, by use (`RECEIVED`; missing uses are 0, others
             are ignored); None: not known.
         trainer_s: the trainer's seconds by phase.
@@ -250,11 +250,11 @@ class TokenReading:
         """
         fleet = self.fleet
         unknown = round(sum(self.after.values())) - fleet.sent_tokens
-        late = min(max(0, unknown), self.moved_tokens)
-        sampled_late = max(0, late - fleet.running_tokens)
+        num_late = min(max(0, unknown), self.moved_tokens)
+        num_sampled_late = max(0, num_late - fleet.running_tokens)
         at_the_end = replace(
             fleet,
-            generated_tokens=fleet.generated_tokens + sampled_late,
-            running_tokens=fleet.running_tokens + sampled_late - late,
+            generated_tokens=fleet.generated_tokens + num_sampled_late,
+            running_tokens=fleet.running_tokens + num_sampled_late - num_late,
         )
         return token_account(at_the_end, self.after)

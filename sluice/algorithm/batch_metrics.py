@@ -43,8 +43,8 @@ class BatchRows:
     @property
     def lengths(self) -> IntRows:
         """All tokens of each row: its prompt's, and those it sampled and read."""
-        own = self.prompt_lengths + self.response_lengths
-        return own if self.read_lengths is None else own + self.read_lengths
+        without_read = self.prompt_lengths + self.response_lengths
+        return without_read if self.read_lengths is None else without_read + self.read_lengths
 
 
 def batch_rows(batch: TrainBatch) -> BatchRows:
@@ -53,8 +53,13 @@ def batch_rows(batch: TrainBatch) -> BatchRows:
     episodes: dict[str, IntRows] = {}
     if any(not g.rollouts[i].is_plain for g, i in rows):
         counts = [
-            (one.num_context_tokens, len(one.turns), one.num_roots, response_length(one.turns))
-            for one in (g.rollouts[i] for g, i in rows)
+            (
+                rollout.num_context_tokens,
+                len(rollout.turns),
+                rollout.num_roots,
+                response_length(rollout.turns),
+            )
+            for rollout in (g.rollouts[i] for g, i in rows)
         ]
         names = ("read_lengths", "turns", "roots", "longest_paths")
         episodes = dict(zip(names, np.array(counts, dtype=np.int64).T, strict=True))
@@ -142,12 +147,12 @@ def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
 
 def batch_tokens(batch: TrainBatch) -> tuple[int, int]:
     """Return a batch's response tokens, and all tokens with the prompt counted for each row."""
-    prompts = responses = read = 0
+    prompts = responses = num_read = 0
     for group in batch.groups:
         prompts += int(group.prompt_token_ids.size) * len(group.rollouts)
         responses += sum(rollout.num_tokens for rollout in group.rollouts)
-        read += sum(rollout.num_context_tokens for rollout in group.rollouts)
-    return responses, prompts + responses + read
+        num_read += sum(rollout.num_context_tokens for rollout in group.rollouts)
+    return responses, prompts + responses + num_read
 
 
 def throughput_metrics(

@@ -109,7 +109,7 @@ def answer_message(answer: Answer) -> ChatMessage:
     return ChatMessage(ASSISTANT, answer.content, answer.tool_calls, reasoning=answer.reasoning)
 
 
-def continued(
+def find_turn_start(
     histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
 ) -> TurnStart:
     """Return the turn that a whole conversation continues: the first whose history precedes the new
@@ -139,14 +139,18 @@ def num_before_new(messages: Sequence[ChatMessage]) -> int:
     return size
 
 
-def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
-    calls, others = one.tool_calls, other.tool_calls
+def _is_same(left: ChatMessage, right: ChatMessage) -> bool:
+    left_calls, right_calls = left.tool_calls, right.tool_calls
     return (
-        (one.role, one.content, len(calls)) == (other.role, other.content, len(others))
-        and all(call.name == same.name for call, same in zip(calls, others, strict=True))
+        (left.role, left.content, len(left_calls)) == (right.role, right.content, len(right_calls))
         and all(
-            call.arguments == same.arguments or _arguments(call) == _arguments(same)
-            for call, same in zip(calls, others, strict=True)
+            left_call.name == right_call.name
+            for left_call, right_call in zip(left_calls, right_calls, strict=True)
+        )
+        and all(
+            left_call.arguments == right_call.arguments
+            or _arguments(left_call) == _arguments(right_call)
+            for left_call, right_call in zip(left_calls, right_calls, strict=True)
         )
     )
 
@@ -171,15 +175,19 @@ def _arguments(call: ToolCall) -> str:
         return call.arguments
 
 
-def within_limits(messages: Sequence[ChatMessage], rules: EpisodeRules) -> tuple[ChatMessage, ...]:
+def truncate_tool_texts(
+    messages: Sequence[ChatMessage], rules: EpisodeRules
+) -> tuple[ChatMessage, ...]:
     """Return the messages with the texts of tools cut to their limit."""
     return tuple(
-        replace(one, content=truncated(one.content, rules)) if one.role == TOOL else one
-        for one in messages
+        replace(message, content=truncate_text(message.content, rules))
+        if message.role == TOOL
+        else message
+        for message in messages
     )
 
 
-def truncated(text: str, rules: EpisodeRules) -> str:
+def truncate_text(text: str, rules: EpisodeRules) -> str:
     """Return a tool's text, cut as verl does: at the named side, or between two halves."""
     max_length = rules.max_tool_response_length
     if len(text) <= max_length:
@@ -192,7 +200,7 @@ def truncated(text: str, rules: EpisodeRules) -> str:
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 
-def with_new_ids(answer: Answer, prefix: str, taken: Collection[str]) -> Answer:
+def with_new_ids(answer: Answer, prefix: str, used_ids: Collection[str]) -> Answer:
     """Return an answer whose calls have ids that no other call has.
 
     An id that the policy wrote stays, since a template may write it beside the result; if another
@@ -200,15 +208,15 @@ def with_new_ids(answer: Answer, prefix: str, taken: Collection[str]) -> Answer:
 
     Args:
         prefix: prefix of new ids; it begins with ``call_``, as in replicas' ids.
-        taken: ids of earlier calls in the conversation.
+        used_ids: ids of earlier calls in the conversation.
     """
     calls: dict[str, ToolCall] = {}
-    following = 0  # shared by all calls, so that the search takes time in proportion to `taken`
+    following = 0  # shared by all calls, so that the search takes time in proportion to `used_ids`
     for number, call in enumerate(answer.tool_calls):
         is_written = call.call_id and not call.call_id.startswith("call_")
         call_id = call.call_id if is_written else f"{prefix}_{number}"
-        stem, following = call_id.rstrip(string.digits), max(following, len(taken) + number)
-        while call_id in taken or call_id in calls:
+        stem, following = call_id.rstrip(string.digits), max(following, len(used_ids) + number)
+        while call_id in used_ids or call_id in calls:
             call_id, following = f"{stem}{following}", following + 1
         calls[call_id] = replace(call, call_id=call_id)
     return replace(answer, tool_calls=tuple(calls.values()))
@@ -236,19 +244,19 @@ class EpisodeCounts:
     user_turns: int = 0
     invalid_answers: int = 0
 
-    def answered(self, answer: Answer) -> None:
+    def count_answer(self, answer: Answer) -> None:
         """Count an answer."""
         self.answers += 1
         self.invalid_answers = self.invalid_answers + 1 if answer.tool_error else 0
 
-    def end(self, finish: FinishReason, seen: Observation) -> EpisodeEnd | None:
+    def end(self, finish: FinishReason, observation: Observation) -> EpisodeEnd | None:
         """Return why the episode ends after an observation; ``None`` if the policy reads it.
 
         Args:
-            seen: the observation; it is counted if the policy reads it.
+            observation: the observation; it is counted if the policy reads it.
         """
         rules = self.rules
-        if seen.done:
+        if observation.done:
             return EpisodeEnd.DONE
         if self.invalid_answers >= rules.max_invalid_calls:
             return EpisodeEnd.INVALID_CALLS

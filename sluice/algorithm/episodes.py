@@ -48,8 +48,8 @@ class PathTokens:
     @classmethod
     def of_response(cls, token_ids: TokenIds) -> PathTokens:
         """Return the path of an answer to the group's prompt."""
-        every = np.arange(token_ids.size)
-        return cls(token_ids, every, every, follows_prompt=True)
+        positions = np.arange(token_ids.size)
+        return cls(token_ids, positions, positions, follows_prompt=True)
 
 
 def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
@@ -69,12 +69,12 @@ def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
         if parent is not None:
             continued.add(parent)
     paths: list[TurnPath] = []
-    held: set[int] = set()
+    trained: set[int] = set()
     for leaf in reversed(leaves):
         path = _to_root(turns, leaf)
-        own = frozenset(n for n in path if n not in held and turns[n].token_ids.size)
-        held.update(path)
-        paths.append(TurnPath(path, own))
+        own_turns = frozenset(n for n in path if n not in trained and turns[n].token_ids.size)
+        trained.update(path)
+        paths.append(TurnPath(path, own_turns))
     return tuple(paths)
 
 
@@ -88,9 +88,9 @@ def response_length(turns: Sequence[Turn]) -> int:
     path reads again as the prompt of a new root do not count."""
     lengths: list[int] = []
     for turn in turns:
-        before = 0 if turn.parent is None else lengths[turn.parent]
-        read = 0 if turn.is_new_root else turn.context.size
-        lengths.append(before + read + turn.token_ids.size)
+        length_before = 0 if turn.parent is None else lengths[turn.parent]
+        num_read = 0 if turn.is_new_root else turn.context.size
+        lengths.append(length_before + num_read + turn.token_ids.size)
     return max(lengths)
 
 
@@ -108,9 +108,9 @@ def path_tokens(turns: Sequence[Turn], path: TurnPath) -> PathTokens:
         turn = turns[number]
         cursor += turn.context.size
         if number in path.trained:
-            own = np.arange(turn.token_ids.size)
-            labels.append(cursor + own)
-            columns.append(starts[number] + own)
+            token_places = np.arange(turn.token_ids.size)
+            labels.append(cursor + token_places)
+            columns.append(starts[number] + token_places)
         cursor += turn.token_ids.size
         parts += [turn.context, turn.token_ids]
     return PathTokens(

@@ -154,33 +154,37 @@ class GuardRecord:
         rolled_back = self.rollbacks[-1].version - 1 if self.rollbacks else -1
         return max(rolled_back, self.resumed_after.get(name, -1))
 
-    def added(self, signals: Mapping[str, Signal]) -> GuardRecord:
+    def with_signals(self, signals: Mapping[str, Signal]) -> GuardRecord:
         """Return the record with newer signals; a value replaces the former one of its step."""
         added = {
             name: (
-                *(s for s in self.signals.get(name, ()) if one.value is None or s.step != one.step),
-                one,
+                *(
+                    s
+                    for s in self.signals.get(name, ())
+                    if signal.value is None or s.step != signal.step
+                ),
+                signal,
             )
-            for name, one in signals.items()
+            for name, signal in signals.items()
         }
         return replace(self, signals={**self.signals, **added})
 
-    def until(self, step: int) -> GuardRecord:
+    def until_step(self, step: int) -> GuardRecord:
         """Return the record of a run that resumes from a checkpoint of `step`."""
         return GuardRecord(
             {
-                name: tuple(one for one in signals if one.step <= step)
+                name: tuple(signal for signal in signals if signal.step <= step)
                 for name, signals in self.signals.items()
             },
-            tuple(one for one in self.rollbacks if one.version <= step),
-            {name: min(after, step) for name, after in self.resumed_after.items()},
-            tuple(one for one in self.saved if one <= step),
+            tuple(rollback for rollback in self.rollbacks if rollback.version <= step),
+            {name: min(resumed_step, step) for name, resumed_step in self.resumed_after.items()},
+            tuple(saved_step for saved_step in self.saved if saved_step <= step),
         )
 
     @property
     def learning_rate_factor(self) -> float:
         """The product over all rollbacks."""
-        return math.prod(one.learning_rate_factor for one in self.rollbacks)
+        return math.prod(rollback.learning_rate_factor for rollback in self.rollbacks)
 
     def steps_in_weights(self, version: int) -> int:
         """Return the train batches that made the weights of a version.
@@ -188,12 +192,12 @@ class GuardRecord:
         A rollback takes a version but trains no batch, and the batches after the version that it
         restores are gone.
         """
-        made = 0
-        for one in reversed(self.rollbacks):
-            if one.version <= version:
-                made += version - one.version
-                version = one.restored
-        return made + version
+        num_steps = 0
+        for rollback in reversed(self.rollbacks):
+            if rollback.version <= version:
+                num_steps += version - rollback.version
+                version = rollback.restored
+        return num_steps + version
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +230,8 @@ def signal_of(
     names = [metric] if metric is not None else _accuracy_names(values)
     present = [values[name] for name in names if name in values]
     if not present:
-        what = "has no accuracy" if metric is None else f"has no metric {metric}"
-        return Signal(step, absence=f"the row of step {step} {what}")
+        lack = "has no accuracy" if metric is None else f"has no metric {metric}"
+        return Signal(step, absence=f"the row of step {step} {lack}")
     if any(map(math.isnan, present)):
         return Signal(step, absence=f"the value of step {step} is not a number")
     errors = [standard_errors[name] for name in names if name in standard_errors]
@@ -240,7 +244,7 @@ def _accuracy_names(values: Mapping[str, float]) -> list[str]:
     return [name for name in core if _ACC in name] or core
 
 
-def windowed(signals: Sequence[Signal], window: int) -> list[Signal]:
+def moving_means(signals: Sequence[Signal], window: int) -> list[Signal]:
     """Return the means of each `window` values in a row, with the standard error of the mean.
 
     A value without its window full is left out, and a missing value stays missing. A window of 1
@@ -250,40 +254,48 @@ def windowed(signals: Sequence[Signal], window: int) -> list[Signal]:
         return list(signals)
     means: list[Signal] = []
     values: list[float] = []
-    for one in signals:
-        if one.value is None:
-            means.append(one)
+    for signal in signals:
+        if signal.value is None:
+            means.append(signal)
             continue
-        values = [*values[1 - window :], one.value]
+        values = [*values[1 - window :], signal.value]
         if len(values) == window:
             error = stdev(values) / math.sqrt(window) if all(map(math.isfinite, values)) else None
-            means.append(Signal(one.step, sum(values) / window, error))
+            means.append(Signal(signal.step, sum(values) / window, error))
     return means
 
 
 def best_signal(signals: Sequence[Signal], better: Better, window: int = 1) -> Signal | None:
     """Return the best finite value, of equal ones the newest; ``None`` without any.
 
-    With a `window` it is the best mean, as of `windowed`.
+    With a `window` it is the best mean, as of `moving_means`.
     """
-    known = [one for one in signals if one.value is not None and math.isfinite(one.value)]
-    totals = [_goodness(one, better) for one in known]
+    finite_signals = [
+        signal for signal in signals if signal.value is not None and math.isfinite(signal.value)
+    ]
+    totals = [_oriented_value(signal, better) for signal in finite_signals]
     if window > 1:  # from sums of prefixes: the history of a run is long
         sums = [0.0, *accumulate(totals)]
         totals = [after - before for before, after in zip(sums, sums[window:], strict=False)]
     if not totals:
         return None
     newest = len(totals) - 1 - totals[::-1].index(max(totals))
-    return windowed(known[newest : newest + window], window)[-1]
+    return moving_means(finite_signals[newest : newest + window], window)[-1]
 
 
 def best_steps(
     signals: Sequence[Signal], better: Better, saved: Collection[int], top: int
 ) -> tuple[int, ...]:
     """Return the steps of the `top` best values among the `saved` checkpoints, the best first."""
-    known = [one for one in signals if one.value is not None and one.step in saved]
-    ranked = sorted(known, key=lambda one: (_goodness(one, better), one.step), reverse=True)
-    return tuple(one.step for one in ranked[:top])
+    saved_signals = [
+        signal for signal in signals if signal.value is not None and signal.step in saved
+    ]
+    ranked = sorted(
+        saved_signals,
+        key=lambda signal: (_oriented_value(signal, better), signal.step),
+        reverse=True,
+    )
+    return tuple(signal.step for signal in ranked[:top])
 
 
 def judge(rule: GuardRule, record: GuardRecord) -> Judgement:
@@ -296,13 +308,13 @@ def judge(rule: GuardRule, record: GuardRecord) -> Judgement:
     if newest.value is None:
         return Judgement(RuleState.NO_SIGNAL, newest.absence)
     best = _best(rule, signals)
-    last = [one for one in counted if one.value is not None]
-    beyond = [_is_beyond(rule, one, best) for one in last]
+    newest_values = [signal for signal in counted if signal.value is not None]
+    beyond = [_is_beyond(rule, signal, best) for signal in newest_values]
     if None in beyond:
         return Judgement(RuleState.NO_SIGNAL, f"{rule.name} = {newest.text}: no standard error")
     versus = "" if best is None else f", best {best.text}"
     detail = f"{rule.name} = {newest.text}{versus}"
-    is_broken = len(last) == rule.times and all(beyond)
+    is_broken = len(newest_values) == rule.times and all(beyond)
     return Judgement(RuleState.BROKEN if is_broken else RuleState.WATCHING, detail)
 
 
@@ -326,7 +338,7 @@ def decide(
         if rule.action is not GuardAction.ROLLBACK:
             return Verdict(rule.action, reason)
         signals = record.signals.get(rule.name, ())
-        restored = next((one for one in restorable if not _breaks(rule, signals, one)), None)
+        restored = next((step for step in restorable if not _breaks(rule, signals, step)), None)
         if restored is None:
             return Verdict(
                 GuardAction.HOLD, f"{reason}; no checkpoint with a good validation is left"
@@ -340,14 +352,14 @@ def decide(
 
 def _newest(rule: GuardRule, signals: Sequence[Signal], after: int) -> list[Signal]:
     """Return the last `times` values of a rule after a step, with what is missing among them."""
-    needed = rule.window + rule.times - 1
+    num_needed = rule.window + rule.times - 1
     newest: list[Signal] = []
-    for one in reversed(signals):
-        if one.step <= after or not needed:
+    for signal in reversed(signals):
+        if signal.step <= after or not num_needed:
             break
-        newest.append(one)
-        needed -= one.value is not None
-    return windowed(newest[::-1], rule.window)
+        newest.append(signal)
+        num_needed -= signal.value is not None
+    return moving_means(newest[::-1], rule.window)
 
 
 def _best(rule: GuardRule, signals: Sequence[Signal]) -> Signal | None:
@@ -357,21 +369,23 @@ def _best(rule: GuardRule, signals: Sequence[Signal]) -> Signal | None:
 
 def _breaks(rule: GuardRule, signals: Sequence[Signal], step: int) -> bool:
     """Return whether the value of a step is beyond; without a value it is not."""
-    until = [one for one in signals if one.step <= step and one.value is not None][-rule.window :]
-    values = windowed(until, rule.window)
+    until = [signal for signal in signals if signal.step <= step and signal.value is not None][
+        -rule.window :
+    ]
+    values = moving_means(until, rule.window)
     if not values or values[-1].step != step:
         return False
     return bool(_is_beyond(rule, values[-1], _best(rule, signals)))
 
 
-def _goodness(signal: Signal, better: Better) -> float:
+def _oriented_value(signal: Signal, better: Better) -> float:
     assert signal.value is not None
     return signal.value if better == "max" else -signal.value
 
 
 def _is_beyond(rule: GuardRule, signal: Signal, best: Signal | None) -> bool | None:
     """Return whether a value breaks a rule; ``None``: without standard errors nothing can say."""
-    goodness = _goodness(signal, rule.better)
+    goodness = _oriented_value(signal, rule.better)
     sign = 1.0 if rule.better == "max" else -1.0
     if rule.target is not None:
         return goodness >= sign * rule.target
@@ -382,4 +396,4 @@ def _is_beyond(rule: GuardRule, signal: Signal, best: Signal | None) -> bool | N
     if best is None or signal.standard_error is None or best.standard_error is None:
         return None
     error = math.hypot(signal.standard_error, best.standard_error)
-    return _goodness(best, rule.better) - goodness > (rule.deviations or 0.0) * error
+    return _oriented_value(best, rule.better) - goodness > (rule.deviations or 0.0) * error

@@ -272,9 +272,9 @@ def _best_fit(
     micro_batches: list[list[GroupPiece]] = []
     used: list[int] = []
     for size, piece in sized:
-        fitting = [i for i, tokens in enumerate(used) if tokens + size <= budget]
-        if fitting:
-            fullest = max(fitting, key=lambda i: (used[i], -i))
+        micro_batches_with_space = [i for i, tokens in enumerate(used) if tokens + size <= budget]
+        if micro_batches_with_space:
+            fullest = max(micro_batches_with_space, key=lambda i: (used[i], -i))
             micro_batches[fullest].append(piece)
             used[fullest] += size
         else:

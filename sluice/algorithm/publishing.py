@@ -37,7 +37,7 @@ def swaps_at_once(num_replicas: int, max_staleness: int) -> int:
     return max(1, math.ceil(num_replicas / MAX_TURNS))
 
 
-def held_for_validation(num_replicas: int, max_staleness: int) -> int:
+def num_held_for_validation(num_replicas: int, max_staleness: int) -> int:
     """Return how many replicas keep a version until its validation ends; 0: the next one waits."""
     if max_staleness == 0 or num_replicas < 2:
         return 0

@@ -90,10 +90,10 @@ class RoutedReplica:
         """How many more sequences it may have."""
         return max(0, self.capacity - self.num_outstanding)
 
-    def has_capacity(self, num_sequences: int, now: float) -> bool:
+    def has_capacity(self, num_sequences: int, now_s: float) -> bool:
         """Return whether it takes `num_sequences` now; an idle replica takes a group of any
         size."""
-        if self.paused_until > now or self.trial:
+        if self.paused_until > now_s or self.trial:
             return False
         return self.num_groups == 0 or self.num_outstanding + num_sequences <= self.capacity
 
@@ -123,15 +123,17 @@ class ReplicaRequirement:
 
     def accepts(self, version: int) -> bool:
         """Return whether tokens of `version` are acceptable."""
-        below = self.highest_version is None or version <= self.highest_version
-        return below and version >= self.lowest_version
+        is_not_newer = self.highest_version is None or version <= self.highest_version
+        return is_not_newer and version >= self.lowest_version
 
     def takes(self, offer: ReplicaOffer) -> bool:
         """Return whether a replica with this offer is acceptable."""
-        other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
-        return offer.use is not other and self.accepts(offer.version)
+        excluded_use = (
+            ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
+        )
+        return offer.use is not excluded_use and self.accepts(offer.version)
 
-    def came_too_late(self, offers: Collection[ReplicaOffer]) -> bool:
+    def is_unservable(self, offers: Collection[ReplicaOffer]) -> bool:
         """Return whether no replica is acceptable, now or later.
 
         Versions only rise, and a replica that is about to swap is not held later: its next version
@@ -201,7 +203,8 @@ class ReplicaRouter:
         self._context = MeanContext()
         self._num_free: Counter[ReplicaOffer] = Counter()  # sequences
         self._min_capacity = 0
-        self._failed: set[RoutedReplica] = set()  # those that may be paused or on probation
+        # Those that may be paused or on probation.
+        self._watched_members: set[RoutedReplica] = set()
 
     @property
     def num_slots_in_use(self) -> int:
@@ -230,9 +233,9 @@ class ReplicaRouter:
             member.order, member.paused_until = len(self._members), 0.0
             self._members[key] = self._by_name[replica.info.name] = member
         self.announced = tuple(member.announced for member in self._members.values())
-        for gone in previous.values():
-            gone.removed = True
-        self._failed = {member for member in self._members.values() if member.on_probation}
+        for departed in previous.values():
+            departed.removed = True
+        self._watched_members = {member for member in self._members.values() if member.on_probation}
         self._arrange()
         return tuple(previous.values())
 
@@ -242,7 +245,10 @@ class ReplicaRouter:
         return self._num_free.keys()
 
     def choose(
-        self, wanted: ReplicaRequirement, now: float, taken: Collection[ReplicaOffer] = ()
+        self,
+        requirement: ReplicaRequirement,
+        now_s: float,
+        taken_offers: Collection[ReplicaOffer] = (),
     ) -> RoutedReplica | None:
         """Return the replica that takes the group, or ``None``: none has capacity.
 
@@ -250,9 +256,13 @@ class ReplicaRouter:
         one's; otherwise the least loaded one does.
 
         Args:
-            taken: offers that other groups wait for.
+            taken_offers: offers that other groups wait for.
         """
-        offers = {one for one in self._num_free if one not in taken and wanted.takes(one)}
+        offers = {
+            offer
+            for offer in self._num_free
+            if offer not in taken_offers and requirement.takes(offer)
+        }
         if not offers:
             return None
         least_loaded: RoutedReplica | None = None
@@ -260,17 +270,19 @@ class ReplicaRouter:
             if (
                 (least_loaded is None or member.load < least_loaded.load)
                 and member.announced.offer in offers
-                and member.has_capacity(wanted.num_sequences, now)
+                and member.has_capacity(requirement.num_sequences, now_s)
             ):
                 least_loaded = member
-        preferred = self._by_name.get(wanted.prefer)
+        preferred = self._by_name.get(requirement.prefer)
         if least_loaded is None or preferred is None or preferred.announced.offer not in offers:
             return least_loaded
         if preferred.load > least_loaded.load + STICKY_MARGIN:
             return least_loaded
-        return preferred if preferred.has_capacity(wanted.num_sequences, now) else least_loaded
+        return (
+            preferred if preferred.has_capacity(requirement.num_sequences, now_s) else least_loaded
+        )
 
-    def num_free(self, lowest_version: int, now: float, group_size: int = 1) -> int:
+    def num_free(self, lowest_version: int, now_s: float, group_size: int = 1) -> int:
         """Return how many training sequences could start now, on `lowest_version` or later.
 
         An idle replica takes a group of any size, so it counts as at least `group_size`.
@@ -281,19 +293,19 @@ class ReplicaRouter:
                 max(0, group_size - member.capacity)
                 for member in self._members.values()
                 if member.num_groups == 0
-                and member.paused_until <= now
+                and member.paused_until <= now_s
                 and member.announced.policy_version >= lowest_version
                 and member.announced.use is not ReplicaUse.VALIDATION
             )
         for offer, count in self._num_free.items():  # asked at every start: no generator
             if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
-        if not self._failed:
+        if not self._watched_members:
             return free
         refused = sum(
             member.num_free
-            for member in self._failed
-            if (member.paused_until > now or member.trial)
+            for member in self._watched_members
+            if (member.paused_until > now_s or member.trial)
             and member.announced.policy_version >= lowest_version
             and member.announced.use is not ReplicaUse.VALIDATION
         )
@@ -308,12 +320,12 @@ class ReplicaRouter:
             member.trial = reservation
         return reservation
 
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+    def release_sequences(self, reservation: Reservation, count: int) -> None:
         """Release the capacity of finished sequences."""
         reservation.num_missing -= count
         self._load(reservation.member, -count)
 
-    def context_ended(self, num_tokens: int) -> None:
+    def note_context(self, num_tokens: int) -> None:
         """Note the tokens of a sequence at its end, with its share of the group's prompt.
 
         From them follows how many sequences fill a replica's KV cache.
@@ -330,25 +342,25 @@ class ReplicaRouter:
         self._load(member, -reservation.num_missing)
         reservation.num_missing = 0
 
-    def answered(self, member: RoutedReplica) -> None:
+    def end_probation(self, member: RoutedReplica) -> None:
         """End the probation of a replica that works."""
         member.on_probation, member.trial = False, None
         member.next_pause_s = FIRST_PAUSE_S
-        self._failed.discard(member)
+        self._watched_members.discard(member)
 
-    def failed(self, member: RoutedReplica, now: float, *, may_be_sick: bool = True) -> float:
+    def pause(self, member: RoutedReplica, now_s: float, *, may_be_sick: bool = True) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends.
 
         A replica that was only full or slow pauses without probation, and the next pause is not
         longer.
         """
-        if member.paused_until <= now or (may_be_sick and not member.on_probation):
-            member.paused_until = now + member.next_pause_s
+        if member.paused_until <= now_s or (may_be_sick and not member.on_probation):
+            member.paused_until = now_s + member.next_pause_s
             if may_be_sick:
                 member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
                 member.on_probation = True
             if not member.removed:
-                self._failed.add(member)
+                self._watched_members.add(member)
         return member.paused_until
 
     def _arrange(self) -> None:
@@ -358,14 +370,14 @@ class ReplicaRouter:
             info, context = member.announced.info, self._context.expected
             member.capacity = sequences_at_once(info, self._slack, context)
             self._num_free[member.announced.offer] += member.num_free
-        self._min_capacity = min((one.capacity for one in self._members.values()), default=0)
+        self._min_capacity = min((routed.capacity for routed in self._members.values()), default=0)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
-        before = member.num_free
+        previous_free = member.num_free
         member.num_outstanding += num_sequences
         if not member.removed:
-            self._num_free[member.announced.offer] += member.num_free - before
+            self._num_free[member.announced.offer] += member.num_free - previous_free
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,8 +414,8 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
         return float(num_slots)
     max_slots = MAX_GROWTH * num_slots
     fed_s = use.observed_s - use.starved_s
-    wanted = HEADROOM * use.slot_seconds
-    return max_slots if wanted >= max_slots * fed_s else wanted / fed_s
+    wanted_slot_seconds = HEADROOM * use.slot_seconds
+    return max_slots if wanted_slot_seconds >= max_slots * fed_s else wanted_slot_seconds / fed_s
 
 
 def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:

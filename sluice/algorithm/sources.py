@@ -28,12 +28,12 @@ def groups_by_share(shares: Mapping[str, float], batch_size: int) -> dict[str, i
     """
     total = sum(shares.values())
     exact = {name: share / total * batch_size for name, share in shares.items()}
-    groups = {name: max(1, int(wanted)) for name, wanted in exact.items()}
-    while (missing := batch_size - sum(groups.values())) != 0:
+    groups = {name: max(1, int(exact_number)) for name, exact_number in exact.items()}
+    while (num_missing := batch_size - sum(groups.values())) != 0:
         # Ties go to the source that comes first.
-        step = 1 if missing > 0 else -1
+        step = 1 if num_missing > 0 else -1
         movable = [name for name in groups if step > 0 or groups[name] > 1]
-        name = max(movable, key=lambda one: step * (exact[one] - groups[one]))
+        name = max(movable, key=lambda source: step * (exact[source] - groups[source]))
         groups[name] += step
     return groups
 
@@ -49,7 +49,9 @@ def shares_by_yield(shares: Mapping[str, float], yields: Mapping[str, float]) ->
         shares: as configured, by source.
         yields: share of groups that the filter keeps, in (0, 1], of the sources that take part.
     """
-    weights = {name: shares[name] * max(MIN_YIELD, kept) for name, kept in yields.items()}
+    weights = {
+        name: shares[name] * max(MIN_YIELD, kept_share) for name, kept_share in yields.items()
+    }
     together, divided = sum(shares[name] for name in weights), sum(weights.values())
     return {
         name: weights[name] / divided * together if name in weights else share

@@ -130,7 +130,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 _COMPILED: dict[Callable[..., object], Callable[..., object]] = {}
 
 
-def compiled_once(function: F) -> F:
+def compile_once(function: F) -> F:
     """Return ``torch.compile`` of a function, the same one each time."""
     if function not in _COMPILED:
         _COMPILED[function] = torch.compile(function)
@@ -171,10 +171,10 @@ def token_statistics(
     else:
         elements = DEVICE_BLOCK_ELEMENTS
     rows = head.part.max_rows if head.part else head.weight.shape[0]  # all ranks make equal blocks
-    fitting = elements // rows // MIN_BLOCK_TOKENS * MIN_BLOCK_TOKENS
+    block_that_fits = elements // rows // MIN_BLOCK_TOKENS * MIN_BLOCK_TOKENS
     plan = _Plan(
         factor=head.scale / temperature,
-        block=block_tokens or max(MIN_BLOCK_TOKENS, fitting),
+        block=block_tokens or max(MIN_BLOCK_TOKENS, block_that_fits),
         entropy=with_entropy,
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
@@ -216,7 +216,7 @@ class _SavedForBackward(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-def _scaled(logits: Tensor, factor: float) -> Tensor:
+def _scale_logits(logits: Tensor, factor: float) -> Tensor:
     """Return scaled logits in float32, free to be changed."""
     if torch.compiler.is_compiling():  # a changed input would be written
         return logits.float() * factor
@@ -239,37 +239,37 @@ def _statistics(
         logits: [block, vocabulary]; may be changed.
         part: of the vocabulary, where ranks divide it; then the call is collective.
     """
-    values = _scaled(logits, factor)
+    values = _scale_logits(logits, factor)
     largest = values.amax(-1)
     if part is not None:
         part.maximum(largest)
     shifted = values.sub_(largest[:, None])
     if part is None:
-        own = shifted.gather(-1, labels[:, None])[:, 0]
+        label_logits = shifted.gather(-1, labels[:, None])[:, 0]
     else:
         rows, is_here = part.rows(labels, logits.shape[1])
-        own = shifted.gather(-1, rows[:, None])[:, 0] * is_here
+        label_logits = shifted.gather(-1, rows[:, None])[:, 0] * is_here
     exps = shifted.exp()
-    sums = [exps.sum(-1), own]
+    sums = [exps.sum(-1), label_logits]
     if with_squares:
         sums.append(torch.linalg.vector_norm(exps, dim=-1).square_())
     if with_entropy:
         # In place: `exps` and `shifted` are not needed any more.
         sums.append(exps.mul_(shifted).sum(-1))
     if part is not None:
-        whole = torch.stack(sums)
-        part.total(whole)
-        sums = list(whole.unbind())
-    total, own, *more = sums
+        stacked_sums = torch.stack(sums)
+        part.total(stacked_sums)
+        sums = list(stacked_sums.unbind())
+    total, label_logits, *other_sums = sums
     log_total = total.log()
-    squares = more[0] / total.square() if with_squares else None
-    entropy = log_total - more[-1] / total if with_entropy else None
-    return own - log_total, largest + log_total, entropy, squares
+    squares = other_sums[0] / total.square() if with_squares else None
+    entropy = log_total - other_sums[-1] / total if with_entropy else None
+    return label_logits - log_total, largest + log_total, entropy, squares
 
 
 def _slopes(
     logits: Tensor,
-    known: Sequence[Tensor],
+    label_values: Sequence[Tensor],
     factor: float,
     dtype: torch.dtype,
     *,
@@ -281,30 +281,32 @@ def _slopes(
 
     Args:
         logits: [block, vocabulary]; may be changed.
-        known: [block] each: labels, normalisers, entropies, and the gradients of logprobs and of
-            entropies.
+        label_values: [block] each: labels, normalisers, entropies, and the gradients of logprobs
+            and of entropies.
         is_here: bool [block], which labels are among this rank's logits; ``None``: all.
     """
-    labels = known[0]
-    normaliser, entropy, of_logprobs, of_entropy = (one[:, None] for one in known[1:])
+    labels = label_values[0]
+    normaliser, entropy, of_logprobs, of_entropy = (
+        label_value[:, None] for label_value in label_values[1:]
+    )
 
     def unlabelled(logprobs: Tensor) -> Tensor:
         """Return the slopes of logits that are not their token's label, and change `logprobs`."""
         slopes = logprobs.exp()
         if of_entropies:
-            more = logprobs.add_(entropy).mul_(of_entropy)
-            return slopes.mul_(more.add_(of_logprobs).mul_(-factor))
+            entropy_slopes = logprobs.add_(entropy).mul_(of_entropy)
+            return slopes.mul_(entropy_slopes.add_(of_logprobs).mul_(-factor))
         return slopes.mul_(of_logprobs * -factor)
 
-    logprobs, own = _scaled(logits, factor).sub_(normaliser), labels[:, None]
+    logprobs, label_columns = _scale_logits(logits, factor).sub_(normaliser), labels[:, None]
     of_own = of_logprobs * factor
     if is_here is not None:
         of_own = of_own * is_here[:, None]
     # Added before it is rounded: of a likely label's slope nearly all cancels.
-    of_label = unlabelled(logprobs.gather(-1, own)).add_(of_own)
+    of_label = unlabelled(logprobs.gather(-1, label_columns)).add_(of_own)
     slopes = unlabelled(logprobs)
     of_bias = slopes.sum(0).index_add_(0, labels, of_own[:, 0]) if with_bias else None
-    return slopes.to(dtype).scatter_(-1, own, of_label.to(dtype)), of_bias
+    return slopes.to(dtype).scatter_(-1, label_columns, of_label.to(dtype)), of_bias
 
 
 class _HeadStatistics(torch.autograd.Function):
@@ -328,19 +330,19 @@ class _HeadStatistics(torch.autograd.Function):
         if plan.part is not None:
             compute = partial(_statistics, part=plan.part)
         elif plan.is_compiled:
-            compute = compiled_once(_statistics)
+            compute = compile_once(_statistics)
         for start in range(0, len(labels), plan.block):
-            taken = slice(start, start + plan.block)
+            block_rows = slice(start, start + plan.block)
             block = compute(
-                plan.logits(hidden[taken], weight, bias),
-                labels[taken],
+                plan.logits(hidden[block_rows], weight, bias),
+                labels[block_rows],
                 plan.factor,
                 with_entropy=plan.entropy,
                 with_squares=plan.squares,
             )
-            for whole, part in zip((logprobs, normaliser, entropy, squares), block, strict=True):
+            for output, part in zip((logprobs, normaliser, entropy, squares), block, strict=True):
                 if part is not None:
-                    whole[taken] = part
+                    output[block_rows] = part
         saved = (hidden, weight, bias, labels, normaliser, entropy)
         ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # torch takes None
         ctx.plan = plan
@@ -357,30 +359,34 @@ class _HeadStatistics(torch.autograd.Function):
         # Blocks add up in float32: bfloat16 would round away what later blocks add.
         grad_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
-        compute = compiled_once(_slopes) if plan.is_compiled else _slopes
+        compute = compile_once(_slopes) if plan.is_compiled else _slopes
         is_here: Tensor | None = None
         if plan.part is not None:
             labels, is_here = plan.part.rows(labels, weight.shape[0])
         for start in range(0, len(labels), plan.block):
-            taken = slice(start, start + plan.block)
+            block_rows = slice(start, start + plan.block)
             of_logits, of_bias = compute(
-                plan.logits(hidden[taken], weight, bias),
-                [one[taken] for one in (labels, normaliser, entropy, of_logprobs, of_entropy)],
+                plan.logits(hidden[block_rows], weight, bias),
+                [
+                    label_value[block_rows]
+                    for label_value in (labels, normaliser, entropy, of_logprobs, of_entropy)
+                ],
                 plan.factor,
                 hidden.dtype,
                 of_entropies=plan.entropy_gradient,
                 with_bias=grad_bias is not None,
-                is_here=None if is_here is None else is_here[taken],
+                is_here=None if is_here is None else is_here[block_rows],
             )
             if grad_bias is not None and of_bias is not None:
                 grad_bias.add_(of_bias)
             if grad_hidden is not None:
-                torch.mm(of_logits, weight, out=grad_hidden[taken])
+                torch.mm(of_logits, weight, out=grad_hidden[block_rows])
             if grad_weight is not None:
-                _add_product(grad_weight, of_logits.t(), hidden[taken])
+                _add_product(grad_weight, of_logits.t(), hidden[block_rows])
             del of_logits  # or it would be there beside the next block
         of_head = [
-            None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
+            None if gradient is None else gradient.to(weight.dtype)
+            for gradient in (grad_weight, grad_bias)
         ]
         return grad_hidden, of_head[0], of_head[1], None, None
 

@@ -38,15 +38,15 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
 
 def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the mean of each metric over its prompts."""
-    return {name: float(np.mean(each)) for name, each in values.items()}
+    return {name: float(np.mean(prompt_values)) for name, prompt_values in values.items()}
 
 
 def standard_errors(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the standard error of each mean over prompts; none for fewer than two prompts."""
     return {
-        name: float(np.std(each, ddof=1)) / len(each) ** 0.5
-        for name, each in values.items()
-        if len(each) > 1
+        name: float(np.std(prompt_values, ddof=1)) / len(prompt_values) ** 0.5
+        for name, prompt_values in values.items()
+        if len(prompt_values) > 1
     }
 
 
@@ -159,7 +159,7 @@ def _variables(scores: Sequence[Scored]) -> dict[str, Values]:
 
 def _section(variable: str, name: str, variables: Mapping[str, Mapping[str, object]]) -> str:
     core_variable = "acc" if "acc" in variables else "reward"
-    largest = max(_responses(other) for other in variables[variable])
+    largest = max(_responses(response) for response in variables[variable])
     is_core = variable == core_variable and _responses(name) == largest
     return "val-core" if is_core and name.startswith(CORE_PREFIXES) else "val-aux"
 

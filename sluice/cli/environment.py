@@ -13,7 +13,7 @@ from sluice.algorithm.episode_rules import (
     EpisodeRules,
     Observation,
     answer_message,
-    within_limits,
+    truncate_tool_texts,
 )
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedRow
 from sluice.environment.loading import file_environment
@@ -135,7 +135,7 @@ async def _played(
 def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
     """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
     goes too."""
-    new, whole = within_limits(seen.messages, _RULES), seen.messages
+    new, whole = truncate_tool_texts(seen.messages, _RULES), seen.messages
     if seen.is_whole:
         is_continued = list(new[: len(shown)]) == shown
         if is_continued:

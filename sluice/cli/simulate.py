@@ -23,8 +23,8 @@ from sluice.simulate.result import (
     OpenWorkload,
     SimulationResult,
     compare,
-    of_strategy,
     simulate_fill_times,
+    with_strategy,
 )
 from sluice.simulate.result import simulate as simulate_run
 from sluice.simulate.settings import (
@@ -228,7 +228,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     if compare_all:
         _compare(name, settings, open_workload, as_json=as_json)
     else:
-        _simulate_one(of_strategy(settings, strategy), open_workload, as_json=as_json)
+        _simulate_one(with_strategy(settings, strategy), open_workload, as_json=as_json)
 
 
 def _workload(mixture: str | None, file: Path | None, seed: int) -> tuple[str, OpenWorkload]:

@@ -9,7 +9,7 @@ import sys
 
 from sluice.concurrency.process import exit_status, stop_on_signals
 from sluice.config.addresses import bare_host, split_host_port
-from sluice.environment.servicer import serving
+from sluice.environment.servicer import served_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.rpc.credentials import OPEN
 from sluice.telemetry.logs import configure_logging
@@ -36,7 +36,7 @@ async def _serve(source: EnvironmentSource, address: str) -> None:
     stop = asyncio.Event()
     host, port = split_host_port(address)
     with stop_on_signals(stop):
-        async with serving(
+        async with served_environment(
             source.load(), bare_host(host), int(port or 0), credentials=OPEN
         ) as served:
             logger.info("serving %s at %s", source.path, served)
@@ -45,10 +45,10 @@ async def _serve(source: EnvironmentSource, address: str) -> None:
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
-    given = _parse(sys.argv[1:])
+    arguments = _parse(sys.argv[1:])
     configure_logging(NAME, "INFO")
-    source = EnvironmentSource(given.file, given.name)
-    return exit_status(NAME, lambda: asyncio.run(_serve(source, given.address)))
+    source = EnvironmentSource(arguments.file, arguments.name)
+    return exit_status(NAME, lambda: asyncio.run(_serve(source, arguments.address)))
 
 
 if __name__ == "__main__":

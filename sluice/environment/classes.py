@@ -41,34 +41,34 @@ def class_environment(kind: type, file: str) -> Environment:
             `done` is a method, or a tool cannot be described; the error names file, method and
             remedy.
     """
-    where = f"{file}: {kind.__name__}"
+    place = f"{file}: {kind.__name__}"
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{where}: it is constructed without arguments, for each episode; give its parameters "
+            f"{place}: it is constructed without arguments, for each episode; give its parameters "
             f"default values, or read the row in reset: {error}"
         ) from error
     if callable(getattr(kind, DONE, None)):
         raise ConfigError(
-            f"{where}.{DONE} is a method, and so always true; set self.{DONE} = True where the "
+            f"{place}.{DONE} is a method, and so always true; set self.{DONE} = True where the "
             "episode is over, or make it a property"
         )
-    columns = _columns(kind, where)
+    columns = _columns(kind, place)
     tools = {
-        name: method_tool(function, f"{where}.{name}", is_method=is_method)
+        name: method_tool(function, f"{place}.{name}", is_method=is_method)
         for name, (function, is_method) in _methods(kind).items()
     }
     if not tools and not hasattr(kind, TURN):
         raise ConfigError(
-            f"{where} has neither a tool nor turn; give it a public method with type hints and a "
+            f"{place} has neither a tool nor turn; give it a public method with type hints and a "
             "docstring, or turn(self, text)"
         )
 
     def begin(row: PlayedRow, calls: AuthorCalls, _tasks: asyncio.TaskGroup) -> ClassEpisode:
         return ClassEpisode(kind, tools, columns, row, calls)
 
-    return Environment(kind.__name__, _offered(tools), begin)
+    return Environment(kind.__name__, _offered_tools(tools), begin)
 
 
 def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
@@ -87,20 +87,20 @@ def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
     return methods
 
 
-def _columns(kind: type, where: str) -> tuple[str, ...]:
+def _columns(kind: type, place: str) -> tuple[str, ...]:
     """Return the columns that `reset` takes."""
     reset = getattr(kind, RESET, None)
     if reset is None:
         return ()
     parameters = list(inspect.signature(reset).parameters.values())[1:]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    names = {one.name for one in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
     columns = tuple(column for column in COLUMNS if takes_all or column in names)
     try:
         inspect.signature(reset).bind(None, **dict.fromkeys(columns))
     except TypeError as error:
         raise ConfigError(
-            f"{where}.reset: {error}; a row has {', '.join(COLUMNS)}: take these by name, and read "
+            f"{place}.reset: {error}; a row has {', '.join(COLUMNS)}: take these by name, and read "
             "other values from extra_info"
         ) from error
     return columns
@@ -120,7 +120,7 @@ class ClassEpisode:
         self._kind, self._methods, self._columns = kind, methods, columns
         self._row, self._calls = row, calls
         self._instance: object = None
-        self._last = ""
+        self._last_answer = ""
 
     async def open(self) -> Observation:
         """Construct the class and reset it."""
@@ -132,47 +132,49 @@ class ClassEpisode:
         returned: object = None
         if reset := self._method(RESET):
             row = {**self._row.row, "prompt": self._row.prompt, "seed": self._row.seed}
-            wanted = {column: row.get(column) for column in self._columns}
-            returned = await self._calls.required(f"{name}.reset", reset, **wanted)
+            reset_columns = {column: row.get(column) for column in self._columns}
+            returned = await self._calls.required(f"{name}.reset", reset, **reset_columns)
         messages = messages_of(f"{name}.reset", returned)
-        return Observation(messages, tools=_offered(self._methods), done=self._is_done)
+        return Observation(messages, tools=_offered_tools(self._methods), done=self._is_done)
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Make the calls of an answer; pass text to `turn`; without one, end the episode."""
-        self._last = answer.content
+        self._last_answer = answer.content
         if answer.tool_error or answer.tool_calls:
-            return await self._called(answer)
+            return await self._make_calls(answer)
         if turn := self._method(TURN):
-            what = f"{self._kind.__name__}.turn"
-            returned = await self._calls.required(what, turn, answer.content)
-            said, reward = with_reward(what, returned)
-            done = said is None or self._is_done
-            return Observation(messages_of(what, said), done=done, reward=reward)
+            method_name = f"{self._kind.__name__}.turn"
+            returned = await self._calls.required(method_name, turn, answer.content)
+            reply, reward = with_reward(method_name, returned)
+            is_done = reply is None or self._is_done
+            return Observation(messages_of(method_name, reply), done=is_done, reward=reward)
         # A cut answer does not end the episode; the loop ends it at the limit.
         return Observation(done=finish is not FinishReason.LENGTH)
 
     async def score(self) -> Scored | None:
         """Call the class's `score` with the last answer's text."""
-        method, what = self._method(SCORE), f"{self._kind.__name__}.score"
+        method, method_name = self._method(SCORE), f"{self._kind.__name__}.score"
         if method is None:
             return None
-        return grade_of(what, await self._calls.required(what, method, self._last))
+        return grade_of(
+            method_name, await self._calls.required(method_name, method, self._last_answer)
+        )
 
     async def close(self) -> None:
         """Call the class's `close`."""
         if self._instance is not None and (close := self._method(CLOSE)):
             await self._calls.required(f"{self._kind.__name__}.close", close)
 
-    async def _called(self, answer: Answer) -> Observation:
+    async def _make_calls(self, answer: Answer) -> Observation:
         readers = {name: method.arguments for name, method in self._methods.items()}
         messages, reward = await results_of_calls(answer, readers, self._result)
         return Observation(messages, done=self._is_done, reward=reward)
 
     async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
-        what = f"{self._kind.__name__}.{call.name}"
+        method_name = f"{self._kind.__name__}.{call.name}"
         bound = getattr(self._instance, call.name)
-        value, reward = with_reward(what, await self._calls.run(bound, **arguments))
-        return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
+        value, reward = with_reward(method_name, await self._calls.run(bound, **arguments))
+        return ChatMessage(TOOL, text_of(method_name, value), tool_call_id=call.call_id), reward
 
     def _method(self, name: str) -> Callable[..., object] | None:
         method = getattr(self._instance, name, None)
@@ -185,9 +187,9 @@ class ClassEpisode:
 
 def _has_no_constructor(kind: type) -> bool:
     """Return whether none of the author's code runs when an instance is made."""
-    own = (name for base in kind.__mro__[:-1] for name in vars(base))
-    return type(kind) is type and not {"__init__", "__new__"}.intersection(own)
+    attribute_names = (name for base in kind.__mro__[:-1] for name in vars(base))
+    return type(kind) is type and not {"__init__", "__new__"}.intersection(attribute_names)
 
 
-def _offered(methods: Mapping[str, MethodTool]) -> tuple[Tool, ...]:
+def _offered_tools(methods: Mapping[str, MethodTool]) -> tuple[Tool, ...]:
     return tuple(method.tool for method in methods.values())

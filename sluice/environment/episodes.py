@@ -57,7 +57,7 @@ class PlayedRow:
     @property
     def prompt(self) -> list[dict[str, object]]:
         """The prompt as authors know it: role and content of each message."""
-        return [{"role": one.role, "content": one.content} for one in self.messages]
+        return [{"role": message.role, "content": message.content} for message in self.messages]
 
     @property
     def extra_info(self) -> Mapping[str, object]:
@@ -133,11 +133,11 @@ class AuthorCalls:
         no memory left ends it: what has filled the memory cannot be known.
         """
         try:
-            with self.noted():  # a call that waits for a thread, too: perhaps it gets none
+            with self.counted_call():  # a call that waits for a thread, too: perhaps it gets none
                 if inspect.iscoroutinefunction(function):
                     return await function(*values, **named)
                 context = contextvars.copy_context()
-                call = partial(context.run, _in_thread, partial(function, *values, **named))
+                call = partial(context.run, _run_in_thread, partial(function, *values, **named))
                 returned = await self._threads.run(call)
                 return await returned if inspect.isawaitable(returned) else returned
         except SystemExit as error:
@@ -148,13 +148,13 @@ class AuthorCalls:
             raise RuntimeError(f"it raised {raised(error)}") from error
 
     async def required(
-        self, what: str, function: Callable[..., object], *values: object, **named: object
+        self, method_name: str, function: Callable[..., object], *values: object, **named: object
     ) -> object:
         """Call a method whose exceptions are failures of the environment.
 
         Raises:
             EnvironmentUnavailable: it raised this.
-            EnvironmentDefectError: it raised another error; names `what` and the place. A
+            EnvironmentDefectError: it raised another error; names `method_name` and the place. A
                 MemoryError, which the policy did not cause, ends this process.
         """
         try:
@@ -164,16 +164,16 @@ class AuthorCalls:
         except MemoryError:
             _end_for_memory()
         except Exception as error:
-            raise defect(what, error) from error
+            raise defect(method_name, error) from error
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         """Count the block as a running call; without memory for it, end the process."""
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
         try:
-            with _without_memory_ended():
+            with _end_without_memory():
                 yield
         finally:
             del self._started[number]
@@ -183,10 +183,10 @@ class AuthorCalls:
         self._threads.close()
 
 
-def _in_thread(call: Callable[[], object]) -> object:
+def _run_in_thread(call: Callable[[], object]) -> object:
     try:
         # Here, since the task that made a call may be cancelled and never see the MemoryError.
-        with _without_memory_ended():
+        with _end_without_memory():
             return call()
     except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
@@ -204,7 +204,7 @@ def is_cancelled() -> bool:
 
 
 @contextmanager
-def _without_memory_ended() -> Iterator[None]:
+def _end_without_memory() -> Iterator[None]:
     try:
         yield
     except MemoryError:
@@ -226,9 +226,9 @@ def _end_for_memory() -> NoReturn:
     os._exit(OUT_OF_MEMORY)
 
 
-def defect(what: str, error: BaseException) -> EnvironmentDefectError:
+def defect(method_name: str, error: BaseException) -> EnvironmentDefectError:
     """Return the error of an author's code, with its place."""
-    return EnvironmentDefectError(f"{what} raised {raised(error)}{_place(error)}")
+    return EnvironmentDefectError(f"{method_name} raised {raised(error)}{_place(error)}")
 
 
 def raised(error: BaseException) -> str:
@@ -238,12 +238,12 @@ def raised(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = Path(__file__).parent
-    of_author = [frame for frame in frames if own not in Path(frame.filename).parents]
+    own_folder = Path(__file__).parent
+    of_author = [frame for frame in frames if own_folder not in Path(frame.filename).parents]
     return f" ({Path(of_author[-1].filename).name}:{of_author[-1].lineno})" if of_author else ""
 
 
-def text_of(what: str, value: object) -> str:
+def text_of(method_name: str, value: object) -> str:
     """Return a method's result as text for the policy: text unchanged, other values as JSON.
 
     Cut a long result, and log the first one of each method.
@@ -252,12 +252,12 @@ def text_of(what: str, value: object) -> str:
         return ""
     text = value if isinstance(value, str) else _json(value)
     if len(text) > MAX_RESULT_CHARS:
-        if what not in _CUT_BEFORE:
+        if method_name not in _CUT_BEFORE:
             logger.warning(
                 "%s returned %d characters; the policy reads the first %d at most: return less",
-                *(what, len(text), MAX_RESULT_CHARS),
+                *(method_name, len(text), MAX_RESULT_CHARS),
             )
-        _CUT_BEFORE.add(what)
+        _CUT_BEFORE.add(method_name)
         text = text[:MAX_RESULT_CHARS] + _CUT
     return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
@@ -266,7 +266,7 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def with_reward(what: str, value: object) -> tuple[object, float | None]:
+def with_reward(method_name: str, value: object) -> tuple[object, float | None]:
     """Split ``(text, reward)``; without a reward it is ``None``.
 
     The first part may also be none, a mapping, messages, or an object with a text; any other pair,
@@ -275,19 +275,21 @@ def with_reward(what: str, value: object) -> tuple[object, float | None]:
     Raises:
         EnvironmentDefectError: the reward is not finite.
     """
-    if not (isinstance(value, tuple) and len(value) == 2 and _is_said(value[0])):
+    if not (isinstance(value, tuple) and len(value) == 2 and _is_messages(value[0])):
         return value, None
     reward = number_of(value[1])
     if reward is None:
         return value, None
     if not math.isfinite(reward):
-        raise EnvironmentDefectError(f"{what} returned the reward {reward}; return a finite one")
+        raise EnvironmentDefectError(
+            f"{method_name} returned the reward {reward}; return a finite one"
+        )
     return value[0], reward
 
 
-def _is_said(value: object) -> bool:
+def _is_messages(value: object) -> bool:
     if isinstance(value, list):
-        return all(isinstance(one, Mapping) for one in value)
+        return all(isinstance(message, Mapping) for message in value)
     return value is None or isinstance(value, str | Mapping) or hasattr(value, "text")
 
 
@@ -306,7 +308,7 @@ def number_of(value: object) -> float | None:
         return None
 
 
-def grade_of(what: str, returned: object) -> Scored | None:
+def grade_of(method_name: str, returned: object) -> Scored | None:
     """Interpret a score as reward functions' are: a number, or a mapping with ``score``.
 
     Other numbers of a mapping are metrics; ``pred`` is the prediction. ``None`` is no score.
@@ -317,11 +319,12 @@ def grade_of(what: str, returned: object) -> Scored | None:
     if returned is None:
         return None
     values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
-    by_name = {str(key): number_of(one) for key, one in values.items()}
-    numbers = {key: one for key, one in by_name.items() if one is not None}
+    by_name = {str(key): number_of(value) for key, value in values.items()}
+    numbers = {key: value for key, value in by_name.items() if value is not None}
     if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
         raise EnvironmentDefectError(
-            f"{what} returned {str(returned)[:200]}; return a finite number, or a dict with 'score'"
+            f"{method_name} returned {str(returned)[:200]}; return a finite number, or a dict with "
+            "'score'"
         )
     prediction = values.get("pred")
     score = numbers.pop("score")
@@ -329,7 +332,7 @@ def grade_of(what: str, returned: object) -> Scored | None:
     return Scored(score, score, numbers, None if prediction is None else str(prediction)[:1000])
 
 
-def messages_of(what: str, returned: object) -> tuple[ChatMessage, ...]:
+def messages_of(method_name: str, returned: object) -> tuple[ChatMessage, ...]:
     """Return what follows the policy's last answer: a user's text, or messages.
 
     Raises:
@@ -338,23 +341,23 @@ def messages_of(what: str, returned: object) -> tuple[ChatMessage, ...]:
     if returned is None:
         return ()
     if isinstance(returned, str):
-        return (ChatMessage(USER, text_of(what, returned)),)
+        return (ChatMessage(USER, text_of(method_name, returned)),)
     if isinstance(returned, Sequence):
-        return tuple(_continuing(what, one) for one in returned)
+        return tuple(_message_of(method_name, message) for message in returned)
     raise EnvironmentDefectError(
-        f"{what} returned {type(returned).__name__}; return text or messages"
+        f"{method_name} returned {type(returned).__name__}; return text or messages"
     )
 
 
-def _continuing(what: str, value: object) -> ChatMessage:
+def _message_of(method_name: str, value: object) -> ChatMessage:
     role = value.get("role") if isinstance(value, Mapping) else None
     content = value.get("content") if isinstance(value, Mapping) else None
     if role not in (USER, TOOL) or not isinstance(content, str):
         raise EnvironmentDefectError(
-            f"{what} returned {str(value)[:200]}; a message is a dict with role, 'user' or 'tool', "
-            "and content, a text"
+            f"{method_name} returned {str(value)[:200]}; a message is a dict with role, 'user' or "
+            "'tool', and content, a text"
         )
-    return ChatMessage(str(role), text_of(what, content))
+    return ChatMessage(str(role), text_of(method_name, content))
 
 
 ReadArguments = Callable[[str], Mapping[str, Any]]
@@ -375,7 +378,7 @@ async def results_of_calls(
         make: makes a call with its arguments. What it raises is an error that the policy reads, but
             for the environment's own.
     """
-    results = [await _made(call, tools, make) for call in answer.tool_calls]
+    results = [await _make_call(call, tools, make) for call in answer.tool_calls]
     messages = [message for message, _ in results]
     rewards = [reward for _, reward in results if reward is not None]
     if answer.tool_error:
@@ -384,17 +387,19 @@ async def results_of_calls(
     return tuple(messages), sum(rewards) if rewards else None
 
 
-async def _made(
+async def _make_call(
     call: ToolCall,
     tools: Mapping[str, ReadArguments],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
 ) -> CallResult:
-    read = tools.get(call.name)
-    if read is None:
-        known = ", ".join(tools) or "none"
-        return error_of(call, f"there is no tool {call.name[:64]!r}; the tools are: {known}"), None
+    read_arguments = tools.get(call.name)
+    if read_arguments is None:
+        tool_names = ", ".join(tools) or "none"
+        return error_of(
+            call, f"there is no tool {call.name[:64]!r}; the tools are: {tool_names}"
+        ), None
     try:
-        return await make(call, read(call.arguments))
+        return await make(call, read_arguments(call.arguments))
     except ArgumentsError as error:
         return error_of(call, str(error)), None
     except (EnvironmentUnavailable, EnvironmentDefectError):

@@ -39,7 +39,7 @@ def file_environment(path: str, name: str | None = None) -> Environment:
             method and remedy.
     """
     module = file_module(path, PATH_KEY)
-    member = _named(module, path, name) if name else _only(module, path)
+    member = _find_named(module, path, name) if name else _find_only(module, path)
     file = Path(path).name
     return (
         class_environment(member, file)
@@ -71,7 +71,7 @@ def file_module(path: str, key: str) -> ModuleType:
 
 def import_error(key: str, path: str, error: Exception) -> ConfigError:
     """Return the error for what `key` names and cannot be imported, with its place."""
-    last = traceback.format_exception_only(error)[-1].strip()
+    exception_text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError):
         file, line = error.filename, error.lineno
     else:
@@ -81,24 +81,26 @@ def import_error(key: str, path: str, error: Exception) -> ConfigError:
     remedy = "repair it"
     if is_of_verl:
         remedy = _VERL_TOOLS_REMEDY if key == PATH_KEY else _VERL_SCORERS_REMEDY
-    return ConfigError(f"{key}: {path} fails to import: {last} ({file}, line {line}); {remedy}")
+    return ConfigError(
+        f"{key}: {path} fails to import: {exception_text} ({file}, line {line}); {remedy}"
+    )
 
 
-def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
+def _find_named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
     member = getattr(module, name, None)
     if isinstance(member, type) or inspect.isfunction(member):
         return member
     raise ConfigError(
         f"{NAME_KEY}: {path} defines no class or function {name!r}; it has: "
-        f"{', '.join(one.__name__ for one in _candidates(module)) or 'none'}"
+        f"{', '.join(candidate.__name__ for candidate in _candidates(module)) or 'none'}"
     )
 
 
-def _only(module: ModuleType, path: str) -> type | Callable[..., object]:
+def _find_only(module: ModuleType, path: str) -> type | Callable[..., object]:
     candidates = _candidates(module)
     if len(candidates) == 1:
         return candidates[0]
-    names = ", ".join(one.__name__ for one in candidates)
+    names = ", ".join(candidate.__name__ for candidate in candidates)
     if candidates:
         raise ConfigError(f"{NAME_KEY}: {path} defines {names}; set it to one of them")
     raise ConfigError(

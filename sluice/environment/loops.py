@@ -95,9 +95,9 @@ class Policy:
     """The model in training. Its answers are sampled by the run."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[_Question] = asyncio.Queue()
+        self._questions: asyncio.Queue[_Question] = asyncio.Queue()
         self._answer: asyncio.Future[PolicyAnswer] | None = None  # of the call that waits
-        self._taken: asyncio.Future[PolicyAnswer] | None = None  # of the last question taken
+        self._taken_answer: asyncio.Future[PolicyAnswer] | None = None  # of the last question taken
         self._is_over = False
 
     async def chat(
@@ -126,8 +126,8 @@ class Policy:
         turns = tuple(map(_message, messages))
         self._answer = asyncio.get_running_loop().create_future()
         is_dropped = tools is not None and not offered
-        asked = Observation(turns, is_whole=True, tools=offered, drops_tools=is_dropped)
-        self._asked.put_nowait((asked, self._answer))
+        question = Observation(turns, is_whole=True, tools=offered, drops_tools=is_dropped)
+        self._questions.put_nowait((question, self._answer))
         try:
             return await self._answer
         finally:
@@ -136,14 +136,14 @@ class Policy:
     async def next_question(self) -> Observation:
         """Return what the policy must read next, for a call that still waits."""
         while True:
-            asked, self._taken = await self._asked.get()
-            if not self._taken.done():
-                return asked
+            question, self._taken_answer = await self._questions.get()
+            if not self._taken_answer.done():
+                return question
 
     def give(self, answer: PolicyAnswer) -> None:
         """Answer the last question taken, unless its call was cancelled, as by a timeout."""
-        if self._taken is not None and not self._taken.done():
-            self._taken.set_result(answer)
+        if self._taken_answer is not None and not self._taken_answer.done():
+            self._taken_answer.set_result(answer)
 
     def end(self) -> None:
         """Make the waiting call, and later ones, raise EpisodeOver."""
@@ -158,13 +158,13 @@ def loop_environment(function: Callable[..., object], file: str) -> Environment:
     Raises:
         ConfigError: it is not ``async``, or does not take a task and a policy.
     """
-    where = f"{file}: {function.__name__}"
+    place = f"{file}: {function.__name__}"
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{where} is no async function; write async def (task, policy)")
+        raise ConfigError(f"{place} is no async function; write async def (task, policy)")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        raise ConfigError(f"{where}: {error}; it is called with a task and a policy") from error
+        raise ConfigError(f"{place}: {error}; it is called with a task and a policy") from error
     return Environment(function.__name__, (), partial(LoopEpisode, cast("Any", function)))
 
 
@@ -194,14 +194,14 @@ class LoopEpisode:
             self._row.seed,
         )
         self._running = self._tasks.create_task(self._run_function(task), name="an author's loop")
-        seen = await self._next()
-        if seen.done:
-            self._returned()
+        observation = await self._next()
+        if observation.done:
+            self._return_value()
             raise EnvironmentDefectError(
                 f"{self._function.__name__} returned before it called policy.chat; ask the policy "
                 "at least once"
             )
-        return seen
+        return observation
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Give the answer to the function; return its next question."""
@@ -217,16 +217,16 @@ class LoopEpisode:
         self._policy.end()
         if self._running is None:
             return None
-        with self._calls.noted():
+        with self._calls.counted_call():
             await asyncio.wait([self._running])
-        returned = self._returned()
+        returned = self._return_value()
         return None if returned is _UNSCORED else grade_of(self._function.__name__, returned)
 
     async def close(self) -> None:
         """End the function."""
         if self._running is not None:
             self._running.cancel()
-            with self._calls.noted():  # it may catch the cancellation and stay
+            with self._calls.counted_call():  # it may catch the cancellation and stay
                 await asyncio.wait([self._running])
 
     async def _run_function(self, task: LoopTask) -> object:
@@ -247,21 +247,21 @@ class LoopEpisode:
         # Its errors are in `_running`; the task group waits for it.
         question = self._tasks.create_task(self._policy.next_question(), name="a question")
         try:
-            with self._calls.noted():
+            with self._calls.counted_call():
                 await asyncio.wait([self._running, question], return_when=asyncio.FIRST_COMPLETED)
             if question.done():
                 return question.result()
-            self._failed(self._running.result())
+            self._raise_if_failed(self._running.result())
             return Observation(done=True)
         finally:
             question.cancel()
 
-    def _returned(self) -> object:
+    def _return_value(self) -> object:
         assert self._running is not None
-        return self._failed(self._running.result())
+        return self._raise_if_failed(self._running.result())
 
     @staticmethod
-    def _failed(returned: object) -> object:
+    def _raise_if_failed(returned: object) -> object:
         if isinstance(returned, EnvironmentUnavailable | EnvironmentDefectError):
             raise returned
         return returned
@@ -279,7 +279,7 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
         )
     calls = tuple(map(_call, value.get("tool_calls") or ()))
     call_id, reasoning = value.get("tool_call_id") or "", value.get("reasoning") or ""
-    if not all(isinstance(one, str) for one in (call_id, reasoning)):
+    if not all(isinstance(text, str) for text in (call_id, reasoning)):
         raise ValueError("a message whose tool_call_id or reasoning is no text")
     return ChatMessage(
         role, text_of("a message of policy.chat", content), calls, call_id, reasoning
@@ -310,6 +310,6 @@ def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function
             f"a tool {str(value)[:200]} ({raised(error)}); write OpenAI's form, or give a function "
             "with type hints and a docstring"
         ) from error
-    if not all(isinstance(one, str) for one in (tool.name, tool.description)):
+    if not all(isinstance(text, str) for text in (tool.name, tool.description)):
         raise ValueError(f"a tool {value!r:.200}; its name and description are texts")
     return tool

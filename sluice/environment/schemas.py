@@ -45,17 +45,17 @@ class MethodTool:
         Raises:
             ArgumentsError: they are no JSON object, or one is missing, unknown or of another type.
         """
-        given = json_object(text)
-        if unknown := [name for name in given if name not in self.hints]:
-            known = ", ".join(self.hints) or "none"
+        values = json_object(text)
+        if unknown := [name for name in values if name not in self.hints]:
+            argument_names = ", ".join(self.hints) or "none"
             raise ArgumentsError(
-                f"{self.tool.name} has no argument {unknown[0]!r}; it has: {known}"
+                f"{self.tool.name} has no argument {unknown[0]!r}; it has: {argument_names}"
             )
-        if missing := [name for name in self.required if name not in given]:
-            raise ArgumentsError(f"{self.tool.name} needs the argument {missing[0]!r}")
-        return {name: self._converted(name, value) for name, value in given.items()}
+        if missing_names := [name for name in self.required if name not in values]:
+            raise ArgumentsError(f"{self.tool.name} needs the argument {missing_names[0]!r}")
+        return {name: self._convert(name, value) for name, value in values.items()}
 
-    def _converted(self, name: str, value: object) -> object:
+    def _convert(self, name: str, value: object) -> object:
         try:
             return msgspec.convert(value, self.hints[name], strict=False)
         except (
@@ -72,12 +72,12 @@ def json_object(text: str) -> dict[str, Any]:
         ArgumentsError: they are no JSON object.
     """
     try:
-        given = json.loads(text or "{}")
+        values = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ArgumentsError(f"the arguments are no JSON: {error}; write an object") from error
-    if not isinstance(given, dict):
-        raise ArgumentsError(f"the arguments are {type(given).__name__}; write a JSON object")
-    return given
+    if not isinstance(values, dict):
+        raise ArgumentsError(f"the arguments are {type(values).__name__}; write a JSON object")
+    return values
 
 
 def openai_tool(function: Mapping[str, Any]) -> Tool:
@@ -97,12 +97,12 @@ def openai_call(call: ToolCall) -> dict[str, Any]:
 
 
 def method_tool(
-    function: Callable[..., object], where: str, *, name: str = "", is_method: bool = True
+    function: Callable[..., object], place: str, *, name: str = "", is_method: bool = True
 ) -> MethodTool:
     """Return the tool that a function or an unbound method is.
 
     Args:
-        where: file and method, for errors.
+        place: file and method, for errors.
         name: the tool's; by default the function's.
         is_method: whether the first parameter is the instance.
 
@@ -111,19 +111,19 @@ def method_tool(
     """
     name = name or function.__name__
     if not TOOL_NAME.fullmatch(name):
-        raise ConfigError(f"{where}: {name!r} is no name for a tool; use A-Z, a-z, 0-9 and _")
-    parameters = _parameters(function, where, is_method=is_method)
-    hints = _hints(function, where)
-    summary, described = _docstring(function, where)
+        raise ConfigError(f"{place}: {name!r} is no name for a tool; use A-Z, a-z, 0-9 and _")
+    parameters = _parameters(function, place, is_method=is_method)
+    hints = _hints(function, place)
+    summary, described = _docstring(function, place)
     properties: dict[str, object] = {}
     for parameter in parameters:
         if parameter.name not in hints:
             raise ConfigError(
-                f"{where}: the argument {parameter.name!r} has no type hint, from which the policy "
+                f"{place}: the argument {parameter.name!r} has no type hint, from which the policy "
                 f"learns what to pass; write {parameter.name}: str, or another type, or begin the "
                 "method's name with _ if it is no tool"
             )
-        argument = _schema(hints[parameter.name], f"{where}: the argument {parameter.name!r}")
+        argument = _schema(hints[parameter.name], f"{place}: the argument {parameter.name!r}")
         if text := described.get(parameter.name):
             argument = {**argument, "description": text}
         properties[parameter.name] = argument
@@ -135,61 +135,61 @@ def method_tool(
 
 
 def _parameters(
-    function: Callable[..., object], where: str, *, is_method: bool
+    function: Callable[..., object], place: str, *, is_method: bool
 ) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"{where}: a tool cannot have {parameter}; name every argument and give it a type"
+                f"{place}: a tool cannot have {parameter}; name every argument and give it a type"
             )
     return parameters
 
 
-def _hints(function: Callable[..., object], where: str) -> dict[str, object]:
+def _hints(function: Callable[..., object], place: str) -> dict[str, object]:
     try:
         return get_type_hints(function, include_extras=True)
     except Exception as error:
         raise ConfigError(
-            f"{where}: its type hints cannot be read: {error}; repair them"
+            f"{place}: its type hints cannot be read: {error}; repair them"
         ) from error
 
 
-def _schema(hint: object, where: str) -> dict[str, object]:
+def _schema(hint: object, place: str) -> dict[str, object]:
     """Return the JSON schema of a type, without references."""
     try:
         (component,), parts = msgspec.json.schema_components([hint])
     except (TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{where}: {hint} has no JSON schema ({error}); use str, int, float, bool, list, dict, "
+            f"{place}: {hint} has no JSON schema ({error}); use str, int, float, bool, list, dict, "
             "Literal, Optional, an Enum or a dataclass"
         ) from error
     try:
-        written = _inlined(component, parts)
+        schema = _inline_references(component, parts)
     except RecursionError as error:
-        raise ConfigError(f"{where}: {hint} contains itself; use a flat type") from error
-    assert isinstance(written, dict)
-    return written
+        raise ConfigError(f"{place}: {hint} contains itself; use a flat type") from error
+    assert isinstance(schema, dict)
+    return schema
 
 
-def _inlined(value: object, parts: Mapping[str, object]) -> object:
+def _inline_references(value: object, parts: Mapping[str, object]) -> object:
     if isinstance(value, dict):
         if isinstance(reference := value.get(_REFERENCE), str):
-            return _inlined(parts[reference.rpartition("/")[2]], parts)
+            return _inline_references(parts[reference.rpartition("/")[2]], parts)
         return {
-            key: _inlined(one, parts)
-            for key, one in value.items()
-            if key != _TITLE or isinstance(one, dict)  # a field of this name
+            key: _inline_references(part, parts)
+            for key, part in value.items()
+            if key != _TITLE or isinstance(part, dict)  # a field of this name
         }
-    return [_inlined(one, parts) for one in value] if isinstance(value, list) else value
+    return [_inline_references(part, parts) for part in value] if isinstance(value, list) else value
 
 
-def _docstring(function: Callable[..., object], where: str) -> tuple[str, dict[str, str]]:
+def _docstring(function: Callable[..., object], place: str) -> tuple[str, dict[str, str]]:
     """Return the text above the sections, and the description of each argument."""
     text = inspect.cleandoc(function.__doc__ or "")
     if not text:
         raise ConfigError(
-            f"{where} has no docstring, from which the policy learns what the tool does; write "
+            f"{place} has no docstring, from which the policy learns what the tool does; write "
             "one, or begin the method's name with _ if it is no tool"
         )
     summary: list[str] = []
@@ -201,11 +201,11 @@ def _docstring(function: Callable[..., object], where: str) -> tuple[str, dict[s
         elif not section:
             summary.append(line)
         elif section in {"Args", "Arguments", "Parameters"} and line.strip():
-            begun = _ARGUMENT.match(line.strip())
+            match = _ARGUMENT.match(line.strip())
             is_deeper = len(line) - len(line.lstrip()) > 4
-            if begun and not is_deeper:
-                argument = begun[1]
-                described[argument] = begun[2]
+            if match and not is_deeper:
+                argument = match[1]
+                described[argument] = match[2]
             elif argument:
                 described[argument] = f"{described[argument]} {line.strip()}".strip()
     return "\n".join(summary).strip(), described

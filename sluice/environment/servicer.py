@@ -92,7 +92,7 @@ class _Open:
             self.is_closed = True
             await self.played.close()
 
-    async def ended(self) -> environment.CloseResponse:
+    async def end_and_grade(self) -> environment.CloseResponse:
         """Grade and close."""
         try:
             scored = await self.played.score()
@@ -122,7 +122,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: Any,  # noqa: ANN401
     ) -> environment.OpenResponse:
         """Begin an episode."""
-        call = self._begun(request, context.time_remaining())
+        call = self._begin_open(request, context.time_remaining())
         return await _response(call, environment.OpenResponse)
 
     async def Step(
@@ -131,32 +131,32 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: Any,  # noqa: ANN401
     ) -> environment.StepResponse:
         """Take an answer; a repeated one has the same answer."""
-        call = self._stepped(request, context.time_remaining())
+        call = self._begin_step(request, context.time_remaining())
         return await _response(call, environment.StepResponse)
 
     async def Play(self, request: environment.PlayRequest, context: _Context) -> None:  # type: ignore[override]
         """Make calls side by side; write each result when it is there."""
         time_s, failed = context.time_remaining(), list[environment.PlayResult]()
         calls: dict[asyncio.Task[_Result], str] = {}
-        asked: list[environment.OpenRequest | environment.StepRequest] = [*request.opens]
-        asked += request.steps
-        for one in asked:
+        requests: list[environment.OpenRequest | environment.StepRequest] = [*request.opens]
+        requests += request.steps
+        for part in requests:
             try:
-                if isinstance(one, environment.OpenRequest):
-                    call = self._begun(one, time_s)
+                if isinstance(part, environment.OpenRequest):
+                    call = self._begin_open(part, time_s)
                 else:
-                    call = self._stepped(one, time_s)
-                calls[call] = one.episode_id
+                    call = self._begin_step(part, time_s)
+                calls[call] = part.episode_id
             except SluiceError as error:
-                failed.append(_result(one.episode_id, error))
+                failed.append(_result(part.episode_id, error))
         if failed:
             await context.write(environment.PlayResponse(results=failed))
         running = set(calls)
         while running:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            done, running = await asyncio.wait(running, timeout=_TOGETHER_S)
-            ended = [_result(calls[one], _found_by(one)) for one in done]
-            for results in bundles(ended, environment.PlayResult.ByteSize):
+            done_calls, running = await asyncio.wait(running, timeout=_TOGETHER_S)
+            results_of_done = [_result(calls[call], _result_of(call)) for call in done_calls]
+            for results in bundles(results_of_done, environment.PlayResult.ByteSize):
                 await context.write(environment.PlayResponse(results=results))
 
     async def Close(
@@ -179,7 +179,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         finally:
             self._episodes.pop(request.episode_id, None)
             # A method may still run when the caller has no time left, and is waited for here.
-            closing = self._tasks.create_task(_closed(episode), name="closing an episode")
+            closing = self._tasks.create_task(_close_episode(episode), name="closing an episode")
             await asyncio.wait([closing])
         if (error := closing.result()) is not None:
             raise error
@@ -209,9 +209,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def _close_later(self, episode: _Open) -> asyncio.Task[SluiceError | None]:
         """Close an episode that nobody waits for: no call is held by a `close` that hangs."""
-        return self._tasks.create_task(_closed(episode, CLOSE_S), name="closing an episode")
+        return self._tasks.create_task(_close_episode(episode, CLOSE_S), name="closing an episode")
 
-    def _begun(
+    def _begin_open(
         self, request: environment.OpenRequest, time_s: float | None
     ) -> asyncio.Task[_Result]:
         """Start to open an episode."""
@@ -226,17 +226,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._none_expires_before = min(self._none_expires_before, episode.ends_at)
 
         async def opened() -> environment.OpenResponse:
-            seen = await played.open()
-            return environment.OpenResponse(observation=observation_to_proto(seen))
+            observation = await played.open()
+            return environment.OpenResponse(observation=observation_to_proto(observation))
 
-        return self._started(episode, opened, time_s)
+        return self._start_call(episode, opened, time_s)
 
-    def _stepped(
+    def _begin_step(
         self, request: environment.StepRequest, time_s: float | None
     ) -> asyncio.Task[_Result]:
         """Start to take an answer, or return the call that has taken it."""
-        turn, (last, call) = request.turn, self._ended.get(request.episode_id, (-1, None))
-        if call is not None and turn == last:
+        turn, (last_turn, call) = request.turn, self._ended.get(request.episode_id, (-1, None))
+        if call is not None and turn == last_turn:
             return call
         episode = self._found(request.episode_id)
         if turn == episode.turn and episode.call is not None:
@@ -248,24 +248,24 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 f"turn: {turn}; the next one of this episode is {episode.turn + 1}"
             )
         episode.turn = turn
-        return self._started(episode, partial(self._answered, episode, request), time_s)
+        return self._start_call(episode, partial(self._answer_step, episode, request), time_s)
 
-    async def _answered(
+    async def _answer_step(
         self, episode: _Open, request: environment.StepRequest
     ) -> environment.StepResponse:
         name = common.FinishReason.Name(request.finish_reason).removeprefix(_FINISH)
         finish = FinishReason.__members__.get(name, FinishReason.STOP)
         since = self._clock()
-        seen = await episode.played.step(answer_from_proto(request.answer), finish)
-        if not (request.may_end and seen.done and self._clock() - since < _QUICK_S):
-            return environment.StepResponse(observation=observation_to_proto(seen))
+        observation = await episode.played.step(answer_from_proto(request.answer), finish)
+        if not (request.may_end and observation.done and self._clock() - since < _QUICK_S):
+            return environment.StepResponse(observation=observation_to_proto(observation))
         try:
-            end = await episode.ended()
+            end = await episode.end_and_grade()
         finally:
             self._end(request.episode_id, episode)
         # The policy reads nothing more.
-        shown = observation_to_proto(Observation(done=True, reward=seen.reward))
-        return environment.StepResponse(observation=shown, end=end)
+        final_observation = observation_to_proto(Observation(done=True, reward=observation.reward))
+        return environment.StepResponse(observation=final_observation, end=end)
 
     def _end(self, episode_id: str, episode: _Open) -> None:
         """Keep only what a repeated call gets."""
@@ -274,11 +274,13 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 
-    def _started(
+    def _start_call(
         self, episode: _Open, work: Callable[[], Awaitable[_Result]], time_s: float | None
     ) -> asyncio.Task[_Result]:
         """Start a call, which ends after `time_s` seconds."""
-        call = self._tasks.create_task(_called(episode, work, time_s), name="a call of an episode")
+        call = self._tasks.create_task(
+            _run_call(episode, work, time_s), name="a call of an episode"
+        )
         episode.call = call
         return call
 
@@ -304,18 +306,18 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return episode
 
     def _drop_expired(self) -> None:
-        now = self._clock()
-        if now < self._none_expires_before:
+        now_s = self._clock()
+        if now_s < self._none_expires_before:
             return
         for episode_id, episode in list(self._episodes.items()):
-            if now >= episode.ends_at and not episode.lock.locked():
+            if now_s >= episode.ends_at and not episode.lock.locked():
                 self._episodes.pop(episode_id, None)
                 self._close_later(episode)
-        ends = (episode.ends_at for episode in self._episodes.values())
-        self._none_expires_before = min(ends, default=math.inf)
+        expiry_times = (episode.ends_at for episode in self._episodes.values())
+        self._none_expires_before = min(expiry_times, default=math.inf)
 
 
-async def _called(
+async def _run_call(
     episode: _Open, work: Callable[[], Awaitable[_Result]], time_s: float | None
 ) -> _Result:
     """Return what a call leads to, errors too: a task that raises them would end the server."""
@@ -323,7 +325,7 @@ async def _called(
         if episode.failure is not None:
             return episode.failure
         # A call that is cut short leaves the author's objects in a state that nobody knows.
-        episode.failure = _cut_short()
+        episode.failure = _cut_short_error()
         try:
             async with asyncio.timeout(time_s) as scope:
                 result = await work()
@@ -344,7 +346,7 @@ def _check_size(result: _Result) -> None:
     )
 
 
-async def _closed(episode: _Open, time_s: float | None = None) -> SluiceError | None:
+async def _close_episode(episode: _Open, time_s: float | None = None) -> SluiceError | None:
     """Close an episode after its running call, within `time_s`; return what went wrong."""
     try:
         async with episode.lock, asyncio.timeout(time_s):
@@ -356,21 +358,21 @@ async def _closed(episode: _Open, time_s: float | None = None) -> SluiceError | 
     return None
 
 
-def _cut_short() -> NotFoundError:
+def _cut_short_error() -> NotFoundError:
     return NotFoundError("an earlier call of this episode was cut short")
 
 
 async def _response(call: asyncio.Task[_Result], kind: type[ResponseT]) -> ResponseT:
     """Wait for a call, which runs on if the waiter is cancelled; raise its error."""
     await asyncio.wait([call])
-    result = _found_by(call)
+    result = _result_of(call)
     if isinstance(result, Exception):
         raise result
     return cast("ResponseT", result)
 
 
-def _found_by(call: asyncio.Task[_Result]) -> _Result:
-    return _cut_short() if call.cancelled() else call.result()
+def _result_of(call: asyncio.Task[_Result]) -> _Result:
+    return _cut_short_error() if call.cancelled() else call.result()
 
 
 def _result(episode_id: str, result: _Result) -> environment.PlayResult:
@@ -409,7 +411,7 @@ def _row(text: str) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def serving(
+async def served_environment(
     world: Environment, host: str, port: int, credentials: Credentials = OPEN
 ) -> AsyncIterator[str]:
     """Serve for the length of the block; yield the address.

@@ -94,13 +94,13 @@ class BaseTool:
 def function_tool(name: Any = None, *, schema: Any = None) -> Any:  # noqa: ANN401  two forms
     """Register a function as a tool; both forms of verl's decorator."""
 
-    def register(function: Callable[..., Any], own: str | None) -> Callable[..., Any]:
-        tool_name = own or function.__name__
-        known = FUNCTION_TOOL_REGISTRY.get(tool_name)
-        if known is not None and known.fn is not function:
+    def register(function: Callable[..., Any], own_name: str | None) -> Callable[..., Any]:
+        tool_name = own_name or function.__name__
+        registered = FUNCTION_TOOL_REGISTRY.get(tool_name)
+        if registered is not None and registered.fn is not function:
             raise ValueError(f"two function tools are named {tool_name}; rename one")
-        given = ToolSchema.model_validate(schema) if isinstance(schema, dict) else schema
-        FUNCTION_TOOL_REGISTRY[tool_name] = FunctionTool(tool_name, function, given)
+        tool_schema = ToolSchema.model_validate(schema) if isinstance(schema, dict) else schema
+        FUNCTION_TOOL_REGISTRY[tool_name] = FunctionTool(tool_name, function, tool_schema)
         return function
 
     if callable(name) and schema is None:

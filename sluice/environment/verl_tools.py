@@ -94,10 +94,12 @@ def verl_environment(function_path: str | None, config_path: str | None) -> Envi
         *(_functions(function_path) if function_path else []),
     ]
     by_name: dict[str, VerlTool] = {}
-    for one in tools:
-        if one.tool.name in by_name:
-            raise ConfigError(f"{CLASSES_KEY}: two tools are named {one.tool.name}; rename one")
-        by_name[one.tool.name] = one
+    for verl_tool in tools:
+        if verl_tool.tool.name in by_name:
+            raise ConfigError(
+                f"{CLASSES_KEY}: two tools are named {verl_tool.tool.name}; rename one"
+            )
+        by_name[verl_tool.tool.name] = verl_tool
     if not by_name:
         raise ConfigError(
             f"{FUNCTIONS_KEY} = {function_path}, {CLASSES_KEY} = {config_path}: no tool is "
@@ -107,38 +109,40 @@ def verl_environment(function_path: str | None, config_path: str | None) -> Envi
     def begin(row: PlayedRow, calls: AuthorCalls, _tasks: asyncio.TaskGroup) -> VerlEpisode:
         return VerlEpisode(by_name, row, calls)
 
-    return Environment(NAME, tuple(one.tool for one in by_name.values()), begin)
+    return Environment(NAME, tuple(verl_tool.tool for verl_tool in by_name.values()), begin)
 
 
 def _functions(path: str) -> list[VerlTool]:
     registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
-    before = set(registry)
+    names_before = set(registry)
     file_module(path, FUNCTIONS_KEY)
-    return [_function(registry[name], path) for name in sorted(set(registry) - before)]
+    return [_function(registry[name], path) for name in sorted(set(registry) - names_before)]
 
 
 def _function(tool: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
     if tool.tool_schema is not None:  # the author's own, or verl has derived it
         return VerlTool(_tool(tool.tool_schema, path), tool.fn)
-    own = method_tool(tool.fn, f"{path}: {tool.name}", name=tool.name, is_method=False)
-    return VerlTool(_shown(own), tool.fn)
+    function_tool = method_tool(tool.fn, f"{path}: {tool.name}", name=tool.name, is_method=False)
+    return VerlTool(_tool_as_in_verl(function_tool), tool.fn)
 
 
-def _shown(own: MethodTool) -> Tool:
+def _tool_as_in_verl(function_tool: MethodTool) -> Tool:
     """Return a function's tool as verl shows it to the policy."""
-    schema: dict[str, Any] = json.loads(own.tool.parameters)
-    for name, written in schema["properties"].items():
-        text = written.pop(_DESCRIPTION, "")
-        kind = _kind(own.hints[name]) or written  # verl refuses what has no type
-        if (choices := _CHOICES.search(text)) and (values := _listed(choices[1])):
+    schema: dict[str, Any] = json.loads(function_tool.tool.parameters)
+    for name, property_schema in schema["properties"].items():
+        text = property_schema.pop(_DESCRIPTION, "")
+        kind = _kind(function_tool.hints[name]) or property_schema  # verl refuses what has no type
+        if (choices := _CHOICES.search(text)) and (values := _json_list(choices[1])):
             kind, text = kind | {_ENUM: values}, text[: choices.start()].strip()
         schema["properties"][name] = kind | ({_DESCRIPTION: text} if text else {})
     if not schema["required"]:
         del schema["required"]
-    return replace(own.tool, parameters=json.dumps(_parameters(schema), ensure_ascii=False))
+    return replace(
+        function_tool.tool, parameters=json.dumps(_parameters(schema), ensure_ascii=False)
+    )
 
 
-def _listed(text: str) -> list[object]:
+def _json_list(text: str) -> list[object]:
     """Return the values of a JSON list; none: it is no list."""
     try:
         values = json.loads(text)
@@ -153,12 +157,12 @@ def _kind(hint: object) -> dict[str, Any]:
     if origin is Annotated:
         return _kind(arguments[0])
     if origin is Literal:
-        kinds = list(dict.fromkeys(_KINDS.get(type(one), "object") for one in arguments))
+        kinds = list(dict.fromkeys(_KINDS.get(type(argument), "object") for argument in arguments))
         return {_TYPE: kinds[0] if len(kinds) == 1 else kinds, _ENUM: list(arguments)}
     if origin not in (Union, UnionType):
         kind = _KINDS.get(origin or hint)
         return {_TYPE: kind} if kind else {}
-    parts = [_kind(one) for one in arguments if one is not NoneType]
+    parts = [_kind(argument) for argument in arguments if argument is not NoneType]
     if len(parts) == 1:
         return parts[0]
     named = [part.get(_TYPE) for part in parts if part.keys() == {_TYPE}]
@@ -189,8 +193,12 @@ def _class(entry: Mapping[str, Any], path: str) -> VerlTool:
     schemas = importlib.import_module("verl.tools.schemas")
     try:
         tool_class = getattr(importlib.import_module(module), class_name)
-        given = entry.get("tool_schema")
-        schema = schemas.OpenAIFunctionToolSchema.model_validate(given) if given else None
+        written_schema = entry.get("tool_schema")
+        schema = (
+            schemas.OpenAIFunctionToolSchema.model_validate(written_schema)
+            if written_schema
+            else None
+        )
         state = tool_class(config=config, tool_schema=schema)
     except Exception as error:
         raise ConfigError(
@@ -202,8 +210,8 @@ def _class(entry: Mapping[str, Any], path: str) -> VerlTool:
 
 
 def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
-    written = schema.model_dump(exclude_unset=True, exclude_none=True)
-    function = written.get("function", {})
+    plain_schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+    function = plain_schema.get("function", {})
     if "name" not in function:
         raise ConfigError(f"{path}: a tool_schema without function.name; write OpenAI's form")
     parameters = function.get("parameters")
@@ -215,13 +223,17 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
 def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return what verl keeps of a schema, in its order."""
     properties = {
-        name: {key: one[key] for key in (_TYPE, _DESCRIPTION, _ENUM) if one.get(key) is not None}
-        if isinstance(one, dict) and _TYPE in one
-        else one
-        for name, one in schema["properties"].items()
+        name: {
+            key: property_schema[key]
+            for key in (_TYPE, _DESCRIPTION, _ENUM)
+            if property_schema.get(key) is not None
+        }
+        if isinstance(property_schema, dict) and _TYPE in property_schema
+        else property_schema
+        for name, property_schema in schema["properties"].items()
     }
-    kept = {_TYPE: schema.get(_TYPE, "object"), "properties": properties}
-    return kept | {key: schema[key] for key in ("required",) if key in schema}
+    kept_schema = {_TYPE: schema.get(_TYPE, "object"), "properties": properties}
+    return kept_schema | {key: schema[key] for key in ("required",) if key in schema}
 
 
 class VerlEpisode:
@@ -243,15 +255,15 @@ class VerlEpisode:
 
     async def open(self) -> Observation:
         """Create an instance of each tool with state."""
-        for name, one in self._tools.items():
-            if one.state is not None:
-                given = self._given(name, "create_kwargs")
+        for name, tool in self._tools.items():
+            if tool.state is not None:
+                create_arguments = self._keyword_arguments(name, "create_kwargs")
                 created = await self._calls.required(
-                    f"{name}.create", one.state.create, create_kwargs=given
+                    f"{name}.create", tool.state.create, create_kwargs=create_arguments
                 )
                 instance_id = created[0] if isinstance(created, tuple) else created
                 self._ids[name] = str(instance_id)
-        return Observation(tools=tuple(one.tool for one in self._tools.values()))
+        return Observation(tools=tuple(tool.tool for tool in self._tools.values()))
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Make the calls of an answer; text without calls ends the episode."""
@@ -260,11 +272,14 @@ class VerlEpisode:
         # A tool that is not there says so itself.
         names = (*self._tools, *(call.name for call in answer.tool_calls))
         readers = dict.fromkeys(names, json_object) if self._tools else {}
-        made = list(map(openai_call, answer.tool_calls))
-        said = {"role": ASSISTANT, "content": answer.content, "tool_calls": made}
-        self._data.messages.append(said)
+        openai_calls = list(map(openai_call, answer.tool_calls))
+        message = {"role": ASSISTANT, "content": answer.content, "tool_calls": openai_calls}
+        self._data.messages.append(message)
         messages, reward = await results_of_calls(answer, readers, self._result)
-        self._data.messages += [{"role": one.role, "content": one.content} for one in messages]
+        self._data.messages += [
+            {"role": tool_message.role, "content": tool_message.content}
+            for tool_message in messages
+        ]
         return Observation(messages, reward=reward)
 
     async def score(self) -> Scored | None:
@@ -277,9 +292,11 @@ class VerlEpisode:
         while self._ids:
             name, instance = self._ids.popitem()
             release = self._tools[name].state.release
-            given = self._given(name, "release_kwargs")
+            release_arguments = self._keyword_arguments(name, "release_kwargs")
             try:
-                await self._calls.required(f"{name}.release", release, instance, **given)
+                await self._calls.required(
+                    f"{name}.release", release, instance, **release_arguments
+                )
             except SluiceError as error:
                 errors.append(error)
         if errors:
@@ -287,32 +304,39 @@ class VerlEpisode:
 
     async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
         """Make a call; what fails reads as in verl."""
-        one = self._tools.get(call.name)
-        if one is None:
-            known = list(self._tools)
-            return _failed(call, f"Unknown function '{call.name}'. Available tools: {known}")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            tool_names = list(self._tools)
+            return _failure_result(
+                call, f"Unknown function '{call.name}'. Available tools: {tool_names}"
+            )
         try:
-            if one.function is not None:
-                return _response(call, await self._calls.run(one.function, **arguments))
-            return _response(call, await self._executed(call.name, one, arguments))
+            if tool.function is not None:
+                return _response(call, await self._calls.run(tool.function, **arguments))
+            return _response(call, await self._execute(call.name, tool, arguments))
         except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
-            return _failed(call, f"Error executing tool '{call.name}': {error}")
+            return _failure_result(call, f"Error executing tool '{call.name}': {error}")
 
-    async def _executed(self, name: str, one: VerlTool, arguments: Mapping[str, Any]) -> object:
-        given = self._given(name, "execute_kwargs")
-        taken = inspect.signature(one.state.execute).parameters.values()
-        if any(each.name == _DATA or each.kind is each.VAR_KEYWORD for each in taken):
-            given[_DATA] = self._data
-        return await self._calls.run(one.state.execute, self._ids[name], arguments, **given)
+    async def _execute(self, name: str, tool: VerlTool, arguments: Mapping[str, Any]) -> object:
+        execute_arguments = self._keyword_arguments(name, "execute_kwargs")
+        parameters = inspect.signature(tool.state.execute).parameters.values()
+        if any(
+            parameter.name == _DATA or parameter.kind is parameter.VAR_KEYWORD
+            for parameter in parameters
+        ):
+            execute_arguments[_DATA] = self._data
+        return await self._calls.run(
+            tool.state.execute, self._ids[name], arguments, **execute_arguments
+        )
 
-    def _given(self, name: str, kind: str) -> dict[str, Any]:
+    def _keyword_arguments(self, name: str, kind: str) -> dict[str, Any]:
         kwargs = self._kwargs.get(name)
         return dict(kwargs.get(kind) or {}) if isinstance(kwargs, Mapping) else {}
 
 
-def _failed(call: ToolCall, text: str) -> CallResult:
+def _failure_result(call: ToolCall, text: str) -> CallResult:
     content = text_of(call.name, text[:MAX_ERROR_CHARS])
     return ChatMessage(TOOL, content, tool_call_id=call.call_id, is_error=True), None
 

@@ -32,7 +32,7 @@ Sink = Callable[[int, GenerationEvent], Awaitable[None]]
 JsonObject = dict[str, object]
 
 
-async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink) -> None:
+async def generate_choices(client: AsyncClient, parsed: ParsedRequest, sink: Sink) -> None:
     """Sample all choices. Give each event to `sink`, the events of one choice in order.
 
     A sample's index is its position in the answer, because its randomness depends on it: the same
@@ -42,20 +42,20 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
     Raises:
         ExceptionGroup: the errors of `AsyncClient.stream`.
     """
-    n, budget = asked.options.n, asked.options.token_budget
+    n, budget = parsed.options.n, parsed.options.token_budget
 
     async def call(index: int, prompt: Prompt, options: GenerateOptions) -> None:
-        events = client.stream(prompt, options, every_token=asked.every_token)
+        events = client.stream(prompt, options, every_token=parsed.every_token)
         async with aclosing(events):
             async for event in events:
                 await sink(index, event)
 
     async with asyncio.TaskGroup() as tasks:
-        for index, prompt in enumerate(asked.prompts):
+        for index, prompt in enumerate(parsed.prompts):
             for start in range(0, n, _MAX_SAMPLES_PER_CALL):
                 size = min(_MAX_SAMPLES_PER_CALL, n - start)
                 options = replace(
-                    asked.options,
+                    parsed.options,
                     n=size,
                     first_sample=index * n + start,
                     token_budget=budget // n * size,
@@ -94,12 +94,12 @@ class _Choice:
 class AnswerBuilder:
     """The answer to one request, built from the events of its samples."""
 
-    def __init__(self, asked: ParsedRequest, answer_id: str, created_s: int) -> None:
-        self._asked = asked
-        self._is_chat = asked.kind == "chat"
+    def __init__(self, parsed: ParsedRequest, answer_id: str, created_s: int) -> None:
+        self._parsed = parsed
+        self._is_chat = parsed.kind == "chat"
         self._id = answer_id
         self._created_s = created_s
-        self._choices = [_Choice() for _ in range(asked.num_choices)]
+        self._choices = [_Choice() for _ in range(parsed.num_choices)]
         self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._scored: dict[int, ScoredPrompt] = {}  # by prompt
         self._version: int | None = None
@@ -115,7 +115,7 @@ class AnswerBuilder:
             case SampleDelta():
                 self._grow(event.sample_index, event)
             case SampleFinished(rollout):
-                if not self._asked.every_token:
+                if not self._parsed.every_token:
                     self._grow(rollout.sample_index, rollout)
                 choice = self._choices[rollout.sample_index]
                 choice.reason, choice.answer = rollout.finish_reason.value, rollout.answer
@@ -130,23 +130,23 @@ class AnswerBuilder:
 
     def _tokens(self, grown: SampleDelta | Rollout) -> list[_AnswerToken]:
         """Return tokens that came together, if the request asks for them."""
-        if not self._asked.logprobs and not self._asked.token_ids:
+        if not self._parsed.logprobs and not self._parsed.token_ids:
             return []
         ids, logprobs = grown.token_ids.tolist(), grown.behavior_logprobs.tolist()
         # Tokens inside a character have no text of their own: all of it belongs to the last one.
-        last = len(ids) - 1
+        last_index = len(ids) - 1
         return [
-            _AnswerToken(token, logprob, grown.text if index == last else "")
+            _AnswerToken(token, logprob, grown.text if index == last_index else "")
             for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
         ]
 
-    def whole(self) -> JsonObject:
+    def full_answer(self) -> JsonObject:
         """Return the answer to a request without streaming."""
-        if self._asked.prompt_only:
+        if self._parsed.prompt_only:
             self._choices = [_Choice(reason="length") for _ in self._choices]
         choices = [
-            self._choice(index, self._message(index), each.tokens, 0, each.reason)
-            for index, each in enumerate(self._choices)
+            self._choice(index, self._message(index), choice.tokens, 0, choice.reason)
+            for index, choice in enumerate(self._choices)
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._object(kind, choices) | {"usage": self._usage()}
@@ -154,29 +154,31 @@ class AnswerBuilder:
     def _message(self, index: int) -> JsonObject:
         if not self._is_chat:
             return {"text": self._prompt_text(index) + self._choices[index].text}
-        said = self._said(index)
-        return {"message": {"role": "assistant", "content": None, "refusal": None, **said}}
+        content_fields = self._message_fields(index)
+        return {
+            "message": {"role": "assistant", "content": None, "refusal": None, **content_fields}
+        }
 
     def _prompt_text(self, index: int) -> str:
         """Return what a choice begins with."""
-        if not self._asked.echo:
+        if not self._parsed.echo:
             return ""
-        number = index // self._asked.options.n
-        given = self._asked.prompts[number]
-        return given if isinstance(given, str) else "".join(self._scored[number].texts)
+        number = index // self._parsed.options.n
+        prompt = self._parsed.prompts[number]
+        return prompt if isinstance(prompt, str) else "".join(self._scored[number].texts)
 
-    def _said(self, index: int) -> JsonObject:
+    def _message_fields(self, index: int) -> JsonObject:
         """Return the text of a finished choice; where they were read, thoughts and calls apart."""
         answer = self._choices[index].answer
         if answer is None:
             return {"content": self._choices[index].text}
         # Clients look up calls by their ids.
         prefix = f"call_{self._id.rpartition('-')[2][:16]}_{index}"
-        given = self._asked.prompts[index // self._asked.options.n]
-        turns = given.messages if isinstance(given, ChatWithImages) else given
+        prompt = self._parsed.prompts[index // self._parsed.options.n]
+        turns = prompt.messages if isinstance(prompt, ChatWithImages) else prompt
         earlier = turns if isinstance(turns, tuple) else ()
-        taken = {call.call_id for turn in earlier for call in turn.tool_calls}
-        return said_of(with_new_ids(answer, prefix, taken))
+        used_ids = {call.call_id for turn in earlier for call in turn.tool_calls}
+        return message_fields(with_new_ids(answer, prefix, used_ids))
 
     def first_chunk(self, index: int) -> JsonObject | None:
         """Return the first chunk of a choice: in a chat its role, otherwise ``None``."""
@@ -192,10 +194,10 @@ class AnswerBuilder:
         if isinstance(event, SampleFinished):
             index = event.rollout.sample_index
             end: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
-            last = self._choice(index, end, reason=self._choices[index].reason)
-            whole = [self._whole_chunk(index)] if self._asked.reads_answer else []
-            return [*whole, self._chunk(last)]
-        if self._asked.reads_answer:
+            last_choice = self._choice(index, end, reason=self._choices[index].reason)
+            answer_chunk = [self._answer_chunk(index)] if self._parsed.reads_answer else []
+            return [*answer_chunk, self._chunk(last_choice)]
+        if self._parsed.reads_answer:
             return []
         content: JsonObject = {"text": event.text}
         if self._is_chat:
@@ -204,9 +206,9 @@ class AnswerBuilder:
         offset = len(self._choices[index].text) - len(event.text)
         return [self._chunk(self._choice(index, content, self._tokens(event), offset))]
 
-    def _whole_chunk(self, index: int) -> JsonObject:
-        said = as_delta(self._said(index))
-        return self._chunk(self._choice(index, {"delta": said}, self._choices[index].tokens))
+    def _answer_chunk(self, index: int) -> JsonObject:
+        delta = as_delta(self._message_fields(index))
+        return self._chunk(self._choice(index, {"delta": delta}, self._choices[index].tokens))
 
     def usage_chunk(self) -> JsonObject:
         """Return the chunk that ends a stream if the request asked for the usage."""
@@ -226,9 +228,9 @@ class AnswerBuilder:
     ) -> JsonObject:
         """Return a choice, or a part of one; its first token begins at `offset` of its text."""
         choice: JsonObject = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        if tokens is not None and self._asked.logprobs:
+        if tokens is not None and self._parsed.logprobs:
             choice["logprobs"] = self._logprobs(tokens, offset, index)
-        if tokens is not None and self._asked.token_ids:
+        if tokens is not None and self._parsed.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
         return choice
 
@@ -237,22 +239,24 @@ class AnswerBuilder:
             "id": self._id,
             "object": kind,
             "created": self._created_s,
-            "model": self._asked.model,
+            "model": self._parsed.model,
             "system_fingerprint": f"policy-version-{self._version}",
             "choices": choices,
         }
 
     def _usage(self) -> JsonObject:
         sampled = sum(choice.num_tokens for choice in self._choices)
-        read = sum(self._prompt_tokens.values())
-        return usage_of(read, sampled)
+        num_prompt_tokens = sum(self._prompt_tokens.values())
+        return usage_of(num_prompt_tokens, sampled)
 
     def _logprobs(self, tokens: Sequence[_AnswerToken], offset: int, index: int) -> JsonObject:
         if self._is_chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
-        scored = [_ScoredToken(one.text, one.logprob, {one.text: one.logprob}) for one in tokens]
-        if self._asked.echo:
-            scored = [*_scored_tokens(self._scored[index // self._asked.options.n]), *scored]
+        scored = [
+            _ScoredToken(token.text, token.logprob, {token.text: token.logprob}) for token in tokens
+        ]
+        if self._parsed.echo:
+            scored = [*_scored_tokens(self._scored[index // self._parsed.options.n]), *scored]
         offsets = []
         for token in scored:
             offsets.append(offset)
@@ -289,15 +293,15 @@ def _chat_logprob(token: _AnswerToken) -> JsonObject:
     }
 
 
-def said_of(answer: Answer) -> JsonObject:
+def message_fields(answer: Answer) -> JsonObject:
     """Return what an assistant's message says: text, thoughts and calls apart."""
-    said: JsonObject = {}
+    fields: JsonObject = {}
     if answer.content or not answer.tool_calls:
-        said["content"] = answer.content
+        fields["content"] = answer.content
     if answer.reasoning:
-        said["reasoning_content"] = answer.reasoning
+        fields["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.call_id,
                 "type": "function",
@@ -305,17 +309,21 @@ def said_of(answer: Answer) -> JsonObject:
             }
             for call in answer.tool_calls
         ]
-    return said
+    return fields
 
 
-def as_delta(said: JsonObject) -> JsonObject:
+def as_delta(message: JsonObject) -> JsonObject:
     """Return a message, or what it says, as a stream sends it: each call with its number."""
-    calls = said.get("tool_calls")
+    calls = message.get("tool_calls")
     if not isinstance(calls, list):
-        return said
-    return {**said, "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
+        return message
+    return {**message, "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
 
 
-def usage_of(read: int, sampled: int) -> JsonObject:
+def usage_of(num_prompt_tokens: int, num_sampled: int) -> JsonObject:
     """Return the numbers of tokens of an answer."""
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt_tokens + num_sampled,
+    }

@@ -135,17 +135,17 @@ def check_unsupported_fields(body: bytes, kind: Kind) -> None:
         RefusedError: names the field, its value and the remedy.
     """
     for field, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
-        known = UNOFFERED[kind].get(field)
-        if known is None:
+        unsupported = UNOFFERED[kind].get(field)
+        if unsupported is None:
             continue
         value = msgspec.json.decode(raw)
-        if value is None or value in known.neutral:
+        if value is None or value in unsupported.neutral:
             continue
         remedy = "leave it out"
-        if known.neutral:
-            remedy = f"send {msgspec.json.encode(known.neutral[0]).decode()}, or {remedy}"
-        reason = f" ({known.remedy})" if known.remedy else ""
-        raise _refused(field, f"{shortened(value)} is not offered{reason}; {remedy}")
+        if unsupported.neutral:
+            remedy = f"send {msgspec.json.encode(unsupported.neutral[0]).decode()}, or {remedy}"
+        reason = f" ({unsupported.remedy})" if unsupported.remedy else ""
+        raise _refusal(field, f"{shortened(value)} is not offered{reason}; {remedy}")
 
 
 class _ImageUrl(msgspec.Struct):
@@ -316,8 +316,8 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
 def parse_chat(request: ChatRequest, bounds: Bounds) -> ParsedRequest:
     """Translate a chat request. Raise RefusedError, which names the field."""
     if not request.messages:
-        raise _refused("messages", "empty; send at least one turn")
-    return _parsed(
+        raise _refusal("messages", "empty; send at least one turn")
+    return _make_request(
         request,
         "chat",
         (_conversation(request.messages),),
@@ -337,13 +337,13 @@ def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedReques
             f"{request.logprobs}; only the sampled token's and, of an echoed prompt, the most "
             "probable one's are known: send 0 or 1"
         )
-        raise _refused("logprobs", detail)
+        raise _refusal("logprobs", detail)
     echo = bool(request.echo)
     if echo and request.stream:
-        raise _refused("echo", "true with stream, which sends only what is sampled; leave one out")
+        raise _refusal("echo", "true with stream, which sends only what is sampled; leave one out")
     prompt_only = echo and request.max_tokens == 0
     sampled = 1 if prompt_only else _max_tokens(request, "max_tokens", bounds)
-    parsed = _parsed(
+    parsed = _make_request(
         request,
         "completion",
         _prompts(request.prompt),
@@ -353,13 +353,13 @@ def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedReques
     )
     # The text of a prompt of tokens comes with their logprobs.
     needs_prompt = echo and (
-        parsed.logprobs or not all(isinstance(one, str) for one in parsed.prompts)
+        parsed.logprobs or not all(isinstance(prompt, str) for prompt in parsed.prompts)
     )
     options = replace(parsed.options, prompt_logprobs=needs_prompt)
     return replace(parsed, options=options, echo=echo, prompt_only=prompt_only)
 
 
-def _parsed(
+def _make_request(
     request: _RequestFields,
     kind: Kind,
     prompts: tuple[Prompt, ...],
@@ -392,29 +392,29 @@ def _check_values(request: _RequestFields, num_prompts: int, bounds: Bounds) -> 
     choices = f"{n} for {num_prompts} prompts"
     budget, priority, seed = request.token_budget, request.priority, request.seed
     if (request.best_of or request.n or 1) != (request.n or 1):
-        raise _refused(
+        raise _refusal(
             "best_of", f"{request.best_of}, and n is {n}; send the same as n, or leave it out"
         )
     if not 1 <= n <= MAX_SAMPLES:
-        raise _refused("n", f"{n} is not in 1..{MAX_SAMPLES}")
+        raise _refusal("n", f"{n} is not in 1..{MAX_SAMPLES}")
     if n * num_prompts > MAX_CHOICES:
-        raise _refused("n", f"{choices}; at most {MAX_CHOICES} choices are sampled at once")
+        raise _refusal("n", f"{choices}; at most {MAX_CHOICES} choices are sampled at once")
     if n * num_prompts > bounds.max_choices:
-        raise _refused(
+        raise _refusal(
             "n",
             f"{choices}; this server samples at most {bounds.max_choices} choices at once "
             f"({bounds.choices_option}): send several requests",
         )
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        raise _refused("seed", f"{seed} is not a 64-bit integer")
+        raise _refusal("seed", f"{seed} is not a 64-bit integer")
     if priority is not None and priority > bounds.max_priority:
-        raise _refused(
+        raise _refusal(
             "priority",
             f"{priority}; at most {bounds.max_priority} is taken: send that, or have the server "
             "started with a higher --max-priority",
         )
     if budget and budget < n * num_prompts:
-        raise _refused(
+        raise _refusal(
             "token_budget",
             f"{budget} for {n * num_prompts} choices; give at least one token a choice, or 0 for "
             "no bound",
@@ -427,7 +427,9 @@ def _options(
     seed = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed % (1 << 64)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or ()
     priority = min(0, bounds.max_priority) if request.priority is None else request.priority
-    deadlines = [each for each in (request.deadline_s, bounds.deadline_s) if each is not None]
+    deadlines = [
+        deadline for deadline in (request.deadline_s, bounds.deadline_s) if deadline is not None
+    ]
     chat = request if isinstance(request, ChatRequest) else None
     tools = _tools(chat) if chat else ()
     return GenerateOptions(
@@ -441,7 +443,7 @@ def _options(
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
             # Some programs send an empty text for none.
-            stop=tuple(each for each in stops if each),
+            stop=tuple(stop_text for stop_text in stops if stop_text),
         ),
         priority=priority,
         deadline_s=min(deadlines, default=None),
@@ -459,7 +461,7 @@ def _tools(request: ChatRequest) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function" or tool.function is None:
-            raise _refused("tools", f"[{index}] is of type {shortened(tool.type)}; send functions")
+            raise _refusal("tools", f"[{index}] is of type {shortened(tool.type)}; send functions")
         schema = bytes(tool.function.parameters).decode()
         parameters = "" if schema == "null" else schema
         tools.append(Tool(tool.function.name, tool.function.description or "", parameters))
@@ -467,18 +469,18 @@ def _tools(request: ChatRequest) -> tuple[Tool, ...]:
 
 
 def _max_tokens(request: _RequestFields, field: str, bounds: Bounds) -> int | None:
-    given: int | None = getattr(request, field)
+    max_tokens: int | None = getattr(request, field)
     # Our own 0, as long as the context allows, is an error in the dialect.
-    if given is not None and given < 1:
+    if max_tokens is not None and max_tokens < 1:
         unless = ", unless echo is true" if isinstance(request, CompletionRequest) else ""
-        raise _refused(field, f"{given}; at least one token is sampled{unless}")
-    if given is not None and bounds.max_tokens is not None and given > bounds.max_tokens:
-        raise _refused(
+        raise _refusal(field, f"{max_tokens}; at least one token is sampled{unless}")
+    if max_tokens is not None and bounds.max_tokens is not None and max_tokens > bounds.max_tokens:
+        raise _refusal(
             field,
-            f"{given}; prompt and response have {bounds.max_tokens + 1} tokens in this run: send "
-            f"at most {bounds.max_tokens}, less the prompt's tokens",
+            f"{max_tokens}; prompt and response have {bounds.max_tokens + 1} tokens in this run: "
+            f"send at most {bounds.max_tokens}, less the prompt's tokens",
         )
-    return given
+    return max_tokens
 
 
 def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt, ...]:
@@ -492,7 +494,7 @@ def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt,
     lists = tuple(tuple(item) for item in prompt if not isinstance(item, int | str))
     prompts: tuple[Prompt, ...] = texts or lists
     if len(prompts) != len(prompt) or not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise _refused(
+        raise _refusal(
             "prompt", f"send one text or list of token ids, or 1 to {MAX_PROMPTS} of a kind"
         )
     return prompts
@@ -505,7 +507,7 @@ def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
     if not images:
         return messages
     if sum(message.content.count(IMAGE_MARK) for message in messages) != len(images):
-        raise _refused(
+        raise _refusal(
             "messages",
             f"a text holds {IMAGE_MARK}, which stands for an image here; leave it out of requests "
             "with images",
@@ -515,7 +517,7 @@ def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
 
 def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
     if turn.role not in _ROLES:
-        raise _refused(
+        raise _refusal(
             f"messages[{index}].role", f"{shortened(turn.role)}; send {', '.join(sorted(_ROLES))}"
         )
     calls = tuple(
@@ -543,7 +545,7 @@ def _text(turn: _ChatTurn, index: int, images: list[bytes]) -> str:
         elif part.type == _TEXT:
             texts.append(part.text)
         else:
-            raise _refused(field, f"{shortened(part.type)} is not offered; send text or image_url")
+            raise _refusal(field, f"{shortened(part.type)} is not offered; send text or image_url")
     return "".join(texts)
 
 
@@ -565,5 +567,5 @@ def _image(part: _ContentPart, field: str) -> bytes:
     return data
 
 
-def _refused(field: str, detail: str) -> RefusedError:
+def _refusal(field: str, detail: str) -> RefusedError:
     return RefusedError(f"{field}: {detail}", field)

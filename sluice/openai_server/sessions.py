@@ -18,7 +18,7 @@ from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
 from sluice.errors import LeaseEndedError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.openai_server.answers import as_delta, said_of, usage_of
+from sluice.openai_server.answers import as_delta, message_fields, usage_of
 from sluice.openai_server.errors import RefusedError
 from sluice.openai_server.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
@@ -57,22 +57,22 @@ class Sessions:
         """
         fields = self._fields(body)
         request = decode(json.dumps(fields).encode(), ChatRequest)
-        asked = parse_chat(request, Bounds())
-        if asked.options.n != 1:
-            raise RefusedError(f"n: {asked.options.n}; a leased sample has one answer a turn", "n")
-        (messages,) = asked.prompts
+        parsed = parse_chat(request, Bounds())
+        if parsed.options.n != 1:
+            raise RefusedError(f"n: {parsed.options.n}; a leased sample has one answer a turn", "n")
+        (messages,) = parsed.prompts
         if isinstance(messages, ChatWithImages) or not isinstance(messages, tuple):
             raise RefusedError("messages: images are not offered in leased samples", "messages")
-        turns = tuple(one for one in messages if isinstance(one, ChatMessage))
+        turns = tuple(message for message in messages if isinstance(message, ChatMessage))
         canonical = json.dumps(fields, sort_keys=True).encode()
         digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
         try:
-            leased = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
+            leased = await self._client.leases().chat(lease, digest, turns, parsed.options.tools)
         except LeaseEndedError as error:
             # Clients of the dialect repeat a request that 409 answers.
             raise RefusedError(str(error), "messages", code="lease_ended") from error
-        answer = _answer(asked.model, digest, leased)
-        return answer, _chunks(answer) if asked.stream else None
+        answer = _answer(parsed.model, digest, leased)
+        return answer, _chunks(answer) if parsed.stream else None
 
     async def end(self, lease: str, body: bytes) -> None:
         """End the sample with ``{"reward": 1.0}``, ``{"failure": "..."}`` or ``{}``.
@@ -94,31 +94,36 @@ class Sessions:
     def _fields(self, body: bytes) -> JsonObject:
         """Return what shapes the conversation; note the rest."""
         try:
-            given = json.loads(body)
+            parsed_body = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"body: {error}", "body") from error
-        if not isinstance(given, dict):
+        if not isinstance(parsed_body, dict):
             raise RefusedError("body: no JSON object", "body")
-        fields = {name: value for name, value in given.items() if name in _KEPT}
-        ignored = {name for name, value in given.items() if value is not None} - _KEPT
+        fields = {name: value for name, value in parsed_body.items() if name in _KEPT}
+        ignored = {name for name, value in parsed_body.items() if value is not None} - _KEPT
         if fields.get("tool_choice") not in (None, "auto", "none"):
             ignored.add("tool_choice")
             del fields["tool_choice"]
-        new = {name[:64] for name in ignored} - self._noted
-        if new and len(self._noted) < _MAX_LOGGED_FIELDS:
-            self._noted |= set(sorted(new)[:_MAX_LOGGED_FIELDS])
+        new_names = {name[:64] for name in ignored} - self._noted
+        if new_names and len(self._noted) < _MAX_LOGGED_FIELDS:
+            self._noted |= set(sorted(new_names)[:_MAX_LOGGED_FIELDS])
             logger.warning(
                 "agents send %s, which leased samples ignore: training samples as the run is "
                 "configured",
-                ", ".join(sorted(new)[:_MAX_LOGGED_FIELDS]),
+                ", ".join(sorted(new_names)[:_MAX_LOGGED_FIELDS]),
             )
         return fields
 
 
 def _answer(model: str, digest: str, leased: LeasedAnswer) -> JsonObject:
-    message = {"role": "assistant", "content": None, "refusal": None, **said_of(leased.answer)}
-    ended = "tool_calls" if leased.answer.tool_calls else "stop"
-    reason = "length" if leased.is_cut else ended
+    message = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        **message_fields(leased.answer),
+    }
+    end_reason = "tool_calls" if leased.answer.tool_calls else "stop"
+    reason = "length" if leased.is_cut else end_reason
     return {
         "id": f"chatcmpl-{digest[:16]}-{leased.turn}",
         "object": "chat.completion",
@@ -132,10 +137,10 @@ def _answer(model: str, digest: str, leased: LeasedAnswer) -> JsonObject:
 def _chunks(answer: JsonObject) -> list[JsonObject]:
     (choice,) = answer["choices"]
     delta = as_delta(choice["message"])
-    whole = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-    last = {**whole, "delta": {}, "finish_reason": choice["finish_reason"]}
+    first_choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    last_choice = {**first_choice, "delta": {}, "finish_reason": choice["finish_reason"]}
     base = {**answer, "object": "chat.completion.chunk"}
     return [
-        {**base, "choices": [whole], "usage": None},
-        {**base, "choices": [last]},
+        {**base, "choices": [first_choice], "usage": None},
+        {**base, "choices": [last_choice]},
     ]

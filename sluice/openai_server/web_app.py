@@ -144,7 +144,7 @@ class OpenAIServer:
 
     def app(self) -> web.Application:
         """Return the application, for aiohttp's runners."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._model)
@@ -160,26 +160,28 @@ class OpenAIServer:
         return self._settings.max_connections
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and give every failure the dialect's shape."""
         # A lease is a secret, and opens nothing but its sample.
         if request.path != "/health" and not request.path.startswith("/s/"):
             name = self._callers.name(request.headers.get("Authorization", ""))
             if name is None:
-                return _refused(NO_KEY)
+                return _refusal_response(NO_KEY)
             _NAME.set(name)
         if self._settings.keys is None and "Origin" in request.headers:
             # Any page open in a browser on this machine can send to the loopback interface.
-            return _refused(CROSS_SITE)
+            return _refusal_response(CROSS_SITE)
         try:
             return await handler(request)
         except SluiceError as error:
-            return _refused(error_answer(error))
+            return _refusal_response(error_answer(error))
         except web.HTTPException as error:
-            return _refused(ErrorAnswer(error.status, error.reason, "invalid_request_error"))
+            return _refusal_response(
+                ErrorAnswer(error.status, error.reason, "invalid_request_error")
+            )
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            return _refused(DEFECT)
+            return _refusal_response(DEFECT)
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         return _json({"object": "list", "data": [self._card()]})
@@ -209,7 +211,7 @@ class OpenAIServer:
         answer, chunks = await self._sessions.chat(lease, body)
         if chunks is None:
             return _json(answer)
-        events = b"".join(b"data: " + msgspec.json.encode(one) + b"\n\n" for one in chunks)
+        events = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
         return web.Response(body=events + _END, content_type="text/event-stream")
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
@@ -225,37 +227,37 @@ class OpenAIServer:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: web.Request, asked: ParsedRequest) -> web.StreamResponse:
-        self._check_model(asked.model)
-        asked = _in_trace(asked, request)
-        prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
-        answer = AnswerBuilder(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-        with self._callers.generating(_NAME.get(), asked.num_choices):
-            if asked.stream:
-                return await _EventStream(request, asked, answer).run(self._client)
+    async def _answer(self, request: web.Request, parsed: ParsedRequest) -> web.StreamResponse:
+        self._check_model(parsed.model)
+        parsed = _with_trace(parsed, request)
+        prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+        answer = AnswerBuilder(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+        with self._callers.generating(_NAME.get(), parsed.num_choices):
+            if parsed.stream:
+                return await _EventStream(request, parsed, answer).run(self._client)
 
             async def take(prompt_index: int, event: GenerationEvent) -> None:
                 answer.take(prompt_index, event)
 
-            await _sampled(self._client, asked, take)
-        return _json(answer.whole())
+            await _sample_choices(self._client, parsed, take)
+        return _json(answer.full_answer())
 
 
 class _EventStream:
     """One answer as server-sent events; its status waits for the first tokens."""
 
-    def __init__(self, request: web.Request, asked: ParsedRequest, answer: AnswerBuilder) -> None:
+    def __init__(self, request: web.Request, parsed: ParsedRequest, answer: AnswerBuilder) -> None:
         self._request = request
-        self._asked = asked
+        self._parsed = parsed
         self._answer = answer
         self._response: web.StreamResponse | None = None
         self._starting = asyncio.Lock()
-        self._begun: set[int] = set()  # choices with a chunk that was sent
+        self._begun_choices: set[int] = set()  # choices with a chunk that was sent
         self._is_closed = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
         try:
-            await _sampled(client, self._asked, self._take)
+            await _sample_choices(client, self._parsed, self._take)
         except SluiceError as error:
             if self._response is None:
                 raise
@@ -266,14 +268,14 @@ class _EventStream:
             logger.exception("a stream failed")
             await self._end(DEFECT.body())
         else:
-            await self._end(self._answer.usage_chunk() if self._asked.include_usage else None)
-        return await self._started()
+            await self._end(self._answer.usage_chunk() if self._parsed.include_usage else None)
+        return await self._ensure_started()
 
-    async def _end(self, last: dict[str, object] | None) -> None:
+    async def _end(self, last_chunk: dict[str, object] | None) -> None:
         """Send the end if the caller still takes it."""
         with suppress(PeerError, DeadlineError):
-            if not self._is_closed and last is not None:
-                await self._send(last)
+            if not self._is_closed and last_chunk is not None:
+                await self._send(last_chunk)
             if not self._is_closed:
                 await self._write(_END)
 
@@ -284,10 +286,10 @@ class _EventStream:
         chunks = self._answer.chunks(event)  # before any other event is added
         sample = event if isinstance(event, SampleDelta) else event.rollout
         index = sample.sample_index
-        if chunks and index not in self._begun:
-            self._begun.add(index)
-            if (first := self._answer.first_chunk(index)) is not None:
-                await self._send(first)
+        if chunks and index not in self._begun_choices:
+            self._begun_choices.add(index)
+            if (first_chunk := self._answer.first_chunk(index)) is not None:
+                await self._send(first_chunk)
         for chunk in chunks:
             await self._send(chunk)
 
@@ -302,7 +304,7 @@ class _EventStream:
         """
         try:
             async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
-                await (await self._started()).write(data)
+                await (await self._ensure_started()).write(data)
         except DeadlineError:
             self._is_closed = True
             if self._request.transport is not None:
@@ -312,7 +314,7 @@ class _EventStream:
             self._is_closed = True
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
-    async def _started(self) -> web.StreamResponse:
+    async def _ensure_started(self) -> web.StreamResponse:
         # Events of several choices come at once, and the first one sends the headers.
         async with self._starting:
             if self._response is None:
@@ -322,27 +324,27 @@ class _EventStream:
             return self._response
 
 
-async def _sampled(client: AsyncClient, asked: ParsedRequest, take: Sink) -> None:
+async def _sample_choices(client: AsyncClient, parsed: ParsedRequest, take: Sink) -> None:
     """Sample the choices. Of a group of errors, raise the first of ours.
 
     Raises:
         SluiceError: as `AsyncClient.stream` raises it.
     """
     try:
-        await generate_choices(client, asked, take)
+        await generate_choices(client, parsed, take)
     except BaseExceptionGroup as group:
-        known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
-        if known is None:
+        own_error = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
+        if own_error is None:
             raise
-        raise known from known.__cause__ or group
+        raise own_error from own_error.__cause__ or group
 
 
-def _in_trace(asked: ParsedRequest, request: web.Request) -> ParsedRequest:
+def _with_trace(parsed: ParsedRequest, request: web.Request) -> ParsedRequest:
     """Return the request below the caller's span. As W3C demands, ignore a malformed header."""
     caller = parse_traceparent(request.headers.get(TRACEPARENT))
     if caller is None:
-        return asked
-    return replace(asked, options=replace(asked.options, traceparent=caller.traceparent))
+        return parsed
+    return replace(parsed, options=replace(parsed.options, traceparent=caller.traceparent))
 
 
 async def _body_of(request: web.Request) -> bytes:
@@ -364,7 +366,7 @@ def _json(content: object, status: int = 200) -> web.Response:
     )
 
 
-def _refused(refusal: ErrorAnswer) -> web.Response:
+def _refusal_response(refusal: ErrorAnswer) -> web.Response:
     return _json(refusal.body(), refusal.status)
 
 

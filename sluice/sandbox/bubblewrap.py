@@ -150,20 +150,20 @@ class BubblewrapSandbox(ProcessSandbox):
             reader, writer = os.pipe()
             closing.callback(os.close, reader)
             filtered = closing.enter_context(_memory_file(self._filter))
-            given: list[str] = []
+            file_arguments: list[str] = []
             descriptors = [writer, filtered]
             for name, text in files.items():
                 file = closing.enter_context(_memory_file(text.encode(errors="replace")))
                 descriptors.append(file)
-                given += ["--file", str(file), f"{FOLDER}/{name}"]
-            inside = [self._python if argv[0] == PYTHON else argv[0], *argv[1:]]
+                file_arguments += ["--file", str(file), f"{FOLDER}/{name}"]
+            inner_command = [self._python if argv[0] == PYTHON else argv[0], *argv[1:]]
             yield Containment(
                 [
                     *(self._program, "--info-fd", str(writer), "--seccomp", str(filtered)),
-                    *self._view(limits),
-                    *given,
+                    *self._namespace_options(limits),
+                    *file_arguments,
                     *("--chdir", FOLDER, "--", "/bin/sh", "-c", _script(limits), "sh"),
-                    *inside,
+                    *inner_command,
                 ],
                 descriptors,
                 first_process=(reader, writer),
@@ -171,7 +171,7 @@ class BubblewrapSandbox(ProcessSandbox):
                 user=self._user,
             )
 
-    def _view(self, limits: Limits) -> list[str]:
+    def _namespace_options(self, limits: Limits) -> list[str]:
         """Return bubblewrap's options: namespaces, and the file system."""
         view = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
         # The shell is the first process, so bwrap waits for its end, and reaps it: of an init of
@@ -199,24 +199,26 @@ class BubblewrapSandbox(ProcessSandbox):
         """Return the interpreter, and folders outside /usr that it needs."""
         if chosen is not None:
             program = shutil.which(chosen)
-            if program is None or not self._reaches(program):
+            if program is None or not self._can_execute(program):
                 raise SandboxUnavailableError(
                     f"sluice.sandbox.python = {chosen!r}: the sandbox's user cannot run it; give "
                     "the path of an interpreter that all users can read"
                 )
             folder = Path(program).resolve().parent.parent
-            return program, _outside_usr(str(Path(program).parent.parent), str(folder))
-        if self._reaches(sys.executable):
-            return sys.executable, _outside_usr(sys.prefix, sys.base_prefix)
+            return program, _folders_outside_usr(str(Path(program).parent.parent), str(folder))
+        if self._can_execute(sys.executable):
+            return sys.executable, _folders_outside_usr(sys.prefix, sys.base_prefix)
         return PYTHON, ()  # by PATH, inside
 
-    def _reaches(self, path: str) -> bool:
+    def _can_execute(self, path: str) -> bool:
         """Return whether the sandbox's user can run a file, symbolic links followed."""
-        for one in (Path(path), Path(path).resolve()):
+        for candidate in (Path(path), Path(path).resolve()):
             if self._user is None:
-                if not os.access(one, os.R_OK | os.X_OK):
+                if not os.access(candidate, os.R_OK | os.X_OK):
                     return False
-            elif not all(folder.stat().st_mode & 0o001 for folder in (one, *one.parents)):
+            elif not all(
+                folder.stat().st_mode & 0o001 for folder in (candidate, *candidate.parents)
+            ):
                 return False
         return True
 
@@ -250,11 +252,11 @@ def with_remedy(error: SandboxUnavailableError) -> SandboxUnavailableError:
 def _script(limits: Limits) -> str:
     """Return the shell lines that set the limits inside, where processes are counted apart."""
     values = {
-        "cpu_s": _within_own(resource.RLIMIT_CPU, limits.whole_cpu_s),
-        "memory_kib": _within_own(resource.RLIMIT_AS, limits.memory_bytes) // 1024,
-        "file_blocks": _within_own(resource.RLIMIT_FSIZE, limits.tmp_bytes) // 512,
-        "open_files": _within_own(resource.RLIMIT_NOFILE, limits.open_files),
-        "processes": _within_own(resource.RLIMIT_NPROC, limits.processes),
+        "cpu_s": _within_own_limit(resource.RLIMIT_CPU, limits.whole_cpu_s),
+        "memory_kib": _within_own_limit(resource.RLIMIT_AS, limits.memory_bytes) // 1024,
+        "file_blocks": _within_own_limit(resource.RLIMIT_FSIZE, limits.tmp_bytes) // 512,
+        "open_files": _within_own_limit(resource.RLIMIT_NOFILE, limits.open_files),
+        "processes": _within_own_limit(resource.RLIMIT_NPROC, limits.processes),
     }
     script = _INSIDE
     for name, value in values.items():
@@ -262,14 +264,18 @@ def _script(limits: Limits) -> str:
     return script
 
 
-def _within_own(kind: int, value: int) -> int:
+def _within_own_limit(kind: int, value: int) -> int:
     """Return the value, or this process's own limit of that kind where that is lower."""
-    own = resource.getrlimit(kind)[1]
-    return value if own == resource.RLIM_INFINITY else min(value, own)
+    own_limit = resource.getrlimit(kind)[1]
+    return value if own_limit == resource.RLIM_INFINITY else min(value, own_limit)
 
 
-def _outside_usr(*folders: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one for one in folders if one != "/" and not one.startswith("/usr")))
+def _folders_outside_usr(*folders: str) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(
+            folder for folder in folders if folder != "/" and not folder.startswith("/usr")
+        )
+    )
 
 
 @contextmanager
@@ -324,10 +330,10 @@ def filter_program(machine: str | None = None) -> bytes:
         lines.append((_EQUAL, checks - index, 0, number))
     lines.append((_EQUAL, 0, 1 + len(_FAMILIES), _SOCKET[column]))
     lines.append((_LOAD, 0, 0, _FIRST_ARGUMENT))
-    last = len(_FAMILIES) - 1
+    last_index = len(_FAMILIES) - 1
     for index, family in enumerate(_FAMILIES):
-        is_last = index == last
-        lines.append((_EQUAL, last - index, 1 if is_last else 0, family))
+        is_last = index == last_index
+        lines.append((_EQUAL, last_index - index, 1 if is_last else 0, family))
     lines.append((_RETURN, 0, 0, _ALLOW))
     lines.append((_RETURN, 0, 0, _REFUSE_EPERM))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

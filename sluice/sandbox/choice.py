@@ -55,9 +55,9 @@ class CommandSandbox(ProcessSandbox):
 
     def __init__(self, command: Sequence[str], limits: Limits, python: str | None = None) -> None:
         if not command or shutil.which(command[0]) is None:
-            shown = command[0] if command else "[]"
+            program = command[0] if command else "[]"
             raise SandboxUnavailableError(
-                f"sluice.sandbox.command: {shown} cannot be run; give the path of your sandbox's "
+                f"sluice.sandbox.command: {program} cannot be run; give the path of your sandbox's "
                 "program and its arguments"
             )
         super().__init__(limits)
@@ -80,15 +80,15 @@ class CommandSandbox(ProcessSandbox):
                 "processes": str(limits.processes),
                 "open_files": str(limits.open_files),
             }
-            inside = [self._python if argv[0] == PYTHON else argv[0], *argv[1:]]
+            inner_command = [self._python if argv[0] == PYTHON else argv[0], *argv[1:]]
             yield Containment(
-                [*(_filled(word, values) for word in self._command), *inside],
+                [*(_fill_placeholders(word, values) for word in self._command), *inner_command],
                 failure_code=FAILURE_CODE,
                 environment={name: os.environ[name] for name in _INHERITED if name in os.environ},
             )
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
+def _fill_placeholders(word: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(f"{{{name}}}", value)
     return word
@@ -164,17 +164,18 @@ def proven_sandbox(
     chosen = configured_sandbox(sandbox, fusion)
     limits = PROBE_LIMITS
     try:
-        seen = chosen.run([PYTHON, "probe.py"], {"probe.py": f"print('{_WORD}')"}, limits=limits)
+        result = chosen.run([PYTHON, "probe.py"], {"probe.py": f"print('{_WORD}')"}, limits=limits)
     except SandboxUnavailableError as error:
         if isinstance(chosen, SandboxFusionSandbox):
             text = f"{error}; start the server, or correct reward.sandbox_fusion.url"
             raise SandboxUnavailableError(text) from error
         raise with_remedy(error) from error
-    if seen.stdout.strip() != _WORD.encode():
-        said = seen.stderr[-500:].decode(errors="replace").strip() or "nothing"
+    if result.stdout.strip() != _WORD.encode():
+        stderr_text = result.stderr[-500:].decode(errors="replace").strip() or "nothing"
         raise SandboxUnavailableError(
             f"the sandbox ({backend_of(sandbox, fusion)}) did not run a Python program of one line "
-            f"({seen.end}, exit code {seen.exit_code}; it said {said}); see sluice.sandbox.python"
+            f"({result.end}, exit code {result.exit_code}; it said {stderr_text}); see "
+            "sluice.sandbox.python"
         )
     return chosen
 

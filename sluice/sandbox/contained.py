@@ -73,25 +73,25 @@ class _Output:
     def take(self, stream: int, chunk: bytes) -> bool:
         """Keep a chunk; return whether it fits."""
         self.chunks.setdefault(stream, []).append(chunk[: self.num_left])
-        fits = len(chunk) <= self.num_left
+        has_space = len(chunk) <= self.num_left
         self.num_left -= min(len(chunk), self.num_left)
-        return fits
+        return has_space
 
     def of(self, stream: int) -> bytes:
         return b"".join(self.chunks.get(stream, ()))
 
 
 class ContainedProcess:
-    """A running command line. Made by `contained`, which ends it."""
+    """A running command line. Made by `contained_process`, which ends it."""
 
     def __init__(self, process: subprocess.Popen[bytes], containment: Containment) -> None:
         self.process, self._containment = process, containment
         self._ended = os.pidfd_open(process.pid)
-        self._first: ProcessHandle | None = None
+        self._first_process: ProcessHandle | None = None
 
     def find_first(self) -> None:
         """Read which process is the first of its namespace; waits until the wrapper says it."""
-        if self._containment.first_process is None or self._first is not None:
+        if self._containment.first_process is None or self._first_process is not None:
             return
         reader, _ = self._containment.first_process
         text = b""
@@ -101,7 +101,7 @@ class ContainedProcess:
                 break
             text += chunk
         with suppress(ValueError, KeyError, ProcessLookupError):
-            self._first = ProcessHandle(json.loads(text)["child-pid"], self.process.pid)
+            self._first_process = ProcessHandle(json.loads(text)["child-pid"], self.process.pid)
 
     @property
     def ended_descriptor(self) -> int:
@@ -114,11 +114,11 @@ class ContainedProcess:
         Raises:
             SandboxUnavailableError: something is left (it hangs in the kernel).
         """
-        gone = True
-        if self._first is not None:
-            gone = self._first.kill_and_wait(END_TIMEOUT_S)
+        is_gone = True
+        if self._first_process is not None:
+            is_gone = self._first_process.kill_and_wait(END_TIMEOUT_S)
         try:
-            if self._first is None:
+            if self._first_process is None:
                 # A wrapper may have to take its sandbox down.
                 self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -126,12 +126,12 @@ class ContainedProcess:
             self._signal(signal.SIGKILL)
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            gone = False
+            is_gone = False
         finally:
             os.close(self._ended)
-            if self._first is not None:
-                self._first.close()
-        if not gone:
+            if self._first_process is not None:
+                self._first_process.close()
+        if not is_gone:
             raise SandboxUnavailableError(
                 f"processes of the sandbox are left {END_TIMEOUT_S:g} s after SIGKILL; look for a "
                 "file system or device that hangs"
@@ -143,12 +143,14 @@ class ContainedProcess:
             os.killpg(self.process.pid, number)
 
 
-def _marks() -> Mapping[str, str]:
+def _mark_variables() -> Mapping[str, str]:
     return {name: os.environ[name] for name in MARK_VARIABLES if name in os.environ}
 
 
 @contextmanager
-def contained(containment: Containment, *, merged: bool = False) -> Iterator[ContainedProcess]:
+def contained_process(
+    containment: Containment, *, merged: bool = False
+) -> Iterator[ContainedProcess]:
     """Start the command line; nothing of it outlives the block.
 
     Args:
@@ -167,7 +169,7 @@ def contained(containment: Containment, *, merged: bool = False) -> Iterator[Con
             bufsize=0,
             pass_fds=tuple(containment.descriptors),
             start_new_session=True,
-            env={**_marks(), **containment.environment},
+            env={**_mark_variables(), **containment.environment},
             user=user,
             group=user,
             extra_groups=None if user is None else (),
@@ -203,21 +205,21 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
         SandboxUnavailableError: the wrapper has failed, not the program.
     """
     began_s = time.monotonic()
-    with contained(containment) as running:
+    with contained_process(containment) as running:
         output = _Output(limits.output_bytes + len(READY))
-        end = _watched(running, output, stdin, limits, began_s)
+        end = _feed_and_read(running, output, stdin, limits, began_s)
         process = running.process
         if end is None:
             _drain(process, output)
         elif containment.announces_ready and not output.of(2) and process.stderr is not None:
             # The limit was reached before this stream had its turn.
             with suppress(BlockingIOError):
-                said = os.read(process.stderr.fileno(), _SHOWN_BYTES)
-                output.chunks[2] = [said[: said.find(READY) + len(READY)]]
+                program_stderr = os.read(process.stderr.fileno(), _SHOWN_BYTES)
+                output.chunks[2] = [program_stderr[: program_stderr.find(READY) + len(READY)]]
         code = process.wait(END_TIMEOUT_S) if end is None else None
     stdout, stderr = output.of(1), output.of(2)
     # Threads of this process may log before the wrapper has taken its place: gRPC's do at a fork.
-    _, ready, said = stderr.partition(READY)
+    _, ready, program_stderr = stderr.partition(READY)
     if containment.announces_ready and not ready:
         if end is SandboxEnd.TIMED_OUT:
             raise SandboxUnavailableError(f"it did not start within {limits.wall_s:g} s")
@@ -227,7 +229,7 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
     if end is None:
         code = code if code is None or code >= 0 else 128 - code
         end = _end_of(code, limits, time.monotonic() - began_s)
-    stderr = said if containment.announces_ready else stderr
+    stderr = program_stderr if containment.announces_ready else stderr
     return Result(end, code if end is SandboxEnd.FINISHED else None, stdout, stderr)
 
 
@@ -265,11 +267,11 @@ def _end_of(code: int | None, limits: Limits, taken_s: float) -> SandboxEnd:
 
 
 def _reason(stderr: bytes, code: int | None) -> str:
-    said = stderr[-_SHOWN_BYTES:].decode(errors="replace").strip()
-    return f"it ended with exit code {code} before the program: {said or 'no message'}"
+    stderr_text = stderr[-_SHOWN_BYTES:].decode(errors="replace").strip()
+    return f"it ended with exit code {code} before the program: {stderr_text or 'no message'}"
 
 
-def _watched(
+def _feed_and_read(
     running: ContainedProcess, output: _Output, stdin: bytes, limits: Limits, began_s: float
 ) -> SandboxEnd | None:
     """Feed and read the program until it ends or reaches a limit; ``None``: it ended."""
@@ -283,7 +285,7 @@ def _watched(
         os.set_blocking(process.stdin.fileno(), False)
         watched.register(process.stdin, selectors.EVENT_WRITE, 0)
         watched.register(running.ended_descriptor, selectors.EVENT_READ, -1)
-        left, looked_s = memoryview(stdin), began_s
+        unsent, looked_s = memoryview(stdin), began_s
         while True:
             now_s = time.monotonic()
             if now_s - began_s >= limits.wall_s:
@@ -296,7 +298,7 @@ def _watched(
                 if key.data == -1:
                     return None
                 if key.data == 0:
-                    left = _fed(watched, process, left)
+                    unsent = _feed(watched, process, unsent)
                 elif not _read(watched, key, output):
                     return SandboxEnd.OUTPUT_TOO_LARGE
 
@@ -306,20 +308,22 @@ def holds_too_much(pid: int, memory_bytes: int) -> bool:
     return resident_of(pid) > memory_bytes and memory_of(pid) > memory_bytes
 
 
-def _fed(
-    watched: selectors.BaseSelector, process: subprocess.Popen[bytes], left: memoryview
+def _feed(
+    watched: selectors.BaseSelector, process: subprocess.Popen[bytes], unsent: memoryview
 ) -> memoryview:
     assert process.stdin is not None
     try:
-        left = left[os.write(process.stdin.fileno(), left[:_CHUNK_BYTES]) :] if left else left
+        unsent = (
+            unsent[os.write(process.stdin.fileno(), unsent[:_CHUNK_BYTES]) :] if unsent else unsent
+        )
     except BlockingIOError:
-        return left
+        return unsent
     except BrokenPipeError:
-        left = left[:0]
-    if not left:
+        unsent = unsent[:0]
+    if not unsent:
         watched.unregister(process.stdin)
         process.stdin.close()
-    return left
+    return unsent
 
 
 def _read(watched: selectors.BaseSelector, key: selectors.SelectorKey, output: _Output) -> bool:
@@ -352,30 +356,30 @@ def descendants(pid: int) -> Iterator[int]:
 def memory_of(pid: int) -> int:
     """Return the bytes that a process and its descendants hold; shared pages count once."""
     pids = list(descendants(pid))
-    return sum(map(_proportional, pids))
+    return sum(map(_proportional_bytes, pids))
 
 
 def resident_of(pid: int) -> int:
     """Return the same, with shared pages counted for each process: quick, and never too little."""
-    return sum(map(_resident, list(descendants(pid))))
+    return sum(map(_resident_bytes, list(descendants(pid))))
 
 
-def _resident(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     try:
         return int((_PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
 
 
-def _proportional(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines()
     except ProcessLookupError:
         return 0
     except OSError:
-        return _resident(pid)
+        return _resident_bytes(pid)
     sizes = [line.split()[1] for line in lines if line.startswith("Pss:")]
-    return int(sizes[0]) * 1024 if sizes else _resident(pid)
+    return int(sizes[0]) * 1024 if sizes else _resident_bytes(pid)
 
 
 class ProcessHandle:

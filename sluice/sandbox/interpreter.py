@@ -19,7 +19,7 @@ from sluice.sandbox.contained import (
     READY,
     ContainedProcess,
     ProcessSandbox,
-    contained,
+    contained_process,
     holds_too_much,
 )
 from sluice.sandbox.run_result import NO_FILES, PYTHON, Limits, SandboxEnd
@@ -64,12 +64,12 @@ class Interpreter:
             SandboxUnavailableError: the sandbox failed, not the code.
         """
         try:
-            return self._replied(code)
+            return self._run_and_reply(code)
         except OSError as error:
             self.close()
             raise SandboxUnavailableError(f"the sandbox failed: {error}") from error
 
-    def _replied(self, code: str) -> CodeOutput:
+    def _run_and_reply(self, code: str) -> CodeOutput:
         if self._running is None:
             self._start()
         assert self._running is not None
@@ -78,11 +78,11 @@ class Interpreter:
         output, end = self._exchange(self._running, request, mark.encode())
         if not self._has_started:
             # What comes before is the wrapper's.
-            said, started, output = output.partition(_STARTED)
+            stderr_text, started, output = output.partition(_STARTED)
             if not started:
                 self.close()
-                shown = said[-500:].decode(errors="replace").strip() or f"no message, {end}"
-                raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {shown}"))
+                detail = stderr_text[-500:].decode(errors="replace").strip() or f"no message, {end}"
+                raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {detail}"))
             self._has_started = True
         if end is not None:
             self.close()
@@ -102,7 +102,9 @@ class Interpreter:
         command = self._sandbox.command([PYTHON, "-u", "-c", source], NO_FILES, limits)
         try:
             containment = self._open.enter_context(command)
-            entering = thread.submit(self._open.enter_context, contained(containment, merged=True))
+            entering = thread.submit(
+                self._open.enter_context, contained_process(containment, merged=True)
+            )
             self._running = entering.result()
         except BaseException:
             self._open.close()
@@ -113,7 +115,7 @@ class Interpreter:
         self, running: ContainedProcess, request: bytes, mark: bytes
     ) -> tuple[bytes, SandboxEnd | None]:
         """Send a request and read until its mark, or until the process is lost."""
-        process, output, left = running.process, bytearray(), memoryview(request)
+        process, output, unsent = running.process, bytearray(), memoryview(request)
         assert process.stdin is not None
         assert process.stdout is not None
         max_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
@@ -128,8 +130,8 @@ class Interpreter:
             while time.monotonic() < ends_s:
                 for key, _ in watched.select(_LOOK_S):
                     if key.fileobj is process.stdin:
-                        left = _written(process.stdin.fileno(), left)
-                        if not left:
+                        unsent = _write_part(process.stdin.fileno(), unsent)
+                        if not unsent:
                             watched.unregister(process.stdin)
                         continue
                     chunk = os.read(key.fd, _CHUNK_BYTES)
@@ -146,10 +148,10 @@ class Interpreter:
         return bytes(output), SandboxEnd.TIMED_OUT
 
 
-def _written(descriptor: int, left: memoryview) -> memoryview:
+def _write_part(descriptor: int, unsent: memoryview) -> memoryview:
     with suppress(BlockingIOError):
         try:
-            return left[os.write(descriptor, left[:_CHUNK_BYTES]) :]
+            return unsent[os.write(descriptor, unsent[:_CHUNK_BYTES]) :]
         except BrokenPipeError:
-            return left[:0]
-    return left
+            return unsent[:0]
+    return unsent

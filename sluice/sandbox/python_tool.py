@@ -38,19 +38,19 @@ class Python:
             code: the program text.
         """
         reply = self._interpreter.run(code)
-        text = shortened(reply.output.rstrip("\n"), OUTPUT_CHARS)
+        text = shorten_middle(reply.output.rstrip("\n"), OUTPUT_CHARS)
         if reply.end is None:
             return text or "(no output)"
         reason = "the code ended Python" if reply.end is _End.FINISHED else str(reply.end)
-        lost = f"[{reason}; Python starts again, without variables and files]"
-        return f"{text}\n{lost}" if text else lost
+        restart_note = f"[{reason}; Python starts again, without variables and files]"
+        return f"{text}\n{restart_note}" if text else restart_note
 
     def close(self) -> None:
         """End the interpreter."""
         self._interpreter.close()
 
 
-def shortened(text: str, max_chars: int) -> str:
+def shorten_middle(text: str, max_chars: int) -> str:
     """Return a text without its middle if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text

@@ -64,8 +64,8 @@ class SandboxFusionSandbox:
         answer = self._ask(_request(argv, files, stdin, limits), limits)
         if answer.status not in {"Success", "Failed"} or answer.run_result is None:
             failed = answer.compile_result
-            said = answer.message or (failed.stderr if failed else "") or "no message"
-            raise SandboxUnavailableError(f"{self._endpoint}: {answer.status}: {said[:500]}")
+            message = answer.message or (failed.stderr if failed else "") or "no message"
+            raise SandboxUnavailableError(f"{self._endpoint}: {answer.status}: {message[:500]}")
         return _result(answer.run_result, limits)
 
     def _ask(self, request: Mapping[str, object], limits: Limits) -> _ServerResponse:

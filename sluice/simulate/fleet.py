@@ -23,10 +23,10 @@ class EventQueue:
         self._num_planned = 0
         self.now = 0.0
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do `action` at `when` seconds, not before now."""
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do `action` at `time_s` seconds, not before now."""
         self._num_planned += 1
-        heappush(self._events, (max(when, self.now), self._num_planned, action))
+        heappush(self._events, (max(time_s, self.now), self._num_planned, action))
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         """Do `action` in `delay` seconds."""
@@ -64,10 +64,10 @@ class SimulatedReplica:
         self.slot_s = 0.0
         self.plan = 0  # counts changes: an end planned before the last one is void
 
-    def advance(self, now: float) -> None:
-        """Let sequences generate tokens until `now`."""
-        seconds = now - max(self._updated_s, self._stalled_until_s)
-        self._updated_s = now
+    def advance(self, now_s: float) -> None:
+        """Let sequences generate tokens until `now_s`."""
+        seconds = now_s - max(self._updated_s, self._stalled_until_s)
+        self._updated_s = now_s
         if seconds <= 0.0 or not self._num_running:
             return
         sampled = seconds / self._settings.step_s(self._num_running)
@@ -76,34 +76,34 @@ class SimulatedReplica:
         self.busy_s += seconds
         self.slot_s += seconds * self._num_running
 
-    def swap(self, now: float, version: int, seconds: float) -> None:
+    def swap(self, now_s: float, version: int, seconds: float) -> None:
         """Take on new weights and generate nothing meanwhile; running samples keep their tokens."""
-        self.advance(now)
-        self._stalled_until_s = max(now, self._stalled_until_s) + seconds
+        self.advance(now_s)
+        self._stalled_until_s = max(now_s, self._stalled_until_s) + seconds
         self.version = version
 
-    def add(self, samples: Sequence[SimulatedSample], now: float) -> None:
+    def add(self, samples: Sequence[SimulatedSample], now_s: float) -> None:
         """Take on sequences; those without a slot wait in order."""
-        self.advance(now)
+        self.advance(now_s)
         self._waiting.extend(samples)
         self._fill_slots()
 
-    def finished(self, now: float) -> list[SimulatedSample]:
-        """Return sequences that have ended by `now`; others get their slots."""
-        self.advance(now)
-        ended = []
+    def take_finished(self, now_s: float) -> list[SimulatedSample]:
+        """Return sequences that have ended by `now_s`; others get their slots."""
+        self.advance(now_s)
+        ended_samples = []
         while self._running and self._running[0][0] <= self._clock + _CLOCK_SLACK:
             sample = heappop(self._running)[2]
             if not sample.is_over:
                 sample.is_over = True
                 self._num_running -= 1
-                ended.append(sample)
+                ended_samples.append(sample)
         self._fill_slots()
-        return ended
+        return ended_samples
 
-    def abort(self, samples: Sequence[SimulatedSample], now: float) -> float:
+    def abort(self, samples: Sequence[SimulatedSample], now_s: float) -> float:
         """Cancel sequences; return the tokens that they had generated."""
-        self.advance(now)
+        self.advance(now_s)
         sampled = 0.0
         for sample in samples:
             if sample.is_over:
@@ -115,23 +115,23 @@ class SimulatedReplica:
         self._fill_slots()
         return sampled
 
-    def sampled(self, samples: Sequence[SimulatedSample], now: float) -> float:
-        """Return the tokens of unfinished sequences by `now`."""
-        self.advance(now)
+    def num_tokens_sampled(self, samples: Sequence[SimulatedSample], now_s: float) -> float:
+        """Return the tokens of unfinished sequences by `now_s`."""
+        self.advance(now_s)
         return sum(
             self._clock - sample.start_clock
             for sample in samples
             if sample.start_clock is not None and not sample.is_over
         )
 
-    def next_end(self, now: float) -> float | None:
+    def next_end(self, now_s: float) -> float | None:
         """Return when a sequence ends if nothing changes, seconds; ``None``: none runs."""
         while self._running and self._running[0][2].is_over:
             heappop(self._running)
         if not self._running:
             return None
         tokens = max(0.0, self._running[0][0] - self._clock)
-        begin = max(now, self._stalled_until_s)
+        begin = max(now_s, self._stalled_until_s)
         return begin + tokens * self._settings.step_s(self._num_running)
 
     def _fill_slots(self) -> None:
@@ -249,13 +249,16 @@ class SimulatedFleet:
 
     def num_sampled(self, group: SimulatedGroup) -> float:
         """Return the tokens of a group's unfinished samples."""
-        now = self._events.now
-        return sum(self._replicas[part.replica].sampled(part.samples, now) for part in group.parts)
+        now_s = self._events.now
+        return sum(
+            self._replicas[part.replica].num_tokens_sampled(part.samples, now_s)
+            for part in group.parts
+        )
 
     def _start(self, part: GroupPart) -> None:
-        group, replica, now = part.group, self._replicas[part.replica], self._events.now
+        group, replica, now_s = part.group, self._replicas[part.replica], self._events.now
         if group.start_version is None:
-            group.start_version, group.started_s = replica.version, now
+            group.start_version, group.started_s = replica.version, now_s
             self._on_started(group)
         group.parts.append(part)
         group.replicas.append(part.replica)
@@ -267,7 +270,7 @@ class SimulatedFleet:
                 group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
-        replica.add(part.samples, now)
+        replica.add(part.samples, now_s)
         self._plan(part.replica)
 
     def _plan(self, number: int) -> None:
@@ -281,7 +284,7 @@ class SimulatedFleet:
         replica = self._replicas[number]
         if plan != replica.plan:
             return
-        for sample in replica.finished(self._events.now):
+        for sample in replica.take_finished(self._events.now):
             self._sample_ended(sample)
         self._plan(number)
         self.serve()
@@ -291,7 +294,7 @@ class SimulatedFleet:
         group.num_finished += 1
         group.finished_tokens += sample.tokens
         group.sample_versions.append(sample.oldest_version)
-        self._routing.sequences_ended(part.reservation, 1)
+        self._routing.release_sequences(part.reservation, 1)
         part.num_missing -= 1
         if not part.num_missing:
             self._routing.give_back(part.reservation)

@@ -111,6 +111,6 @@ class SimulatedGroup:
             return False
         return filter_values(self.grades, self.grades) is None
 
-    def graded(self, *, is_right: bool) -> None:
+    def record_grade(self, *, is_right: bool) -> None:
         """Record the grade of one of its first samples."""
         self.grades.append(is_right)

@@ -27,7 +27,7 @@ from sluice.algorithm.sampling.admission import (
     groups_with_capacity,
     kept_upper_bound,
 )
-from sluice.algorithm.sampling.attempt import PromptHistory, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, update_history
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.fleet import EventQueue, SimulatedFleet
@@ -58,12 +58,12 @@ class _Preemptions:
             self._reserved.add(name)
         return name in self._reserved
 
-    def preempted(self, name: str) -> None:
+    def note_preempted(self, name: str) -> None:
         """Record that a group was cancelled for lack of a slot, and will start again."""
         self._times[name] = self._times.get(name, 0) + 1
         self._reserved.discard(name)
 
-    def ended(self, name: str) -> None:
+    def note_ended(self, name: str) -> None:
         """Record that a group was kept, filtered or failed."""
         self._times.pop(name, None)
         self._reserved.discard(name)
@@ -105,16 +105,16 @@ class Batching:
         self._started[group.name] = group
         self._ages.reserve(group.name, version)
 
-    def started(self, group: SimulatedGroup) -> None:
+    def note_started(self, group: SimulatedGroup) -> None:
         """Record that a replica generates for a group from now on."""
         assert group.start_version is not None
         self._started[group.name] = group
-        self._ages.runs(group.name, group.start_version)
+        self._ages.add_running(group.name, group.start_version)
 
-    def left(self, group: SimulatedGroup) -> None:
+    def note_left(self, group: SimulatedGroup) -> None:
         """Record that a group runs no more; harmless if it never started."""
         self._started.pop(group.name, None)
-        self._ages.left(group.name)
+        self._ages.remove_running(group.name)
 
     def keep(self, group: SimulatedGroup) -> None:
         """Take on a kept group."""
@@ -132,7 +132,7 @@ class Batching:
             self.remove(group)
         self._unpublished.append(version)
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         """Record that a version was announced."""
         self._unpublished = [leased for leased in self._unpublished if leased >= version]
 
@@ -146,9 +146,9 @@ class Batching:
 
     def without_slot(self, announced: int) -> list[SimulatedGroup]:
         """Return the running groups that no batch will have a place for."""
-        return self.running(self._ages.without_slot(self.next_version(announced)))
+        return self.running_groups(self._ages.without_slot(self.next_version(announced)))
 
-    def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
+    def running_groups(self, names: Sequence[str]) -> list[SimulatedGroup]:
         """Return running groups by name."""
         return [self._started[name] for name in names]
 
@@ -184,7 +184,7 @@ class PromptFeed:
         """Let a group begin again before any later one."""
         heappush(self._waiting, (group.position, group))
 
-    def waiting(self) -> SimulatedGroup | None:
+    def first_waiting(self) -> SimulatedGroup | None:
         """Return the first group that waits to begin again."""
         return heappop(self._waiting)[1] if self._waiting else None
 
@@ -222,7 +222,7 @@ class SimulatedLoop:
         self._on_step = on_step
         self._events = EventQueue()
         self._fleet = SimulatedFleet(
-            settings.fleet, self._events, self._started, self._sample_ended, self._generated
+            settings.fleet, self._events, self._started, self._sample_ended, self._start_grading
         )
         self._strategy = SamplingStrategy(rules)
         self._batching = Batching(rules.train_batch_size, rules.max_staleness, settings.on_stale)
@@ -292,8 +292,12 @@ class SimulatedLoop:
     def _capacity(self) -> int:
         free = self._fleet.num_free(self._version - self._rules.max_staleness)
         uses_probes = self._rules.strategy.uses_probes
-        first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
-        return groups_with_capacity(free, first_sequences=first, is_idle=not self._in_flight)
+        first_sequences = (
+            self._rules.probe_samples if uses_probes else self._rules.samples_per_group
+        )
+        return groups_with_capacity(
+            free, first_sequences=first_sequences, is_idle=not self._in_flight
+        )
 
     def _load(self, capacity: int) -> LoopLoad:
         return LoopLoad(
@@ -308,31 +312,31 @@ class SimulatedLoop:
         while (capacity := self._capacity()) and self._strategy.num_to_start(
             self._load(capacity)
         ) > 0:
-            self._issue(self._feed.waiting())
+            self._issue(self._feed.first_waiting())
 
-    def _issue(self, again: SimulatedGroup | None) -> None:
+    def _issue(self, restarted: SimulatedGroup | None) -> None:
         """Issue the next prompt, or the prompt of a group that begins again."""
-        if again is None:
+        if restarted is None:
             position = self._feed.next_position(self._version, self._events.now)
         else:
-            position = again.position
+            position = restarted.position
         prompt = self._workload.prompt(position, self._version)
         history = self._histories.get(prompt.key)
         attempt = self._strategy.attempt(prompt.key, position, history, self._version)
         if not attempt.first_samples:
-            self._strategy.skipped(attempt)
+            self._strategy.note_skipped(attempt)
             return
         num_restarts, issued_version = 0, self._version
-        if again is not None:
-            num_restarts, issued_version = again.num_restarts + 1, again.issued_version
+        if restarted is not None:
+            num_restarts, issued_version = restarted.num_restarts + 1, restarted.issued_version
         samples = self._samples(prompt, position, num_restarts)
         group = SimulatedGroup(position, prompt, issued_version, attempt, samples, num_restarts)
         group.issued_s = self._events.now
         if self._preemptions.reserves_slot(group.name):
             self._sure.add(position)
             self._batching.reserve(group, self._version)
-        self._strategy.started(attempt)
-        self._recorder.issued(group)
+        self._strategy.note_started(attempt)
+        self._recorder.record_issued(group)
         self._in_flight[position] = group
         self._ask(group, attempt.first_samples)
 
@@ -350,10 +354,10 @@ class SimulatedLoop:
     # ------------------------------------------------------------------------------ groups
 
     def _started(self, group: SimulatedGroup) -> None:
-        self._batching.started(group)
+        self._batching.note_started(group)
         self._has_changed = True
 
-    def _after_grading(self, graded: Callable[[], None]) -> None:
+    def _call_after_grading(self, graded: Callable[[], None]) -> None:
         if self._settings.fleet.grading_s:
             self._events.after(self._settings.fleet.grading_s, graded)
         else:
@@ -361,30 +365,30 @@ class SimulatedLoop:
 
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
         if group.num_needed < self._rules.samples_per_group:
-            self._after_grading(partial(self._sample_graded, group, is_right=is_right))
+            self._call_after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
         """Request the rest as soon as the grades of two of the first samples differ."""
         if group.is_cancelled:
             return
-        group.graded(is_right=is_right)
-        rest = self._rules.samples_per_group - group.num_needed
-        if rest and group.differs:
+        group.record_grade(is_right=is_right)
+        num_rest = self._rules.samples_per_group - group.num_needed
+        if num_rest and group.differs:
             self._sure.add(group.position)
             self._has_changed = True
-            self._ask(group, rest)
+            self._ask(group, num_rest)
 
-    def _generated(self, group: SimulatedGroup) -> None:
+    def _start_grading(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
-        self._after_grading(partial(self._graded, group, group.num_needed))
+        self._call_after_grading(partial(self._handle_grades, group, group.num_needed))
 
-    def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
+    def _handle_grades(self, group: SimulatedGroup, num_samples: int) -> None:
         """Judge a group, unless the strategy requested more samples while these were graded."""
         if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True
-        rest = self._rules.samples_per_group - group.num_needed
-        if rest:
+        num_rest = self._rules.samples_per_group - group.num_needed
+        if num_rest:
             continued = self._strategy.after_probes(
                 group.attempt,
                 num_right=group.num_right,
@@ -395,28 +399,28 @@ class SimulatedLoop:
                 group.attempt = continued
                 if group.is_sure:
                     self._sure.add(group.position)
-                self._ask(group, rest)
+                self._ask(group, num_rest)
                 return
-        self._judged(group)
+        self._judge(group)
 
-    def _left(self, group: SimulatedGroup) -> None:
+    def _remove(self, group: SimulatedGroup) -> None:
         del self._in_flight[group.position]
         self._sure.discard(group.position)
-        self._batching.left(group)
+        self._batching.note_left(group)
 
-    def _judged(self, group: SimulatedGroup) -> None:
+    def _judge(self, group: SimulatedGroup) -> None:
         if self._has_no_place(group):
-            self._break_off(group)
+            self._cancel_running(group)
             return
-        self._left(group)
-        self._preemptions.ended(group.name)
+        self._remove(group)
+        self._preemptions.note_ended(group.name)
         is_kept = group.end is None
-        self._strategy.ended(
+        self._strategy.note_ended(
             group.attempt,
             num_right=group.num_right,
             num_scored=group.num_asked,
             mean_tokens=group.finished_tokens / group.num_asked,
-            kept=is_kept,
+            is_kept=is_kept,
             version=self._version,
             seconds=self._events.now - group.issued_s,
         )
@@ -424,16 +428,16 @@ class SimulatedLoop:
         if is_kept:
             self._batching.keep(group)
         else:
-            self._recorder.filtered(group, self._events.now)
+            self._recorder.record_filtered(group, self._events.now)
 
     def _check_yield(self) -> None:
         """Give up where a batch lacks groups and the yield is hopeless."""
-        floor, last = self._floor, self._last_kept
+        floor, last_kept = self._floor, self._last_kept
         lacks_groups = self._batching.num_kept < self._rules.train_batch_size
-        if not lacks_groups or len(last) < floor.num_groups:
+        if not lacks_groups or len(last_kept) < floor.num_groups:
             return
-        if floor.is_hopeless(sum(last), len(last)):
-            raise floor.error(sum(last), " (all of them simulated)", _REMEDY)
+        if floor.is_hopeless(sum(last_kept), len(last_kept)):
+            raise floor.error(sum(last_kept), " (all of them simulated)", _REMEDY)
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
         """Return whether another group, kept at the same instant, has taken the last place."""
@@ -441,24 +445,24 @@ class SimulatedLoop:
 
     def _cancel_without_slot(self, without_slot: list[SimulatedGroup]) -> None:
         for group in without_slot:
-            self._break_off(group)
+            self._cancel_running(group)
         if without_slot:
             self._fleet.serve()
 
-    def _break_off(self, group: SimulatedGroup) -> None:
+    def _cancel_running(self, group: SimulatedGroup) -> None:
         preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
         is_dropped = not preempts and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True
-        self._left(group)
+        self._remove(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
         if preempts:
-            self._recorder.preempted(tokens)
-            self._preemptions.preempted(group.name)
+            self._recorder.record_preempted(tokens)
+            self._preemptions.note_preempted(group.name)
         else:
-            self._recorder.broken_off(tokens, restarts=not is_dropped)
+            self._recorder.record_cancelled(tokens, restarts=not is_dropped)
         if is_dropped:
             return
-        self._strategy.restarted(group.admitted_as)
+        self._strategy.note_restarted(group.admitted_as)
         self._feed.put(group)
 
     # ------------------------------------------------------------------------------ the trainer
@@ -474,7 +478,7 @@ class SimulatedLoop:
         chosen = self._batching.kept_groups(decision.chosen)
         for group in self._batching.kept_groups(decision.dropped):
             self._discard(group, TokenCause.STALE)
-        self._cancel_without_slot(self._batching.running(decision.without_slot))
+        self._cancel_without_slot(self._batching.running_groups(decision.without_slot))
         if chosen:
             self._lease(chosen, self._asked_s)
         else:
@@ -482,20 +486,20 @@ class SimulatedLoop:
 
     def _discard(self, group: SimulatedGroup, cause: TokenCause) -> None:
         self._batching.remove(group)
-        self._recorder.kept_discarded(group, cause, self._events.now)
+        self._recorder.record_discarded(group, cause, self._events.now)
         self._has_changed = True
 
     def _lease(self, groups: list[SimulatedGroup], asked_s: float) -> None:
-        now, trainer = self._events.now, self._settings.trainer
+        now_s, trainer = self._events.now, self._settings.trainer
         self._batching.lease(groups, self._trained)
         self._strategy.batch_formed()
         if self._strategy.discards_surplus:
             for group in self._batching.kept:
                 self._discard(group, TokenCause.SURPLUS)
-        leased_s = now + trainer.handover_s
+        leased_s = now_s + trainer.handover_s
         self._trainer_wait_s += leased_s - asked_s
-        self._recorder.leased(groups, self._trained, now)
-        self._recorder.marks.append(self._mark(now))
+        self._recorder.record_leased(groups, self._trained, now_s)
+        self._recorder.marks.append(self._mark(now_s))
         self._asked_s = None
         self._has_changed = True
         trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
@@ -518,44 +522,44 @@ class SimulatedLoop:
 
     def _publish(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         """Send the trained version: the replicas swap in turns at the end of it."""
-        trainer, now, num_replicas = self._settings.trainer, self._events.now, self._fleet.size
+        trainer, now_s, num_replicas = self._settings.trainer, self._events.now, self._fleet.size
         self._is_publishing = True
         self._trained += 1
         at_once = swaps_at_once(num_replicas, self._rules.max_staleness)
         turns = range(0, num_replicas, at_once)
-        swap_s = now + max(0.0, trainer.publish_s - len(turns) * trainer.stall_s)
-        for first in turns:
-            swapping = range(first, min(first + at_once, num_replicas))
+        swap_s = now_s + max(0.0, trainer.publish_s - len(turns) * trainer.stall_s)
+        for first_replica in turns:
+            swapping = range(first_replica, min(first_replica + at_once, num_replicas))
             self._events.at(swap_s, partial(self._swap, self._trained, swapping))
             swap_s += trainer.stall_s
-        self._events.at(swap_s, partial(self._published, asked_s, leased_s, trained_s))
+        self._events.at(swap_s, partial(self._finish_publish, asked_s, leased_s, trained_s))
         if self._overlaps and self._trained < self._settings.num_steps:
-            self._asked_s, self._has_changed = now, True
+            self._asked_s, self._has_changed = now_s, True
 
     def _swap(self, version: int, replicas: range) -> None:
         self._fleet.swap(version, self._settings.trainer.stall_s, replicas)
 
-    def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+    def _finish_publish(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         generated, busy_s, _ = self._fleet.totals
-        now = self._events.now
+        now_s = self._events.now
         self._recorder.steps.append(
-            SimulatedStepTimes(asked_s, leased_s, trained_s, now, generated, busy_s)
+            SimulatedStepTimes(asked_s, leased_s, trained_s, now_s, generated, busy_s)
         )
         self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
-        for key, seen in self._strategy.new_version():
-            self._histories[key] = remembered(self._histories.get(key), seen)
-        self._strategy.forecast.announced(now)
-        self._batching.published(self._version)
+        for key, attempt in self._strategy.new_version():
+            self._histories[key] = update_history(self._histories.get(key), attempt)
+        self._strategy.forecast.note_announced(now_s)
+        self._batching.note_published(self._version)
         self._fleet.announce(self._version)
         self._is_publishing, self._has_changed = False, not self._is_over
         if not self._overlaps:
-            self._asked_s = now
+            self._asked_s = now_s
         elif self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self._publish(*waiting)
 
-    def _mark(self, now: float) -> LeaseMark:
+    def _mark(self, now_s: float) -> LeaseMark:
         generated, busy_s, slot_s = self._fleet.totals
         trained = self._recorder.tokens[TokenCause.TRAINED]
-        return LeaseMark(now, generated, busy_s, slot_s, trained, self._trainer_wait_s)
+        return LeaseMark(now_s, generated, busy_s, slot_s, trained, self._trainer_wait_s)

@@ -81,7 +81,7 @@ class SimulationRecorder:
     num_kept_discarded: int = 0
     num_restarted: int = 0
 
-    def issued(self, group: SimulatedGroup) -> None:
+    def record_issued(self, group: SimulatedGroup) -> None:
         """Record that a group starts, perhaps again."""
         issue = self.issues.get(group.position)
         if issue is None:
@@ -89,38 +89,38 @@ class SimulationRecorder:
             self.issues[group.position] = issue
         issue.is_mixed = group.samples.is_mixed
 
-    def leased(self, groups: list[SimulatedGroup], version: int, now: float) -> None:
+    def record_leased(self, groups: list[SimulatedGroup], version: int, now_s: float) -> None:
         """Record that a batch for `version` is at the trainer."""
         for group in groups:
             self.issues[group.position].is_trained = True
             self.staleness.update(version - oldest for oldest in group.sample_versions)
-            self.ended(group, TokenCause.TRAINED, now)
+            self.record_ended(group, TokenCause.TRAINED, now_s)
         self.num_trained.append(len(groups))
         self.num_hard.append(sum(group.prompt.is_hard for group in groups))
 
-    def filtered(self, group: SimulatedGroup, now: float) -> None:
+    def record_filtered(self, group: SimulatedGroup, now_s: float) -> None:
         """Record a group whose grades are all equal."""
         self.issues[group.position].is_mixed = False
         is_right = group.num_right > 0
-        self.ended(group, TokenCause.ALL_RIGHT if is_right else TokenCause.ALL_WRONG, now)
+        self.record_ended(group, TokenCause.ALL_RIGHT if is_right else TokenCause.ALL_WRONG, now_s)
 
-    def broken_off(self, num_tokens: float, *, restarts: bool) -> None:
+    def record_cancelled(self, num_tokens: float, *, restarts: bool) -> None:
         """Record a running group that was cancelled as stale."""
         self.stale_tokens += num_tokens
         self.num_restarted += restarts
 
-    def preempted(self, num_tokens: float) -> None:
+    def record_preempted(self, num_tokens: float) -> None:
         """Record a running group that a full batch cancelled, and that starts again."""
         self.preempted_tokens += num_tokens
         self.num_restarted += 1
 
-    def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
+    def record_discarded(self, group: SimulatedGroup, cause: TokenCause, now_s: float) -> None:
         """Record a kept group that was thrown away."""
         self.num_kept_discarded += 1
-        self.ended(group, cause, now)
+        self.record_ended(group, cause, now_s)
 
-    def ended(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
+    def record_ended(self, group: SimulatedGroup, cause: TokenCause, now_s: float) -> None:
         """Attribute a whole group's tokens."""
         self.tokens[cause] += group.finished_tokens
         if self.on_end is not None:
-            self.on_end(group, cause, now)
+            self.on_end(group, cause, now_s)

@@ -103,8 +103,8 @@ def simulate(
 def _result(
     settings: SimulationSettings, recorder: SimulationRecorder, loop: SimulatedLoop
 ) -> SimulationResult:
-    first, last = recorder.marks[settings.num_warmup], recorder.marks[-1]
-    seconds, num_replicas = last.time_s - first.time_s, settings.fleet.num_replicas
+    first_mark, last_mark = recorder.marks[settings.num_warmup], recorder.marks[-1]
+    seconds, num_replicas = last_mark.time_s - first_mark.time_s, settings.fleet.num_replicas
     steps_s = np.diff([mark.time_s for mark in recorder.marks[settings.num_warmup :]])
     step_s = float(steps_s.mean())
     replica_s = max(seconds * num_replicas, 1e-12)
@@ -113,14 +113,17 @@ def _result(
     return SimulationResult(
         strategy=settings.rules.strategy.value,
         num_steps=len(steps_s),
-        gen_per_trained=(last.generated - first.generated) / (last.trained - first.trained),
+        gen_per_trained=(last_mark.generated - first_mark.generated)
+        / (last_mark.trained - first_mark.trained),
         step_s=step_s,
         step_s_p50=float(np.quantile(steps_s, 0.5)),
         step_s_p99=float(np.quantile(steps_s, 0.99)),
         steps_per_hour=3600.0 / max(step_s, 1e-12),
-        trainer_idle_share=(last.trainer_wait_s - first.trainer_wait_s) / max(seconds, 1e-12),
-        fleet_idle_share=max(0.0, 1.0 - (last.busy_s - first.busy_s) / replica_s),
-        slots_used_share=(last.slot_s - first.slot_s) / (replica_s * settings.fleet.slots),
+        trainer_idle_share=(last_mark.trainer_wait_s - first_mark.trainer_wait_s)
+        / max(seconds, 1e-12),
+        fleet_idle_share=max(0.0, 1.0 - (last_mark.busy_s - first_mark.busy_s) / replica_s),
+        slots_used_share=(last_mark.slot_s - first_mark.slot_s)
+        / (replica_s * settings.fleet.slots),
         staleness_mean=float(staleness.mean()),
         staleness_p99=float(np.quantile(staleness, 0.99, method="higher")),
         staleness_max=int(staleness.max()),
@@ -148,11 +151,12 @@ def _long_prompt_ratio(settings: SimulationSettings, recorder: SimulationRecorde
     """Return the ratio for prompts after the warm-up, early enough for the bound to have trained
     them.
     """
-    last = settings.num_steps - 1 - settings.rules.max_staleness - 1
+    last_version = settings.num_steps - 1 - settings.rules.max_staleness - 1
     cohort = [
         issue
         for issue in recorder.issues.values()
-        if issue.is_mixed and min(settings.num_warmup, last) <= issue.version <= last
+        if issue.is_mixed
+        and min(settings.num_warmup, last_version) <= issue.version <= last_version
     ]
     share, long_share = _trained_share(cohort), _trained_share(i for i in cohort if i.is_long)
     return long_share / share if share else 1.0
@@ -236,7 +240,7 @@ def compare(
     """
     pairs = {}
     for name in StrategyName:
-        real = of_strategy(settings, name)
+        real = with_strategy(settings, name)
         result = simulate(real, open_workload(), on_step=on_step)
         pairs[name] = (result, simulate_fill_times(real, open_workload(), on_step))
     base, base_fill = pairs[StrategyName.ROUNDS]
@@ -254,7 +258,7 @@ def compare(
     )
 
 
-def of_strategy(settings: SimulationSettings, name: StrategyName) -> SimulationSettings:
+def with_strategy(settings: SimulationSettings, name: StrategyName) -> SimulationSettings:
     """Return the same run with another strategy; ``rounds`` is synchronous."""
     bound = 0 if name is StrategyName.ROUNDS else settings.rules.max_staleness
     return replace(settings, rules=replace(settings.rules, strategy=name, max_staleness=bound))

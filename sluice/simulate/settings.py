@@ -78,11 +78,12 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         times = (self.train_s, self.spread_s, self.publish_s, self.stall_s, self.handover_s)
-        wrong = [time for time in (*times, *self.recorded_s) if not 0.0 <= time < math.inf]
-        if wrong or self.stall_s > self.publish_s:
+        invalid_times = [time for time in (*times, *self.recorded_s) if not 0.0 <= time < math.inf]
+        if invalid_times or self.stall_s > self.publish_s:
             raise ConfigError(
-                f"simulated trainer: times {(*times, *wrong)}; give finite times (--trainer-s), "
-                "none below 0, and a stall no longer than the publication that it is part of"
+                f"simulated trainer: times {(*times, *invalid_times)}; give finite times "
+                "(--trainer-s), none below 0, and a stall no longer than the publication that it "
+                "is part of"
             )
 
 

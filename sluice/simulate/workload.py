@@ -260,12 +260,12 @@ def _problems(kind: type[msgspec.Struct], value: object, at: str) -> Iterator[Pr
             for number, component in enumerate(field_value):
                 yield from _problems(BetaComponent, component, f"{name}[{number}]")
         elif field_value is not UNSET:
-            yield from _wrong(f"{prefix}{name}", field_value, field.type)
+            yield from _type_problems(f"{prefix}{name}", field_value, field.type)
         elif field.required:
             yield Problem(f"{prefix}{name}", UNSET, f"is missing: {expectation(field.type)}")
 
 
-def _wrong(path: str, value: object, annotation: object) -> Iterator[Problem]:
+def _type_problems(path: str, value: object, annotation: object) -> Iterator[Problem]:
     try:
         msgspec.convert(value, annotation)
     except msgspec.ValidationError:

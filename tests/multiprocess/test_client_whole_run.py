@@ -60,7 +60,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
         async with asyncio.timeout(WAIT_S), AsyncClient.connect(run.run_dir) as client:
             seen.replicas.append({replica.address for replica in await client.replicas()})
             seen.replicas.append({r.address for r in (await client.status()).replicas})
-            await _sampled_and_graded(client, seen)
+            await _sample_and_grade(client, seen)
             async with aclosing(client.submit([_prompt(name) for name in IDS])) as events:
                 seen.events += [event async for event in events]
             seen.step = (await client.status()).step
@@ -69,7 +69,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
-async def _sampled_and_graded(client: AsyncClient, seen: Seen) -> None:
+async def _sample_and_grade(client: AsyncClient, seen: Seen) -> None:
     options = GenerateOptions(n=2, sampling=Sampling(max_tokens=8), priority=-1, deadline_s=WAIT_S)
     found = await client.generate([ChatMessage("user", "1 + 1 = ?")], options)
     seen.texts += found.texts

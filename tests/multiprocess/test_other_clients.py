@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from services.reward.episodes.client import given_servers
+from services.reward.episodes.client import spread_over_servers
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.errors import InvalidRequestError
@@ -148,7 +148,7 @@ async def node_environment() -> AsyncIterator[str]:
 async def test_an_environment_in_javascript_plays_and_grades_episodes() -> None:
     async with (
         node_environment() as address,
-        drivers(given_servers([address])) as servers,
+        drivers(spread_over_servers([address])) as servers,
     ):
         played = episode(servers, row("5"))
         assert [tool.name for tool in (await played.open()).tools] == ["add"]

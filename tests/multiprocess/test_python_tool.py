@@ -15,7 +15,7 @@ from sluice.config.schema.reward import SandboxFusionConfig
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox import python_tool
 from sluice.sandbox.choice import VARIABLE, as_variable
-from sluice.sandbox.python_tool import Python, shortened
+from sluice.sandbox.python_tool import Python, shorten_middle
 from tests.support.reward_process import own_children
 from tests.support.sandboxes import OWN_COMMAND, need_bubblewrap
 
@@ -101,8 +101,8 @@ def test_the_interpreter_outlives_the_thread_that_made_the_first_call(tool: Pyth
 
 
 def test_shortening_keeps_both_ends() -> None:
-    assert shortened("abcdef", 6) == "abcdef"
-    assert shortened("abcdefgh", 4) == "ab\n[... 4 characters ...]\ngh"
+    assert shorten_middle("abcdef", 6) == "abcdef"
+    assert shorten_middle("abcdefgh", 4) == "ab\n[... 4 characters ...]\ngh"
 
 
 def test_a_sandbox_that_fails_is_no_message_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

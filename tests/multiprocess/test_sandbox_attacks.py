@@ -15,7 +15,7 @@ import pytest
 
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.bubblewrap import NOBODY, BubblewrapSandbox
-from sluice.sandbox.contained import contained, descendants
+from sluice.sandbox.contained import contained_process, descendants
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Result, SandboxEnd
 from tests.support.attack_programs import ATTACKS, LIMITS
 from tests.support.attack_world import AttackWorld, attack_world, processes_of
@@ -57,7 +57,7 @@ def test_no_program_is_root_outside(sandbox: BubblewrapSandbox) -> None:
     text = "print('up', flush=True); import time; time.sleep(60)"
     with (
         sandbox.command([PYTHON, "-c", text], {}, LIMITS) as command,
-        contained(command) as running,
+        contained_process(command) as running,
     ):
         assert running.process.stdout is not None
         assert running.process.stdout.readline() == b"up\n"

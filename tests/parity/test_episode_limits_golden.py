@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sluice.algorithm.batch_metrics import BatchRows, batch_metrics
-from sluice.algorithm.episode_rules import EpisodeCounts, EpisodeRules, Observation, truncated
+from sluice.algorithm.episode_rules import EpisodeCounts, EpisodeRules, Observation, truncate_text
 from sluice.types import Answer, ChatMessage, FinishReason
 
 CUT = [
@@ -57,7 +57,7 @@ def test_a_long_text_of_a_tool_is_cut_where_verl_cuts_it(
     side: Literal["left", "middle", "right"], most: int, text: str, kept: str
 ) -> None:
     rules = EpisodeRules(100, max_tool_response_length=most, truncate_side=side)
-    assert truncated(text, rules) == kept
+    assert truncate_text(text, rules) == kept
 
 
 def answers_of(user_turns: int | None, assistant_turns: int | None, last: int) -> int:
@@ -66,7 +66,7 @@ def answers_of(user_turns: int | None, assistant_turns: int | None, last: int) -
     counts, number = EpisodeCounts(rules), 0
     while True:
         number += 1
-        counts.answered(Answer(""))
+        counts.count_answer(Answer(""))
         seen = Observation((ChatMessage("tool", "6"),), done=number == last)
         if counts.end(FinishReason.STOP, seen) is not None:
             return number

@@ -91,7 +91,7 @@ async def load_weights(
     thread, core = engine._in_thread()
     device = core.loop.device
     copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-    return await engine._completed(thread.begin(core.swap(copies, version, digest)))
+    return await engine._await_swap(thread.begin(core.swap(copies, version, digest)))
 
 
 def engine_settings(directory: Path, **changes: Any) -> EmbeddedEngineSettings:

@@ -9,11 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from services.reward.episodes.client import ServedEnvironments, ServedEpisode, given_servers
+from services.reward.episodes.client import ServedEnvironments, ServedEpisode, spread_over_servers
 from services.reward.episodes.drivers import AddressFor, EpisodeTask
 from services.reward.episodes.workers import EnvironmentWorkers, running_workers
 from sluice.config.schema.service import EnvironmentConfig
-from sluice.environment.servicer import serving
+from sluice.environment.servicer import served_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.types import Answer, ChatMessage, Prompt, PromptOrigin, ToolCall
 
@@ -82,8 +82,8 @@ async def served(
     """A server in this process."""
     address = f"unix:{folder / 'world.sock'}"
     async with (
-        serving(source.load(), address, 0) as at,
-        drivers(given_servers([at]), call_timeout_s) as found,
+        served_environment(source.load(), address, 0) as at,
+        drivers(spread_over_servers([at]), call_timeout_s) as found,
     ):
         yield found
 

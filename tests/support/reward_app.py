@@ -61,12 +61,12 @@ class ScriptedClient:
             self.cancelled.append(request.prompt.prompt_id)
             raise
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
+    def after_backlog(self, callback: Callable[[], None]) -> None:
         """Nothing lies unread."""
-        then()
+        callback()
 
     def _rollout(self, name: str, request: GroupRequest, index: int) -> Rollout:
         if self.make is not None:

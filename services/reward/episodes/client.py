@@ -102,9 +102,9 @@ class CallBatches:
             SluiceError: as from `unary_call`.
         """
         if not isinstance(request, environment.CloseRequest):
-            result = await self._result(server, request, phase)
+            result = await self._play_result(server, request, phase)
             if result is not None:
-                return self._found(result, request, server, phase)
+                return self._decode_result(result, request, server, phase)
         # Only now: making a stub takes longer than a call in a Play.
         stub = environment_stub(server.channels.to(server.address))
         return await unary_call(
@@ -115,7 +115,7 @@ class CallBatches:
             deadline_s=self._timeout_s,
         )
 
-    async def _result(
+    async def _play_result(
         self, server: EnvironmentServer, request: Request, phase: str
     ) -> environment.PlayResult | None:
         """Return the result from a Play; ``None`` if the call must be made alone."""
@@ -137,22 +137,24 @@ class CallBatches:
             task.cancel()
 
     def _send(self, server: EnvironmentServer, key: tuple[str, type[Request]], phase: str) -> None:
-        now = asyncio.get_running_loop().time()
-        self._sent_at = {one: at for one, at in self._sent_at.items() if now - at < _TOGETHER_S}
-        self._sent_at[key] = now
+        now_s = asyncio.get_running_loop().time()
+        self._sent_at = {
+            key: sent_at for key, sent_at in self._sent_at.items() if now_s - sent_at < _TOGETHER_S
+        }
+        self._sent_at[key] = now_s
         calls = [due for due in self._due.pop(key) if not due.answered.done()]
-        for together in bundles(calls, lambda due: due.request.ByteSize()):
-            if len(together) == 1:
-                together[0].answered.set_result(None)
+        for bundle in bundles(calls, lambda due: due.request.ByteSize()):
+            if len(bundle) == 1:
+                bundle[0].answered.set_result(None)
                 continue
-            task = self._tasks.create_task(self._play(server, together, phase), name="calls")
+            task = self._tasks.create_task(self._play(server, bundle, phase), name="calls")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
     async def _play(
         self, server: EnvironmentServer, calls: Sequence[_QueuedCall], phase: str
     ) -> None:
-        left, unwanted = {due.request.episode_id: due for due in calls}, list[str]()
+        calls_left, unwanted = {due.request.episode_id: due for due in calls}, list[str]()
         opens = [due.request for due in calls if isinstance(due.request, environment.OpenRequest)]
         steps = [due.request for due in calls if isinstance(due.request, environment.StepRequest)]
         messages = stream_call(
@@ -167,30 +169,32 @@ class CallBatches:
             async with aclosing(messages):
                 async for message in messages:
                     for result in message.results:
-                        due = left.pop(result.episode_id, None)
+                        due = calls_left.pop(result.episode_id, None)
                         if due is None:
                             continue
                         if not _answer(due, result) and result.HasField("opened"):
                             unwanted.append(result.episode_id)
-            error = PeerError(server.name, phase, f"it sent no result for {len(left)} of its calls")
+            error = PeerError(
+                server.name, phase, f"it sent no result for {len(calls_left)} of its calls"
+            )
         except SluiceError as raised:
             error = raised
         finally:
             await server.channels.release(server.address)
-        self._answer_rest(server, left.values(), error)
+        self._resolve_rest(server, calls_left.values(), error)
         async with asyncio.TaskGroup() as tasks:
             for episode_id in unwanted:
                 tasks.create_task(give_up(server, episode_id), name="give up")
 
-    def _answer_rest(
-        self, server: EnvironmentServer, left: Iterable[_QueuedCall], error: SluiceError
+    def _resolve_rest(
+        self, server: EnvironmentServer, calls: Iterable[_QueuedCall], error: SluiceError
     ) -> None:
         """Have calls without a result made alone, or fail them."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
         may_pass = code in _SENT_AGAIN or isinstance(error, InvalidRequestError)
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
             self._without_play.add(server.address)
-        for due in left:
+        for due in calls:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
@@ -199,21 +203,23 @@ class CallBatches:
             else:
                 due.answered.set_exception(error)
 
-    def _found(
+    def _decode_result(
         self,
         result: environment.PlayResult,
         request: Request,
         server: EnvironmentServer,
         phase: str,
     ) -> object:
-        kind, wanted = result.WhichOneof("result"), _RESULT_OF[type(request)]
-        if kind == wanted:
+        kind, expected_kind = result.WhichOneof("result"), _RESULT_OF[type(request)]
+        if kind == expected_kind:
             return getattr(result, kind)
         if kind == "failed":
-            raise self._failure(result.failed, server, phase)
-        raise PeerError(server.name, phase, f"Play: it answered {kind or 'nothing'}, not {wanted}")
+            raise self._call_error(result.failed, server, phase)
+        raise PeerError(
+            server.name, phase, f"Play: it answered {kind or 'nothing'}, not {expected_kind}"
+        )
 
-    def _failure(
+    def _call_error(
         self, failed: environment.CallFailure, server: EnvironmentServer, phase: str
     ) -> SluiceError:
         code = grpc.StatusCode.__members__.get(failed.code, grpc.StatusCode.UNKNOWN)
@@ -257,7 +263,7 @@ class _DownError(EpisodeFailedError):
     """No server answers now; one may soon."""
 
 
-def given_servers(addresses: Sequence[str]) -> AddressFor:
+def spread_over_servers(addresses: Sequence[str]) -> AddressFor:
     """Return a function that spreads episodes evenly over a user's own servers.
 
     Args:
@@ -390,7 +396,7 @@ class ServedEpisode:
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
                 raise _DownError(str(error)) from error
             raise
-        return self._observed(response.observation, phase)
+        return self._decode_observation(response.observation, phase)
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Send an answer; retry with the same turn after a lost connection.
@@ -400,11 +406,11 @@ class ServedEpisode:
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
         response = await self._call(request, phase, environment.StepResponse)
-        seen = self._observed(response.observation, phase)
-        if seen.done and response.HasField("end"):
+        observation = self._decode_observation(response.observation, phase)
+        if observation.done and response.HasField("end"):
             self._end = response.end
             await self._release()
-        return seen
+        return observation
 
     async def close(self) -> Scored | None:
         """End and grade."""
@@ -415,7 +421,7 @@ class ServedEpisode:
         try:
             scored = grade_from_proto(response)
         except InvalidRequestError as error:
-            raise self._unavailable(phase, error) from error
+            raise self._unavailable_error(phase, error) from error
         await self._release()
         return scored
 
@@ -445,17 +451,17 @@ class ServedEpisode:
             with TRACER.span(SpanName.ENVIRONMENT, {SpanAttribute.DETAIL: phase}, SpanKind.CLIENT):
                 response = await self._environments.batches.response(self._server, request, phase)
         except SluiceError as error:
-            raise self._unavailable(phase, error) from error
+            raise self._unavailable_error(phase, error) from error
         assert isinstance(response, kind)
         return response
 
-    def _observed(self, message: environment.Observation, phase: str) -> Observation:
+    def _decode_observation(self, message: environment.Observation, phase: str) -> Observation:
         try:
             return observation_from_proto(message)
         except InvalidRequestError as error:
-            raise self._unavailable(phase, error) from error
+            raise self._unavailable_error(phase, error) from error
 
-    def _unavailable(self, phase: str, error: SluiceError) -> EpisodeFailedError:
+    def _unavailable_error(self, phase: str, error: SluiceError) -> EpisodeFailedError:
         text, peer = str(error), self._peer
         return EpisodeFailedError(
             text if text.startswith(peer) else f"{peer}: while {phase}: {text}"

@@ -92,7 +92,7 @@ def server_of(episode_id: str, num_servers: int) -> int:
     return int.from_bytes(digest, "little") % num_servers
 
 
-async def abandoned(driver: EpisodeDriver) -> None:
+async def abandon_episode(driver: EpisodeDriver) -> None:
     """Give an episode up; stop waiting after `ABANDON_S`."""
     try:
         async with asyncio.timeout(ABANDON_S):

@@ -20,7 +20,7 @@ import numpy as np
 from services.reward.episodes.drivers import (
     EpisodeDriver,
     EpisodeFailedError,
-    abandoned,
+    abandon_episode,
 )
 from services.reward.episodes.leases import LeasedEpisode
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -38,11 +38,11 @@ from sluice.algorithm.episode_rules import (
     Observation,
     TurnStart,
     answer_message,
-    continued,
+    find_turn_start,
     num_before_new,
+    truncate_tool_texts,
     turn_seed,
     with_new_ids,
-    within_limits,
 )
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import HistoryRewrittenError, SequenceTooLongError
@@ -127,12 +127,12 @@ class EpisodeNotes:
         self.tool_names: set[str] = set()
         self._warned: set[str] = set()
 
-    def offered(self, tools: Sequence[Tool]) -> None:
+    def note_tools(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
         for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
             self.tool_names.add(tool.name)
 
-    def rewritten(self, reason: str, detail: str = "") -> None:
+    def note_rewritten(self, reason: str, detail: str = "") -> None:
         """Note a later turn that continues no earlier one; warn of the first with a reason."""
         self.num_rewritten += 1
         if reason not in self._warned:
@@ -190,60 +190,62 @@ class Episode:
         is_closed = False
         try:
             if self._leased is not None:
-                await self._taken(self._leased)
+                await self._wait_until_taken(self._leased)
             async with asyncio.timeout(self._seconds_left()) as scope:
-                rollout = await self._played(first_turn)
+                rollout = await self._play(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
         except EpisodeFailedError as error:
-            return self._failed(self._failure, str(error))
+            return self._failed_rollout(self._failure, str(error))
         except GroupOverError:
             detail = f"its group was over while {self._phase}"
-            return self._failed(FailureKind.ABORTED, detail)
+            return self._failed_rollout(FailureKind.ABORTED, detail)
         except TimeoutError:
             if not scope.expired():
                 raise
             limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
             detail = f"{limit} seconds had passed while {self._phase}"
-            return self._failed(self._failure, detail)
+            return self._failed_rollout(self._failure, detail)
         except asyncio.CancelledError:
             is_closed = self._leased is not None and self._leased.suspend()
             raise
         finally:
             if not is_closed:
-                await abandoned(self._driver)
+                await abandon_episode(self._driver)
 
-    async def _taken(self, leased: LeasedEpisode) -> None:
+    async def _wait_until_taken(self, leased: LeasedEpisode) -> None:
         with self._dispatcher.outside[self._request.purpose].untaken():
-            await self._called("waiting for an agent to take it", leased.taken())
+            await self._await_environment(
+                "waiting for an agent to take it", leased.wait_until_taken()
+            )
 
-    async def _played(self, first_turn: FirstTurn) -> Rollout:
+    async def _play(self, first_turn: FirstTurn) -> Rollout:
         """Play to the end. If the sample has no `end`, it was aborted and its environment is
         open."""
         if not self._recall():
-            seen = await self._called("opening", self._driver.open())
-            if seen.done:
+            observation = await self._await_environment("opening", self._driver.open())
+            if observation.done:
                 raise EpisodeFailedError(
                     "the environment ended the episode before the first answer"
                 )
-            begun = self._begun(seen)
+            start = self._turn_start(observation)
             self._phase = "sampling turn 0"
             sampled_since = time.monotonic()
-            answered = await first_turn(self._index, begun.messages, self._tools)
-            self._add(begun, answered, time.monotonic() - sampled_since)
+            answered = await first_turn(self._index, start.messages, self._tools)
+            self._add(start, answered, time.monotonic() - sampled_since)
         if self._leased is not None and self._leased.limit is not None:  # in an earlier service
-            return await self._ended(self._leased.limit)
+            return await self._finish(self._leased.limit)
         while self._turns[-1].finish_reason is not FinishReason.ABORTED:
-            seen = await self._observed()
-            end = self._counts.end(self._turns[-1].finish_reason, seen)
+            observation = await self._observe()
+            end = self._counts.end(self._turns[-1].finish_reason, observation)
             if end is None:
-                begun, sampled_since = self._begun(seen), time.monotonic()
-                begun, turn = await self._sampled(begun)
+                start, sampled_since = self._turn_start(observation), time.monotonic()
+                start, turn = await self._sample_turn(start)
                 if turn is not None:
-                    self._add(begun, turn, time.monotonic() - sampled_since)
+                    self._add(start, turn, time.monotonic() - sampled_since)
                     continue
                 end = EpisodeEnd.MAX_TOKENS
-            return await self._ended(end)
+            return await self._finish(end)
         return Rollout(self._index, tuple(self._turns))
 
     def _seconds_left(self) -> float:
@@ -252,110 +254,110 @@ class Episode:
     def _recall(self) -> bool:
         """Add the turns that an earlier service has sampled; return whether there are any."""
         progress = self._request.progress
-        for known in self._leased.recalled() if self._leased is not None else ():
-            turn = known.turn
+        for committed in self._leased.take_recalled() if self._leased is not None else ():
+            turn = committed.turn
             if self._turns:
-                self._counts.answered(_answer_of(self._turns[-1]))
-                seen = Observation(known.messages, is_whole=True)
-                self._counts.end(self._turns[-1].finish_reason, seen)
-            progress.started(known.prompt_token_ids, asyncio.get_running_loop().time())
+                self._counts.count_answer(_answer_of(self._turns[-1]))
+                observation = Observation(committed.messages, is_whole=True)
+                self._counts.end(self._turns[-1].finish_reason, observation)
+            progress.note_started(committed.prompt_token_ids, asyncio.get_running_loop().time())
             version = min((span.version for span in turn.version_spans), default=None)
-            progress.recalled(turn.token_ids.size, version)
-            self._tools = known.tools
-            self._notes.offered(known.tools)
-            self._append(turn, TurnStart(turn.parent, known.messages), known.num_read)
+            progress.add_recalled(turn.token_ids.size, version)
+            self._tools = committed.tools
+            self._notes.note_tools(committed.tools)
+            self._append(turn, TurnStart(turn.parent, committed.messages), committed.num_read)
         self._num_recalled = len(self._turns)
         return bool(self._turns)
 
-    async def _ended(self, end: EpisodeEnd) -> Rollout:
+    async def _finish(self, end: EpisodeEnd) -> Rollout:
         if self._leased is not None and end is not EpisodeEnd.DONE:
-            self._leased.reached(end)
-        scored = await self._called("grading", self._driver.close())
+            self._leased.set_limit(end)
+        scored = await self._await_environment("grading", self._driver.close())
         whole_text = "".join(self._texts) if self._rules.grades_whole_text else None
         return Rollout(self._index, tuple(self._turns), end, scored, whole_text)
 
-    async def _observed(self) -> Observation:
+    async def _observe(self) -> Observation:
         """Give the last answer to the environment; return what it leads to."""
         turn, number = self._turns[-1], len(self._turns) - 1
-        answer = self._made(turn)
-        self._counts.answered(answer)
+        answer = self._made_answer(turn)
+        self._counts.count_answer(answer)
         since = time.monotonic()
         if self._leased is not None and number >= self._num_recalled:
-            self._leased.commit(self._committed(turn))
+            self._leased.commit(self._committed_turn(turn))
         call = self._driver.step(number, answer, turn.finish_reason)
-        seen = await self._called(f"answering turn {number}", call)
+        observation = await self._await_environment(f"answering turn {number}", call)
         seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
-        self._turns[-1] = replace(turn, reward=seen.reward, seconds=seconds)
-        return seen
+        self._turns[-1] = replace(turn, reward=observation.reward, seconds=seconds)
+        return observation
 
-    def _made(self, turn: Turn) -> Answer:
+    def _made_answer(self, turn: Turn) -> Answer:
         """Return a turn's answer with the calls that will be made; an agent makes all of them."""
         answer = _answer_of(turn)
         max_calls = None if self._leased is not None else self._rules.max_parallel_calls
         return replace(answer, tool_calls=answer.tool_calls[:max_calls])
 
-    def _committed(self, turn: Turn) -> CommittedTurn:
+    def _committed_turn(self, turn: Turn) -> CommittedTurn:
         prompt_token_ids = self._request.progress.prompt_token_ids
         assert prompt_token_ids is not None
         num_read = self._lengths[-1] - turn.token_ids.size
         messages, (_, tools) = self._added[-1][:-1], self._offered[-1]
         return CommittedTurn(messages, tools, turn, num_read, prompt_token_ids)
 
-    def _begun(self, seen: Observation) -> TurnStart:
+    def _turn_start(self, observation: Observation) -> TurnStart:
         """Return what the next turn reads, and the turn that it continues."""
         # An agent's request holds the whole conversation, and so all its tools.
-        if seen.tools or seen.drops_tools or self._leased is not None:
-            self._tools = seen.tools
-            self._notes.offered(seen.tools)
+        if observation.tools or observation.drops_tools or self._leased is not None:
+            self._tools = observation.tools
+            self._notes.note_tools(observation.tools)
         # An agent repeats its tools' texts, which it has read uncut.
-        messages = seen.messages
+        messages = observation.messages
         if self._leased is None:
-            messages = within_limits(messages, self._rules)
-        if seen.is_whole:
+            messages = truncate_tool_texts(messages, self._rules)
+        if observation.is_whole:
             # Other tools render as other tokens.
-            wanted = num_before_new(messages), self._tools
-            same = [number for number, turn in enumerate(self._offered) if turn == wanted]
-            begun = continued([self._history(index) for index in same], messages)
-            if begun.parent is not None:
-                begun = begun._replace(parent=same[begun.parent])
+            offered = num_before_new(messages), self._tools
+            candidates = [number for number, turn in enumerate(self._offered) if turn == offered]
+            start = find_turn_start([self._history(index) for index in candidates], messages)
+            if start.parent is not None:
+                start = start._replace(parent=candidates[start.parent])
             elif self._turns:
-                self._notes.rewritten(CONTINUES_NONE)
+                self._notes.note_rewritten(CONTINUES_NONE)
         elif self._turns:
-            begun = TurnStart(len(self._turns) - 1, messages)
+            start = TurnStart(len(self._turns) - 1, messages)
         else:
-            begun = TurnStart(None, (*self._request.prompt.messages, *messages))
-        if not begun.messages:
+            start = TurnStart(None, (*self._request.prompt.messages, *messages))
+        if not start.messages:
             raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
-        return begun
+        return start
 
-    async def _sampled(self, begun: TurnStart) -> tuple[TurnStart, AnsweredTurn | None]:
+    async def _sample_turn(self, start: TurnStart) -> tuple[TurnStart, AnsweredTurn | None]:
         """Sample another turn. Return how it begins, which changes if the template rewrites
         history, and the turn; ``None`` if no token is left."""
-        number, parent = len(self._turns), begun.parent
+        number, parent = len(self._turns), start.parent
         if self._tokens_left(parent) < 1:
-            return begun, None
+            return start, None
         self._phase = f"sampling turn {number}"
-        collected = CollectedSamples(self._turn_request(number, begun))
+        collected = CollectedSamples(self._turn_request(number, start))
         with TRACER.span(SpanName.TURN, {SpanAttribute.SAMPLE_INDEX: self._index}):
             try:
                 await self._dispatcher.collect(collected)
             except SequenceTooLongError:
-                return begun, None
+                return start, None
             except HistoryRewrittenError as error:
                 if parent is None:
                     raise
-                self._notes.rewritten(TEMPLATE_REWRITES, str(error))
-                whole = (*self._history(parent), *begun.messages)
-                return await self._sampled(TurnStart(None, whole))
+                self._notes.note_rewritten(TEMPLATE_REWRITES, str(error))
+                history = (*self._history(parent), *start.messages)
+                return await self._sample_turn(TurnStart(None, history))
             except GroupFailedError as error:
                 if error.kind is not None:
                     raise
                 raise unreadable(error) from error
-        return begun, AnsweredTurn.of(collected, self._index)
+        return start, AnsweredTurn.of(collected, self._index)
 
-    def _turn_request(self, number: int, begun: TurnStart) -> GroupRequest:
+    def _turn_request(self, number: int, start: TurnStart) -> GroupRequest:
         sampling = self._request.sampling
         return replace(
             self._request,
@@ -363,12 +365,12 @@ class Episode:
             sampling=replace(sampling, seed=turn_seed(sampling.seed, number)),
             turn=TurnRequest(
                 number,
-                begun.messages,
-                None if begun.parent is None else self._path(begun.parent),
+                start.messages,
+                None if start.parent is None else self._path(start.parent),
                 self._tools,
                 tool_format="" if self._tools else READ_TEXT,
                 affinity=self._id,
-                max_sequence_tokens=self._tokens_left(begun.parent),
+                max_sequence_tokens=self._tokens_left(start.parent),
                 prefer=self._replica,
             ),
         )
@@ -383,58 +385,62 @@ class Episode:
         if rules.max_trained_tokens is None:
             return max_tokens
         inner = {parent, *(turn.parent for turn in self._turns)}
-        others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
-        return min(max_tokens, rules.max_trained_tokens - others)
+        num_other_tokens = sum(
+            size for index, size in enumerate(self._lengths) if index not in inner
+        )
+        return min(max_tokens, rules.max_trained_tokens - num_other_tokens)
 
-    def _add(self, begun: TurnStart, answered: AnsweredTurn, seconds: float) -> None:
+    def _add(self, start: TurnStart, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn and what it read after the turn that it continues."""
-        (turn,), read = answered.rollout.turns, answered.prompt_token_ids
+        (turn,), prompt_token_ids = answered.rollout.turns, answered.prompt_token_ids
         group_prompt = self._request.progress.prompt_token_ids
         is_new_root = False
-        if read is None:
+        if prompt_token_ids is None:
             context = turn.context
-        elif begun.parent is not None:
-            context = read[self._lengths[begun.parent] :]
+        elif start.parent is not None:
+            context = prompt_token_ids[self._lengths[start.parent] :]
         else:
-            is_new_root = group_prompt is None or not np.array_equal(read, group_prompt)
-            context = read if is_new_root else turn.context
+            is_new_root = group_prompt is None or not np.array_equal(prompt_token_ids, group_prompt)
+            context = prompt_token_ids if is_new_root else turn.context
         turn = replace(
             turn,
-            parent=begun.parent,
+            parent=start.parent,
             context=context,
             is_new_root=is_new_root,
             seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
         )
         if self._rules.grades_whole_text:
-            self._texts += [self._read_text(begun, answered), turn.text]
-        self._append(turn, begun, 0 if read is None else read.size)
+            self._texts += [self._read_text(start, answered), turn.text]
+        self._append(turn, start, 0 if prompt_token_ids is None else prompt_token_ids.size)
         self._replica = answered.replica
 
-    def _append(self, turn: Turn, begun: TurnStart, num_read: int) -> None:
-        observed = begun.messages if turn.context.size else self._beyond_row(begun)
-        earlier = () if begun.parent is None else self._history(begun.parent)
-        taken = {call.call_id for one in (*earlier, *begun.messages) for call in one.tool_calls}
+    def _append(self, turn: Turn, start: TurnStart, num_read: int) -> None:
+        observed = start.messages if turn.context.size else self._beyond_row(start)
+        earlier = () if start.parent is None else self._history(start.parent)
+        used_ids = {
+            call.call_id for message in (*earlier, *start.messages) for call in message.tool_calls
+        }
         prefix = f"{self._call_prefix}_{len(self._turns)}"
-        answer = turn.answer and with_new_ids(turn.answer, prefix, taken)
+        answer = turn.answer and with_new_ids(turn.answer, prefix, used_ids)
         turn = replace(turn, observed=observed, answer=answer)
         self._turns.append(turn)
         self._lengths.append(num_read + turn.token_ids.size)
-        self._added.append((*begun.messages, answer_message(self._made(turn))))
-        size = 0 if begun.parent is None else self._offered[begun.parent][0]
+        self._added.append((*start.messages, answer_message(self._made_answer(turn))))
+        size = 0 if start.parent is None else self._offered[start.parent][0]
         self._offered.append((size + len(self._added[-1]), self._tools))
 
-    def _read_text(self, begun: TurnStart, answered: AnsweredTurn) -> str:
+    def _read_text(self, start: TurnStart, answered: AnsweredTurn) -> str:
         """Return what a turn read after the answer before it."""
-        if begun.parent is not None or not self._turns:
+        if start.parent is not None or not self._turns:
             return answered.continued_text
         # A template that rewrites history has no tokens between an answer and what follows it.
-        new = begun.messages[num_before_new(begun.messages) :]
-        return "".join(f"\n{message.content}\n" for message in new)
+        new_messages = start.messages[num_before_new(start.messages) :]
+        return "".join(f"\n{message.content}\n" for message in new_messages)
 
-    def _beyond_row(self, begun: TurnStart) -> tuple[ChatMessage, ...]:
+    def _beyond_row(self, start: TurnStart) -> tuple[ChatMessage, ...]:
         """Return what a root reads after the row's messages."""
         row = self._request.prompt.messages
-        return begun.messages[len(row) :] if begun.messages[: len(row)] == row else begun.messages
+        return start.messages[len(row) :] if start.messages[: len(row)] == row else start.messages
 
     def _history(self, index: int) -> tuple[ChatMessage, ...]:
         """Return the conversation up to a turn's answer."""
@@ -459,15 +465,15 @@ class Episode:
             at = turn.parent
         return np.concatenate(parts[::-1])
 
-    def _failed(self, kind: FailureKind, detail: str) -> Rollout:
+    def _failed_rollout(self, kind: FailureKind, detail: str) -> Rollout:
         turns = tuple(self._turns) or GrowingSample().rollout(self._index).turns
         return Rollout(self._index, turns, outcome=Failed(kind, detail))
 
-    async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
+    async def _await_environment(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
         with self._dispatcher.outside[self._request.purpose].waiting(self._failure.value):
-            return await self._request.progress.bounded(call)
+            return await self._request.progress.run_until_over(call)
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

@@ -98,9 +98,9 @@ class LeaseHolder:
 
     def __init__(self, holder_id: str, keep_alive_s: float) -> None:
         self.holder_id, self.keep_alive_s = holder_id, keep_alive_s
-        self.heard()
+        self.note_call()
 
-    def heard(self) -> None:
+    def note_call(self) -> None:
         """Note a call."""
         self.leaves_at_s = asyncio.get_running_loop().time() + self.keep_alive_s
 
@@ -177,7 +177,7 @@ class LeasedEpisode:
             return self.task.timeout_s
         return max(0.0, self._expires_s - time.time())
 
-    async def taken(self) -> None:
+    async def wait_until_taken(self) -> None:
         """Wait until a program has leased the sample."""
         if self._is_taken.is_set():
             return
@@ -185,10 +185,10 @@ class LeasedEpisode:
         with waiting_for(_AGENT, "leasing a sample"):
             await self._is_taken.wait()
 
-    def heard(self) -> None:
+    def note_call(self) -> None:
         """Note a call of its program."""
         if self._holder is not None:
-            self._holder.heard()
+            self._holder.note_call()
 
     def take(self, holder: LeaseHolder | None) -> None:
         """Lease the sample, and start its time limit."""
@@ -198,29 +198,31 @@ class LeasedEpisode:
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
         if holder is not None:
             record = replace(record, holder=holder.holder_id, keep_alive_s=holder.keep_alive_s)
-        self._is_kept = self.task.is_kept and self._store.taken(record)
+        self._is_kept = self.task.is_kept and self._store.add_lease(record)
 
-    def given(self) -> None:
+    def note_leased(self) -> None:
         """Note that a program has the lease."""
         self._is_taken.set()
 
     def give_back(self) -> None:
         """Undo `take`: no program received the lease."""
         if self._is_kept:
-            self._store.given_back(self.lease_id)
+            self._store.drop_lease(self.lease_id)
         self._is_kept, self._holder = False, None
 
     async def open(self) -> Observation:
         """Wait for the program's first request."""
-        asked = await self._next()
-        if asked is None:
+        request = await self._next_request()
+        if request is None:
             raise EpisodeFailedError("the program ended before it asked for an answer")
-        return Observation(asked.messages, is_whole=True, tools=asked.tools)
+        return Observation(request.messages, is_whole=True, tools=request.tools)
 
-    def recalled(self) -> tuple[CommittedTurn, ...]:
+    def take_recalled(self) -> tuple[CommittedTurn, ...]:
         """Return, once, the turns of an earlier service."""
         recalled, self._recalled = self._recalled, ()
-        self._desk.num_recalled_tokens += sum(one.turn.token_ids.size for one in recalled)
+        self._desk.num_recalled_tokens += sum(
+            committed.turn.token_ids.size for committed in recalled
+        )
         return recalled
 
     def commit(self, turn: CommittedTurn) -> None:
@@ -228,35 +230,35 @@ class LeasedEpisode:
         assert self._answering is not None
         self._reply = _reply(turn, self._num_turns)
         if self._is_kept:
-            self._store.committed(self.lease_id, self._num_turns, self._answering.digest, turn)
+            self._store.add_turn(self.lease_id, self._num_turns, self._answering.digest, turn)
         self._num_turns += 1
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Answer the program; wait for its next request, or for its end."""
-        self.heard()  # while the answer was sampled, the program could only wait
+        self.note_call()  # while the answer was sampled, the program could only wait
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
             self._answering = None
-        asked = await self._next()
-        if asked is None:
+        request = await self._next_request()
+        if request is None:
             return Observation(done=True)
-        return Observation(asked.messages, is_whole=True, tools=asked.tools)
+        return Observation(request.messages, is_whole=True, tools=request.tools)
 
-    def reached(self, limit: EpisodeEnd) -> None:
+    def set_limit(self, limit: EpisodeEnd) -> None:
         """Refuse further requests: the sample has reached a limit.
 
         A later failure of the program is for lack of answers, so scorers grade the last one.
         """
         self.limit = limit
         if self._is_kept:
-            self._store.reached(self.lease_id, limit)
-        self.refuse(_at_limit())
+            self._store.set_limit(self.lease_id, limit)
+        self.refuse(_limit_error())
 
     async def close(self) -> Scored | None:
         """Return the posted reward; if the sample has reached a limit, wait for it."""
         with waiting_for(_AGENT, "ending its sample"):
             while self.posted_end is None:
-                await self._change()
+                await self._wait_for_change()
         end = self.posted_end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
@@ -274,7 +276,7 @@ class LeasedEpisode:
     async def abandon(self) -> None:
         """Revoke the lease."""
         self._desk.forget(self)
-        self.refuse(_gone())
+        self.refuse(_gone_error())
 
     async def chat(
         self,
@@ -300,7 +302,7 @@ class LeasedEpisode:
             if self.posted_end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
-                raise _at_limit()
+                raise _limit_error()
             if len(self._results) >= MAX_REQUESTS:
                 raise LeaseEndedError(f"lease: {MAX_REQUESTS} requests were sent; post its end")
             self._check_waiting(num_bytes)
@@ -315,10 +317,13 @@ class LeasedEpisode:
 
     def _check_waiting(self, num_bytes: int) -> None:
         """Raise `ExhaustedError` if the requests that wait leave no space for one of this size."""
-        others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
-        if others and (others >= MAX_WAITING or total > MAX_WAITING_BYTES):
+        num_waiting, total_bytes = (
+            len(self._waiting),
+            num_bytes + sum(request.num_bytes for request in self._waiting),
+        )
+        if num_waiting and (num_waiting >= MAX_WAITING or total_bytes > MAX_WAITING_BYTES):
             raise ExhaustedError(
-                f"lease: {others} requests wait, with this one {total} bytes; at most "
+                f"lease: {num_waiting} requests wait, with this one {total_bytes} bytes; at most "
                 f"{MAX_WAITING} wait, of {MAX_WAITING_BYTES} bytes: await their answers first"
             )
 
@@ -326,22 +331,22 @@ class LeasedEpisode:
         """Note the end that the program posted."""
         self.posted_end = end
         if self._is_kept:
-            self._store.ended(self.lease_id, end)
+            self._store.set_end(self.lease_id, end)
         self.refuse(LeaseEndedError("lease: its end was posted"))
         self._changed.set()
 
     def refuse(self, error: _Refusal) -> None:
         """Answer the requests that wait with an error."""
         current = () if self._answering is None else (self._answering,)
-        for asked in (*current, *self._waiting):
-            asked.answer(error)
+        for request in (*current, *self._waiting):
+            request.answer(error)
         self._waiting.clear()
 
-    async def _next(self) -> _PendingRequest | None:
+    async def _next_request(self) -> _PendingRequest | None:
         """Return the next request; ``None``: the program has ended."""
         with waiting_for(_AGENT, "asking for an answer"):
             while not self._waiting and self.posted_end is None:
-                await self._change()
+                await self._wait_for_change()
         if self.posted_end is None:
             self._answering = self._waiting.popleft()
             return self._answering
@@ -349,7 +354,7 @@ class LeasedEpisode:
             raise EpisodeFailedError(self.posted_end.failure)
         return None
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for a call of the program, as long as its holder keeps calling."""
         self._changed.clear()
         while True:
@@ -359,8 +364,8 @@ class LeasedEpisode:
                     await self._changed.wait()
                     return
             except TimeoutError:
-                now = asyncio.get_running_loop().time()
-                if holder is not None and now >= holder.leaves_at_s:
+                now_s = asyncio.get_running_loop().time()
+                if holder is not None and now_s >= holder.leaves_at_s:
                     raise EpisodeFailedError(
                         f"its runner left: it made no call for {holder.keep_alive_s:g} s"
                     ) from None
@@ -411,7 +416,7 @@ class LeaseManager:
         self._is_closing = True
         self._offered.set()  # wakes the callers that wait for samples
         for episode in self._leases.values():
-            episode.refuse(_ending())
+            episode.refuse(_ending_error())
 
     @property
     def num_offered(self) -> int:
@@ -431,7 +436,7 @@ class LeaseManager:
         if holder is None:
             holder = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
         holder.keep_alive_s = keep_alive_s
-        holder.heard()
+        holder.note_call()
         return holder
 
     def offer(self, episode: LeasedEpisode) -> None:
@@ -440,7 +445,7 @@ class LeaseManager:
         self._offered.set()
 
     @asynccontextmanager
-    async def taking(
+    async def leasing(
         self, count: int, wait_s: float, holder_id: str = "", keep_alive_s: float = 0.0
     ) -> AsyncIterator[Sequence[LeasedEpisode]]:
         """Lease the samples that have waited longest; offer them again if the block fails.
@@ -456,19 +461,19 @@ class LeaseManager:
         """
         self._check_open()
         self.holder(holder_id, keep_alive_s)
-        taken: list[LeasedEpisode] = []
+        episodes: list[LeasedEpisode] = []
         if count and await self._is_offered(wait_s):
-            taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
+            episodes = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
         try:
-            for episode in taken:
+            for episode in episodes:
                 self._leases[episode.lease_id] = episode
                 episode.take(self.holder(holder_id, keep_alive_s))
-            yield taken
+            yield episodes
         except BaseException:
-            self._give_back(taken)
+            self._give_back(episodes)
             raise
-        for episode in taken:
-            episode.given()
+        for episode in episodes:
+            episode.note_leased()
 
     async def _is_offered(self, wait_s: float) -> bool:
         try:
@@ -483,8 +488,8 @@ class LeaseManager:
         except TimeoutError:
             return False
 
-    def _give_back(self, taken: Sequence[LeasedEpisode]) -> None:
-        for episode in reversed(taken):
+    def _give_back(self, episodes: Sequence[LeasedEpisode]) -> None:
+        for episode in reversed(episodes):
             if self._leases.pop(episode.lease_id, None) is None:  # its group was given up
                 continue
             episode.give_back()
@@ -507,12 +512,12 @@ class LeaseManager:
             NotReadyError: the service ends.
         """
         self._check_open()
-        episode = self._found(lease_id)
+        episode = self._find_open(lease_id)
         if episode is not None:
             return await episode.chat(digest, messages, tools, num_bytes)
         if lease_id in self._ends:
             raise LeaseEndedError("lease: its end was posted; take another lease")
-        raise _gone()
+        raise _gone_error()
 
     def end(self, lease_id: str, end: PostedEnd) -> None:
         """End a sample. Repeating the call with the same end has no effect.
@@ -523,13 +528,15 @@ class LeaseManager:
             NotReadyError: the service ends.
         """
         self._check_open()
-        episode = self._found(lease_id)
-        before = self._ends.get(lease_id) if episode is None else episode.posted_end
-        if before is not None:
-            if before != end:
-                raise LeaseEndedError(f"lease: it has ended with {before}; the first end counts")
+        episode = self._find_open(lease_id)
+        previous_end = self._ends.get(lease_id) if episode is None else episode.posted_end
+        if previous_end is not None:
+            if previous_end != end:
+                raise LeaseEndedError(
+                    f"lease: it has ended with {previous_end}; the first end counts"
+                )
         elif episode is None:
-            raise _gone()
+            raise _gone_error()
         else:
             episode.end(end)
 
@@ -546,31 +553,31 @@ class LeaseManager:
         if episode in self._offers:
             self._offers.remove(episode)
 
-    def _found(self, lease_id: str) -> LeasedEpisode | None:
+    def _find_open(self, lease_id: str) -> LeasedEpisode | None:
         episode = self._leases.get(lease_id)
         if episode is None or episode.has_lapsed:
             return None
-        episode.heard()
+        episode.note_call()
         return episode
 
     def _check_open(self) -> None:
         if self._is_closing:
-            raise _ending()
+            raise _ending_error()
 
     def _revoke(self, prompt_id: str) -> None:
         """Drop the samples that no group plays, of a prompt that ended or starts again."""
         for episode in self._to_continue.pop(prompt_id, {}).values():
             self.forget(episode)
-            episode.refuse(_gone())
+            episode.refuse(_gone_error())
 
 
-def _at_limit() -> LeaseEndedError:
+def _limit_error() -> LeaseEndedError:
     return LeaseEndedError("lease: it has used its tokens or turns: post its end")
 
 
-def _ending() -> NotReadyError:
+def _ending_error() -> NotReadyError:
     return NotReadyError("the reward service ends; repeat the request")
 
 
-def _gone() -> NotFoundError:
+def _gone_error() -> NotFoundError:
     return NotFoundError("lease: unknown or expired (its time or its group is over); take another")

@@ -99,7 +99,7 @@ class EpisodeGenerator:
                 f"{prompt.place or prompt.prompt_id}: {len(prompt.images)} images in a row with an "
                 "environment; train rows with images without one (sluice.environment)"
             )
-        rollouts = await self._played(request, environment, on_sample)
+        rollouts = await self._play_samples(request, environment, on_sample)
         ordered = tuple(rollouts[index] for index in sorted(rollouts))
         if progress.is_over and not progress.has_finished_samples:
             raise GroupFailedError(
@@ -115,14 +115,16 @@ class EpisodeGenerator:
             )
         return RolloutGroup(prompt, progress.prompt_token_ids, ordered)
 
-    async def _played(
+    async def _play_samples(
         self, request: GroupRequest, environment: str, on_sample: SampleCallback | None
     ) -> dict[int, Rollout]:
         rollouts: dict[int, Rollout] = {}
         name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
         try:
             async with asyncio.TaskGroup() as tasks:
-                first = FirstTurns(tasks, self._dispatcher, request, batch, alone=self._are_leased)
+                first_turns = FirstTurns(
+                    tasks, self._dispatcher, request, batch, alone=self._are_leased
+                )
                 seed = self._environment_seed(request)
                 is_kept = request.purpose is Purpose.TRAINING and not request.is_baseline
                 for index in request.sample_indexes:
@@ -136,8 +138,13 @@ class EpisodeGenerator:
                         is_kept,
                     )
                     tasks.create_task(
-                        _play(
-                            self._episode(request, task), index, first, request, rollouts, on_sample
+                        _play_sample(
+                            self._episode(request, task),
+                            index,
+                            first_turns,
+                            request,
+                            rollouts,
+                            on_sample,
                         ),
                         name=f"{name}, episode {index}",
                     )
@@ -163,18 +170,18 @@ class EpisodeGenerator:
         )
 
 
-async def _play(
+async def _play_sample(
     episode: Episode,
     index: int,
-    first: FirstTurns,
+    first_turns: FirstTurns,
     request: GroupRequest,
     rollouts: dict[int, Rollout],
     on_sample: SampleCallback | None,
 ) -> None:
     try:
-        rollout = rollouts[index] = await episode.run(first.turn)
+        rollout = rollouts[index] = await episode.run(first_turns.turn)
     finally:
-        first.stop_waiting_for(index)
+        first_turns.stop_waiting_for(index)
     if rollout.end is None:
         return
     request.progress.has_finished_samples = True
@@ -225,13 +232,15 @@ class FirstTurns:
         their turns.
         """
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
-        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
+        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now_s(), answered)
         self.stop_waiting_for(index)
         try:
             return await answered
         except asyncio.CancelledError:
             task, indexes = self._requests.get(index, (None, ()))
-            if task is not None and all(self._waiters[one].answered.done() for one in indexes):
+            if task is not None and all(
+                self._waiters[other_index].answered.done() for other_index in indexes
+            ):
                 task.cancel()
             raise
 
@@ -282,19 +291,19 @@ class FirstTurns:
         def on_sample(rollout: Rollout) -> None:
             self._deliver(collected, rollout.sample_index, began)
 
-        collected, began = CollectedSamples(request, on_sample), _now()
+        collected, began = CollectedSamples(request, on_sample), _now_s()
         try:
             await self._dispatcher.collect(collected)
         except GroupFailedError as error:
             is_of_all = len(self._keys) == 1 and not self._alone  # as far as is known
             if is_of_all or error.kind is not None:
                 raise
-            self._refuse(indexes, error)
+            self._fail_samples(indexes, error)
         for index, rollout in collected.rollouts.items():
             if rollout.finish_reason is FinishReason.ABORTED:
                 self._deliver(collected, index, began)
 
-    def _refuse(self, indexes: Sequence[int], error: GroupFailedError) -> None:
+    def _fail_samples(self, indexes: Sequence[int], error: GroupFailedError) -> None:
         """Fail samples whose first prompt differs from their siblings'."""
         for index in indexes:
             answered = self._waiters[index].answered
@@ -307,5 +316,5 @@ class FirstTurns:
             waiter.answered.set_result(AnsweredTurn.of(collected, index, began - waiter.since))
 
 
-def _now() -> float:
+def _now_s() -> float:
     return asyncio.get_running_loop().time()

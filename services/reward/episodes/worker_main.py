@@ -26,7 +26,7 @@ from services.reward.grading.limits import (
     limited_output,
 )
 from sluice.environment.episodes import Environment
-from sluice.environment.servicer import serving
+from sluice.environment.servicer import served_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 from sluice.rpc.credentials import OPEN
@@ -52,7 +52,7 @@ class WorkerReply(msgspec.Struct, frozen=True):
 
 async def _serve(environment: Environment, address: str, replies: int, output: OutputLimit) -> None:
     processes = ProcessLimit()
-    async with serving(environment, address, 0, credentials=OPEN):
+    async with served_environment(environment, address, 0, credentials=OPEN):
         _reply(replies, WorkerReply())
         while True:
             await asyncio.sleep(COUNTED_EVERY_S)
@@ -60,7 +60,7 @@ async def _serve(environment: Environment, address: str, replies: int, output: O
             output.begin_request()
 
 
-def loaded(source: EnvironmentSource) -> Environment:
+def load_checked(source: EnvironmentSource) -> Environment:
     """Return the environment; if it uses the Python tool, check first that the sandbox runs a
     program.
 
@@ -93,7 +93,7 @@ def main(parent_pid: int, address: str, setup_text: str) -> int:
     limit_resources(setup.memory_bytes, MAX_OPEN_FILES)
     with limited_output(MAX_OUTPUT_BYTES) as output:
         try:
-            environment = loaded(setup.source)
+            environment = load_checked(setup.source)
         except SluiceError as error:
             _reply(replies, WorkerReply(str(error)))
             return 1

@@ -33,7 +33,7 @@ from services.reward.grading.scorer_worker import (
     LoadingEndedError,
     clean_environment,
     kill_session,
-    loaded,
+    start_with_retries,
 )
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import beside, deadline
@@ -130,14 +130,14 @@ class EnvironmentWorkers:
         """
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
-                start = loaded(partial(self._fill, slot))
+                start = start_with_retries(partial(self._fill, slot))
                 tasks.create_task(start, name=f"environment worker {slot.number}")
 
     async def watch(self) -> None:
         """Replace workers that die or hang, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
-                tasks.create_task(self._keep(slot), name=f"environment worker {slot.number}")
+                tasks.create_task(self._keep_worker(slot), name=f"environment worker {slot.number}")
 
     async def stop(self) -> None:
         """Kill and reap all workers.
@@ -151,7 +151,7 @@ class EnvironmentWorkers:
         for worker in workers:
             await worker.end()
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep_worker(self, slot: _Slot) -> None:
         while True:
             worker = slot.worker
             if worker is None:
@@ -217,14 +217,14 @@ class EnvironmentWorkers:
         )
         worker = _Worker(process, mark, address, WorkerProbe(address, self._call_timeout_s))
         try:
-            await _started(process)
+            await _wait_until_started(process)
         except BaseException:
             await worker.end()
             raise
         slot.worker = worker
 
 
-async def _started(process: asyncio.subprocess.Process) -> None:
+async def _wait_until_started(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     async with deadline(START_TIMEOUT_S, peer=PEER, phase="loading the environment"):
         line = await process.stdout.readline()

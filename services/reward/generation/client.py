@@ -67,7 +67,7 @@ class RolloutClient:
     async def __aexit__(self, *error: object) -> None:
         await self._channels.close()
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Adopt the fleet; close the channel to each other replica when its last stream has
         ended."""
         self._partial_interval_ms = partial_interval_ms(
@@ -77,9 +77,9 @@ class RolloutClient:
         )
         await self._channels.retain({NOBODY, *(replica.address for replica in replicas)})
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
-        """Call `then` after everything that replicas have sent by now is read; see the function."""
-        after_backlog(self._channels.to(NOBODY), then)
+    def after_backlog(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after everything that replicas have sent by now is read."""
+        after_backlog(self._channels.to(NOBODY), callback)
 
     async def generate(
         self,
@@ -89,11 +89,11 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
-        asked = self._message(request, sample_indexes, partials)
+        generate_request = self._message(request, sample_indexes, partials)
         channel = self._channels.acquire(replica.address)
         messages = stream_call(
             rollout_stub(channel).Generate,
-            asked,
+            generate_request,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,

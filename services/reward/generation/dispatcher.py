@@ -159,7 +159,7 @@ class GroupDispatcher:
         for watch in self._streams:
             watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
-        await self._client.announced([replica.info for replica in replicas])
+        await self._client.adopt_fleet([replica.info for replica in replicas])
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
@@ -187,10 +187,10 @@ class GroupDispatcher:
         prompt = request.prompt
         named = prompt.extra_info.get(AGENT_NAME)
         if named and named != SINGLE_TURN:
-            shown = printable(repr(named)[:100])
+            agent_text = printable(repr(named)[:100])
             raise GroupFailedError(
-                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is {shown}, and the run has no "
-                f"environment; set sluice.environment.path, or write {SINGLE_TURN}"
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is {agent_text}, and the run "
+                f"has no environment; set sluice.environment.path, or write {SINGLE_TURN}"
             )
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
@@ -207,19 +207,21 @@ class GroupDispatcher:
         """
         request, progress = collected.request, collected.request.progress
         rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
-        now, failures = asyncio.get_running_loop().time, list[str]()
+        clock, failures = asyncio.get_running_loop().time, list[str]()
         self._num_collecting[request.purpose] += 1
         try:
-            while (missing := collected.missing) and not progress.check(now()):
-                partials, wanted = collected.partials(), request.requirement(len(missing))
+            while (missing := collected.missing) and not progress.check(clock()):
+                partials, requirement = collected.partials(), request.requirement(len(missing))
                 collected.note_version()
-                queued_since = now()
+                queued_since = clock()
                 try:
-                    reservation = await progress.bounded(self.queue.reserve(wanted, rank))
+                    reservation = await progress.run_until_over(
+                        self.queue.reserve(requirement, rank)
+                    )
                 except GroupOverError:
                     break
                 finally:
-                    collected.queued_s += now() - queued_since
+                    collected.queued_s += clock() - queued_since
                 try:
                     failure = await self._attempt(reservation, collected, partials)
                 finally:
@@ -285,26 +287,26 @@ class GroupDispatcher:
         """Store what one stream delivers. Return the reason if its early end counts as a
         failure."""
         info, missing = reservation.member.announced.info, collected.missing
-        progress, now = collected.request.progress, asyncio.get_running_loop().time
-        collected.requested(info.name)
+        progress, clock = collected.request.progress, asyncio.get_running_loop().time
+        collected.note_requested(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
                 async with asyncio.timeout(None) as scope:
                     watch = StreamWatch(
                         *(scope, reservation.member, self.rules, self._backlog),
-                        *(collected.request, missing, now()),
+                        *(collected.request, missing, clock()),
                     )
-                    with self._registered(watch), progress.observed(watch.reschedule):
+                    with self._watched(watch), progress.observed(watch.reschedule):
                         async for event in events:
-                            self._store(reservation, watch, collected, event, now())
+                            self._store_event(reservation, watch, collected, event, clock())
                             del event  # frees memory: the next event may take long
-                            if (end := self._reason_to_end(watch, collected, now())) is not None:
-                                return self._ended(end, watch, collected)
+                            if (end := self._reason_to_end(watch, collected, clock())) is not None:
+                                return self._handle_end(end, watch, collected)
             except TimeoutError:
                 if not scope.expired():
                     raise
-                return self._ended(watch.why_expired(now()), watch, collected)
+                return self._handle_end(watch.why_expired(clock()), watch, collected)
         if collected.missing:
             raise EngineError(
                 f"{info.name}: its stream ended without {len(collected.missing)} samples"
@@ -312,7 +314,7 @@ class GroupDispatcher:
         return None
 
     @contextmanager
-    def _registered(self, watch: StreamWatch) -> Iterator[None]:
+    def _watched(self, watch: StreamWatch) -> Iterator[None]:
         """Let announcements end the stream; afterwards note its least rate if it was too short for
         one."""
         self._streams.add(watch)
@@ -330,57 +332,61 @@ class GroupDispatcher:
         if not member.removed:
             self._rates.note(member.announced.info.name, rate)
 
-    def _store(
+    def _store_event(
         self,
         reservation: Reservation,
         watch: StreamWatch,
         collected: CollectedSamples,
         event: GenerateEvent,
-        now: float,
+        now_s: float,
     ) -> None:
         request, member = collected.request, reservation.member
         if event.started is not None:
-            watch.pace.accepted(now)
-            self.queue.answered(member)
+            watch.pace.note_accepted(now_s)
+            self.queue.note_answer(member)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
-            new_tokens = collected.take(event, now)
+            new_tokens = collected.take(event, now_s)
         finally:  # unused tokens were received, too
             self.num_received[request.purpose] += request.progress.num_received - num_received
         if num_finished := len(collected.rollouts) - num_ended:
             # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
-            own = 0 if prompt is None else -(-prompt.size // len(request.sample_indexes))
+            prompt_share = 0 if prompt is None else -(-prompt.size // len(request.sample_indexes))
             for rollout in event.rollouts:
-                self.queue.fleet.context_ended(own + rollout.num_tokens)
-            self.queue.sequences_ended(reservation, num_finished)
+                self.queue.fleet.note_context(prompt_share + rollout.num_tokens)
+            self.queue.release_sequences(reservation, num_finished)
         if event.deltas or event.rollouts:
-            watch.pace.arrived(new_tokens, [one.sample_index for one in event.rollouts], now)
+            watch.pace.note_tokens(
+                new_tokens, [finished.sample_index for finished in event.rollouts], now_s
+            )
         elif event.engine_tokens is not None:
-            watch.pace.engine_progressed(event.engine_tokens, now)
+            watch.pace.note_engine_tokens(event.engine_tokens, now_s)
 
     def _reason_to_end(
-        self, watch: StreamWatch, collected: CollectedSamples, now: float
+        self, watch: StreamWatch, collected: CollectedSamples, now_s: float
     ) -> StreamEnd | None:
         """Note the stream's rate; return why it should end, or ``None``: it continues."""
         # Check after the last sample too: other requests of the group depend on it.
-        is_over = collected.request.progress.check(now)
+        is_over = collected.request.progress.check(now_s)
         num_missing = len(collected.request.sample_indexes) - len(collected.rollouts)
         if not num_missing:
             return None
         if is_over:
             return StreamEnd.GROUP_OVER
-        name, rate = watch.member.announced.info.name, watch.pace.rate(now)
+        name, rate = watch.member.announced.info.name, watch.pace.rate(now_s)
         if rate is None:
             return None
         self._note_rate(watch.member, rate)
         is_slow = self.rules.is_slow(rate, self._rates.median_of_others(name))
         if collected.was_moved or not is_slow:
             return None
-        wanted = collected.request.requirement(num_missing)
-        return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, wanted) else None
+        requirement = collected.request.requirement(num_missing)
+        return StreamEnd.SLOW if self.queue.has_other_capacity(watch.member, requirement) else None
 
-    def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
+    def _handle_end(
+        self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples
+    ) -> str | None:
         """Handle the end of a stream; return the reason if it counts as a failure."""
         prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
         state = watch.state(asyncio.get_running_loop().time())

@@ -28,7 +28,7 @@ _TIMER_SLACK_S = 0.001
 @dataclass(slots=True, eq=False)
 class _QueuedGroup:
     rank: tuple[bool, int]
-    wanted: ReplicaRequirement
+    requirement: ReplicaRequirement
     reserved: asyncio.Future[Reservation]
 
 
@@ -68,7 +68,9 @@ class ReplicaQueue:
         if not self._waiters:
             return free
         training = ReplicaRequirement(1, lowest_version)
-        return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
+        return free - sum(
+            waiter.requirement.num_sequences for waiter in self._competing_groups(training)
+        )
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; mark members that are gone as removed."""
@@ -77,17 +79,17 @@ class ReplicaQueue:
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
-        wanted = ReplicaRequirement(1, version, version)
-        return any(wanted.takes(offer) for offer in self.fleet.offers)
+        requirement = ReplicaRequirement(1, version, version)
+        return any(requirement.takes(offer) for offer in self.fleet.offers)
 
-    async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
+    async def reserve(self, requirement: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
         """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
 
         Raises:
             ValidationFailedError: no replica may validate the wanted version, and none will.
         """
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        waiter = _QueuedGroup(rank, wanted, reserved)
+        waiter = _QueuedGroup(rank, requirement, reserved)
         insort(self._waiters, waiter, key=attrgetter("rank"))
         self._serve()
         try:
@@ -106,43 +108,45 @@ class ReplicaQueue:
         self.fleet.give_back(reservation)
         self._capacity_changed()
 
-    def answered(self, member: RoutedReplica) -> None:
+    def note_answer(self, member: RoutedReplica) -> None:
         """Note that a replica accepted a stream. This ends its probation, if its pause has ended.
 
         During the pause the stream may have begun before the failure, and proves nothing.
         """
         if member.on_probation and member.paused_until <= time.monotonic():
-            self.fleet.answered(member)
+            self.fleet.end_probation(member)
             self._capacity_changed()
 
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+    def release_sequences(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
-        self.fleet.sequences_ended(reservation, count)
+        self.fleet.release_sequences(reservation, count)
         self._capacity_changed()
 
-    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
+    def has_other_capacity(self, member: RoutedReplica, requirement: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
-        if next(self._rivals(wanted), None) is not None:
+        if next(self._competing_groups(requirement), None) is not None:
             return False
         # Paused for this question only, so that the router ignores it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
-            return self.fleet.choose(wanted, time.monotonic()) is not None
+            return self.fleet.choose(requirement, time.monotonic()) is not None
         finally:
             member.paused_until = paused_until
 
-    def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
-        """Yield the waiting groups that compete with `wanted` for a replica."""
-        offers = [offer for offer in self.fleet.offers if wanted.takes(offer)]
+    def _competing_groups(self, requirement: ReplicaRequirement) -> Iterator[_QueuedGroup]:
+        """Yield the waiting groups that compete with `requirement` for a replica."""
+        offers = [offer for offer in self.fleet.offers if requirement.takes(offer)]
         for waiter in self._waiters:
-            if any(waiter.wanted.takes(offer) for offer in offers):
+            if any(waiter.requirement.takes(offer) for offer in offers):
                 yield waiter
 
     def pause(self, member: RoutedReplica, *, may_be_sick: bool = True) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
-        now = time.monotonic()
-        until = self.fleet.failed(member, now, may_be_sick=may_be_sick)
-        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
+        now_s = time.monotonic()
+        until = self.fleet.pause(member, now_s, may_be_sick=may_be_sick)
+        asyncio.get_running_loop().call_later(
+            until - now_s + _TIMER_SLACK_S, self._capacity_changed
+        )
 
     def _capacity_changed(self) -> None:
         if self._waiters:
@@ -154,26 +158,28 @@ class ReplicaQueue:
 
         A group overtakes an earlier one only on a replica that the earlier one cannot use.
         """
-        now, offers = time.monotonic(), self.fleet.offers
+        now_s, offers = time.monotonic(), self.fleet.offers
         still_waiting: list[_QueuedGroup] = []
-        taken: set[ReplicaOffer] = set()
+        taken_offers: set[ReplicaOffer] = set()
         for waiter in self._waiters:
-            wanted = waiter.wanted
-            is_served = len(taken) < len(offers) and not waiter.reserved.done()
-            member = self.fleet.choose(wanted, now, taken) if is_served else None
+            requirement = waiter.requirement
+            is_served = len(taken_offers) < len(offers) and not waiter.reserved.done()
+            member = self.fleet.choose(requirement, now_s, taken_offers) if is_served else None
             if member is not None:
-                waiter.reserved.set_result(self.fleet.reservation(member, wanted.num_sequences))
+                waiter.reserved.set_result(
+                    self.fleet.reservation(member, requirement.num_sequences)
+                )
                 continue
-            taken.update(offer for offer in offers if wanted.takes(offer))
-            if not waiter.reserved.done() and wanted.came_too_late(offers):
-                waiter.reserved.set_exception(_no_replica(wanted))
+            taken_offers.update(offer for offer in offers if requirement.takes(offer))
+            if not waiter.reserved.done() and requirement.is_unservable(offers):
+                waiter.reserved.set_exception(_no_replica(requirement))
                 continue
             still_waiting.append(waiter)
         self._waiters = still_waiting
 
 
-def _no_replica(wanted: ReplicaRequirement) -> ValidationFailedError:
+def _no_replica(requirement: ReplicaRequirement) -> ValidationFailedError:
     return ValidationFailedError(
-        f"validating version {wanted.highest_version}: no replica that serves it is left; the "
+        f"validating version {requirement.highest_version}: no replica that serves it is left; the "
         "others have, or are about to get, another version"
     )

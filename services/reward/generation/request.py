@@ -97,29 +97,29 @@ class GroupProgress:
         """When the group has used its time; a past time if it is over already."""
         return self.first_start if self.is_over else self.rules.over_at(self.first_start)
 
-    def check(self, now: float) -> bool:
+    def check(self, now_s: float) -> bool:
         """Return whether the group is over; end it if it has used its time or tokens."""
         if not self.rules.end_groups:
             return False
         over_at = self.over_at
-        if (over_at is not None and over_at <= now) or self.rules.is_spent(self.num_tokens):
+        if (over_at is not None and over_at <= now_s) or self.rules.is_spent(self.num_tokens):
             self.end()
         return self.is_over
 
-    def started(self, prompt_token_ids: TokenIds | None, now: float) -> None:
+    def note_started(self, prompt_token_ids: TokenIds | None, now_s: float) -> None:
         """Note that a replica accepted a request of the group.
 
         Args:
             prompt_token_ids: the group's prompt; ``None`` for a request for a later turn.
-            now: seconds of the event loop's clock.
+            now_s: seconds of the event loop's clock.
         """
         if self.prompt_token_ids is None:
             self.prompt_token_ids = prompt_token_ids
         if self.first_start is None:
-            self.first_start = now
+            self.first_start = now_s
             self._notify()
 
-    def recalled(self, num_tokens: int, version: int | None) -> None:
+    def add_recalled(self, num_tokens: int, version: int | None) -> None:
         """Add tokens that an earlier service received; `version` is their oldest version."""
         self.num_tokens += num_tokens
         self.num_received += num_tokens
@@ -153,7 +153,7 @@ class GroupProgress:
         finally:
             self._observers.remove(observer)
 
-    async def bounded(self, work: Awaitable[ResultT]) -> ResultT:
+    async def run_until_over(self, work: Awaitable[ResultT]) -> ResultT:
         """Return the result of `work`; cancel it when the group has used its time or tokens.
 
         Raises:
@@ -275,12 +275,12 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Adopt the fleet; forget all other replicas."""
         ...
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
-        """Call `then` after everything that replicas have sent by now is read."""
+    def after_backlog(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after everything that replicas have sent by now is read."""
         ...
 
 

@@ -76,8 +76,8 @@ class CollectedSamples:
     @property
     def num_tokens(self) -> int:
         """Response tokens held, unfinished samples included."""
-        ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
-        return ended + sum(sample.num_tokens for sample in self._growing.values())
+        num_ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
+        return num_ended + sum(sample.num_tokens for sample in self._growing.values())
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None`` without either."""
@@ -92,7 +92,7 @@ class CollectedSamples:
         """Whether the request is for the first turn of its samples."""
         return self.request.turn is None or self.request.turn.number == 0
 
-    def requested(self, replica: str) -> None:
+    def note_requested(self, replica: str) -> None:
         """Note that a replica gets a request for the samples that are missing."""
         progress, missing = self.request.progress, set(self.missing)
         self.replica = replica
@@ -103,12 +103,12 @@ class CollectedSamples:
         self._requested |= missing
         self._is_accepted = False
 
-    def take(self, event: GenerateEvent, now: float) -> dict[int, int]:
+    def take(self, event: GenerateEvent, now_s: float) -> dict[int, int]:
         """Store what the replica sent.
 
         Args:
             event: one message.
-            now: seconds of the event loop's clock.
+            now_s: seconds of the event loop's clock.
 
         Returns:
             the new tokens, by sample index.
@@ -117,7 +117,7 @@ class CollectedSamples:
             PeerError: the event does not fit the request.
         """
         if event.started is not None:
-            self._accepted(*event.started, now)
+            self._note_accepted(*event.started, now_s)
             self.continued_text = event.continued_text
         new_tokens = self._count_received(event)
         if (event.rollouts or event.deltas) and not self._is_accepted:
@@ -131,10 +131,10 @@ class CollectedSamples:
             self._end(rollout)
         return new_tokens
 
-    def _accepted(self, prompt_token_ids: TokenIds, version: int, now: float) -> None:
+    def _note_accepted(self, prompt_token_ids: TokenIds, version: int, now_s: float) -> None:
         """Note that the replica accepted the request; raise `PeerError` if its prompt does not
         continue the earlier turns or differs from the prompt that another replica read."""
-        turn, read = self.request.turn, self.prompt_token_ids
+        turn, known_prompt = self.request.turn, self.prompt_token_ids
         size = prompt_token_ids.size
         if turn is not None:
             earlier = turn.earlier
@@ -145,14 +145,14 @@ class CollectedSamples:
                     f"its prompt of {size} tokens does not begin with the {earlier.size} tokens of "
                     "the turns before"
                 )
-            if read is not None and not np.array_equal(prompt_token_ids, read):
+            if known_prompt is not None and not np.array_equal(prompt_token_ids, known_prompt):
                 raise self._defect(
-                    f"its prompt of {size} tokens is not the one of {read.size} tokens that "
-                    "another replica read"
+                    f"its prompt of {size} tokens is not the one of {known_prompt.size} tokens "
+                    "that another replica read"
                 )
         self._is_accepted = True
         self.prompt_token_ids = prompt_token_ids
-        self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now)
+        self.request.progress.note_started(prompt_token_ids if self.is_first_turn else None, now_s)
         self.note_version(or_version=version)
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:
@@ -163,8 +163,8 @@ class CollectedSamples:
             new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
         for rollout in event.rollouts:  # a complete sample repeats its earlier tokens
             index = rollout.sample_index
-            known = self.rollouts.get(index) or self._growing.get(index)
-            beyond = rollout.num_tokens - (known.num_tokens if known else 0)
+            held_sample = self.rollouts.get(index) or self._growing.get(index)
+            beyond = rollout.num_tokens - (held_sample.num_tokens if held_sample else 0)
             # One event may hold a delta and the complete sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
         self.request.progress.num_received += sum(new_tokens.values())
@@ -199,17 +199,17 @@ class CollectedSamples:
         if sample_index in self.rollouts or sample_index not in self.request.sample_indexes:
             raise self._defect(f"sample {sample_index} was not asked for")
 
-    def _defect(self, what: str) -> PeerError:
-        return PeerError(self.replica, PHASE, what)
+    def _defect(self, detail: str) -> PeerError:
+        return PeerError(self.replica, PHASE, detail)
 
     def partials(self) -> Sequence[Rollout]:
         """Return the unfinished samples that have tokens, to be continued.
 
         Samples with tokens of versions that the request excludes restart: drop their tokens here.
         """
-        wanted = self.request.requirement(0)
+        requirement = self.request.requirement(0)
         for index, sample in list(self._growing.items()):
-            if not all(wanted.accepts(span.version) for span in sample.version_spans):
+            if not all(requirement.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
                 self.request.progress.num_tokens -= sample.num_tokens
                 self.request.progress.num_thrown_away += sample.num_tokens
@@ -261,40 +261,40 @@ class Backlog:
             clock.
 
     Args:
-        after: calls back once all data received by now is read.
+        call_after_backlog: calls back once all data received by now is read.
     """
 
-    def __init__(self, after: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, call_after_backlog: Callable[[Callable[[], None]], None]) -> None:
         self.read_until = -math.inf
-        self._after = after
-        self._asking: list[Callable[[], None]] = []
+        self._call_after_backlog = call_after_backlog
+        self._callbacks: list[Callable[[], None]] = []
         self._is_awaited = False
 
-    def when_read(self, then: Callable[[], None]) -> None:
-        """Call `then` once all data received by now is read."""
-        self._asking.append(then)
+    def when_read(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once all data received by now is read."""
+        self._callbacks.append(callback)
         if not self._is_awaited:
             self._await()
 
     def _await(self) -> None:
         self._is_awaited, began = True, asyncio.get_running_loop().time()
-        asked, self._asking = self._asking, []
+        callbacks, self._callbacks = self._callbacks, []
         try:
-            self._after(lambda: self._read(began, asked))
+            self._call_after_backlog(lambda: self._read(began, callbacks))
         except Exception as error:  # noqa: BLE001 - without an answer no stream would stall again
             logger.warning("cannot wait for unread data of replicas: %r; will retry", error)
-            self._asking[:0] = asked
+            self._callbacks[:0] = callbacks
             asyncio.get_running_loop().call_later(AGAIN_S, self._await)
 
-    def _read(self, began: float, asked: Sequence[Callable[[], None]]) -> None:
+    def _read(self, began: float, callbacks: Sequence[Callable[[], None]]) -> None:
         self.read_until, self._is_awaited = began, False
         if (late_s := asyncio.get_running_loop().time() - began) >= LATE_S:
             logger.warning(
                 "data from replicas is read %.0f s late: this process needs more CPU time", late_s
             )
-        for then in asked:
-            then()
-        if self._asking and not self._is_awaited:
+        for callback in callbacks:
+            callback()
+        if self._callbacks and not self._is_awaited:
             self._await()
 
 
@@ -311,7 +311,7 @@ class StreamWatch:
         backlog: knows which messages may be unread.
         request: the request of its group.
         sample_indexes: the samples requested.
-        now: seconds of the event loop's clock.
+        now_s: seconds of the event loop's clock.
     """
 
     def __init__(
@@ -322,20 +322,20 @@ class StreamWatch:
         backlog: Backlog,
         request: GroupRequest,
         sample_indexes: Collection[int],
-        now: float,
+        now_s: float,
     ) -> None:
-        self._scope, self._rules, self._backlog, self._begun = scope, rules, backlog, now
-        self._next_look: asyncio.TimerHandle | None = None
-        self._will_look = self._is_closed = False
-        self._progress, self._wanted = request.progress, request.requirement(0)
-        self.member, self.pace = member, StreamPace(set(sample_indexes), now)
+        self._scope, self._rules, self._backlog, self._began_s = scope, rules, backlog, now_s
+        self._next_check: asyncio.TimerHandle | None = None
+        self._is_check_planned = self._is_closed = False
+        self._progress, self._requirement = request.progress, request.requirement(0)
+        self.member, self.pace = member, StreamPace(set(sample_indexes), now_s)
         self.reschedule()
 
     def close(self) -> None:
         """Stop the watch."""
         self._is_closed = True
-        if self._next_look is not None:
-            self._next_look.cancel()
+        if self._next_check is not None:
+            self._next_check.cancel()
 
     @property
     def must_move(self) -> StreamEnd | None:
@@ -343,8 +343,8 @@ class StreamWatch:
         if self.member.removed:
             return StreamEnd.REPLICA_REMOVED
         # Training samples may span a weight swap; a validation's samples need one version.
-        is_bounded = self._wanted.highest_version is not None
-        if is_bounded and not self._wanted.takes(self.member.announced.offer):
+        is_bounded = self._requirement.highest_version is not None
+        if is_bounded and not self._requirement.takes(self.member.announced.offer):
             return StreamEnd.REPLICA_SWAPS
         return None
 
@@ -354,42 +354,43 @@ class StreamWatch:
             return
         is_stalled = self._rules.is_stalled(self.pace, self._backlog.read_until)
         if is_stalled or self.must_move is not None:
-            self._scope.reschedule(self._begun)  # a past deadline ends the stream at once
+            self._scope.reschedule(self._began_s)  # a past deadline ends the stream at once
             return
         self._scope.reschedule(self._progress.over_at)
         at, loop = self._rules.stalled_at(self.pace), asyncio.get_running_loop()
-        if at is None or self._will_look:
+        if at is None or self._is_check_planned:
             return
         # Look again when the stream may have stalled; if it may now, after reading what has
         # arrived.
-        self._will_look = True
+        self._is_check_planned = True
         if at > loop.time():
-            self._next_look = loop.call_at(at, self._look)
+            self._next_check = loop.call_at(at, self._check_stalled)
         else:
-            self._backlog.when_read(self._look)
+            self._backlog.when_read(self._check_stalled)
 
-    def _look(self) -> None:
-        self._will_look = False
+    def _check_stalled(self) -> None:
+        self._is_check_planned = False
         if not self._is_closed:
             self.reschedule()
 
-    def why_expired(self, now: float) -> StreamEnd:
+    def why_expired(self, now_s: float) -> StreamEnd:
         """Return why the scope ended the stream."""
         if (end := self.must_move) is not None:
             return end
         over_at = self._progress.over_at
-        is_over = over_at is not None and now >= over_at
+        is_over = over_at is not None and now_s >= over_at
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
 
-    def state(self, now: float) -> str:
+    def state(self, now_s: float) -> str:
         """Describe the progress, for the log."""
         pace = self.pace
         without = f", {sorted(pace.waiting)}" if pace.waiting else ""
-        quietest = pace.quietest(now)
+        quietest = pace.quietest(now_s)
         silent = f", of these {quietest[0]} is silent for {quietest[1]:.1f} s" if quietest else ""
         return (
-            f"nothing for {now - pace.last_progress:.1f} s, stream of {now - self._begun:.1f} s "
-            f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
+            f"nothing for {now_s - pace.last_progress:.1f} s, stream of "
+            f"{now_s - self._began_s:.1f} s with {pace.num_tokens} tokens; "
+            f"{len(pace.waiting)} samples without any{without}, "
             f"{len(pace.running)} running{silent}, {pace.num_finished} ended"
         )
 

@@ -87,7 +87,7 @@ async def end_marked(prefix: str) -> None:
     await _end(lambda mark: mark.startswith(prefix))
 
 
-async def end_left_behind(family: str) -> None:
+async def kill_left_behind(family: str) -> None:
     """Kill processes that earlier services of the run left behind, until none is left.
 
     The caller sets the deadline. The processes of a service that still runs are spared.
@@ -112,15 +112,17 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 def _kill(is_sought: Callable[[str], bool]) -> int:
     """Kill the processes that one scan finds; return their number. They may have forked
     meanwhile."""
-    stopped = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
+    stopped = {
+        pid for _ in range(NUM_GLANCES) for pid in _stop_processes(_newest_pids(), is_sought)
+    }
     # As a rule the youngest first, since they may be gone soonest.
-    stopped.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
+    stopped.update(_stop_processes(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in stopped:
         _send(pid, signal.SIGKILL)
     return len(stopped)
 
 
-def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
+def _stop_processes(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
     """Stop each sought process of `pids` as soon as it is found, so that none forks before it is
     killed."""
     stopped = []
@@ -149,10 +151,10 @@ def _newest_pids() -> list[str]:
     """
     for file in _LAST_PID:
         try:
-            last = int(file.read_bytes().split()[-1])
+            last_pid = int(file.read_bytes().split()[-1])
         except (OSError, ValueError, IndexError):
             continue
-        return [str(pid) for pid in range(last, max(last - NUM_NEWEST, 0), -1)]
+        return [str(pid) for pid in range(last_pid, max(last_pid - NUM_NEWEST, 0), -1)]
     return []
 
 
@@ -253,7 +255,7 @@ def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
     """
     if reference.num_uses != reading.num_uses:
         return None
-    used = (max(0.0, now - reference.cpu_s.get(key, 0.0)) for key, now in reading.cpu_s.items())
+    used = (max(0.0, cpu_s - reference.cpu_s.get(key, 0.0)) for key, cpu_s in reading.cpu_s.items())
     return IdleCpu(sum(used), reading.at_s - reference.at_s)
 
 
@@ -263,7 +265,7 @@ class IdleWatch:
     def __init__(self) -> None:
         self._references: dict[str, CpuReading] = {}
 
-    def burning(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
+    def find_busy(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
         """Return the idle processes that use too much CPU; forget processes without a reading."""
         references, self._references = self._references, {}
         burning: dict[str, IdleCpu] = {}
@@ -294,18 +296,22 @@ async def watch_idle(
     look_s = 0.0
     while True:
         await asyncio.sleep(max(LOOK_INTERVAL_S, look_s / LOOK_SHARE))
-        before = idle()
-        if not before:
+        idle_before = idle()
+        if not idle_before:
             continue
-        seen, look_s = await asyncio.to_thread(_timed_look, set(before))
+        cpu_by_mark, look_s = await asyncio.to_thread(_read_cpu, set(idle_before))
         # A process that got a request meanwhile had reason to use CPU.
-        steady = {mark: n for mark, n in idle().items() if mark in seen and before.get(mark) == n}
+        steady = {
+            mark: n
+            for mark, n in idle().items()
+            if mark in cpu_by_mark and idle_before.get(mark) == n
+        }
         at_s = time.monotonic()
-        readings = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}
-        for mark, used in watch.burning(readings).items():
+        readings = {mark: CpuReading(n, at_s, cpu_by_mark[mark]) for mark, n in steady.items()}
+        for mark, used in watch.find_busy(readings).items():
             await end(mark, steady[mark], used)
 
 
-def _timed_look(marks: set[str]) -> tuple[dict[str, dict[ProcessKey, float]], float]:
+def _read_cpu(marks: set[str]) -> tuple[dict[str, dict[ProcessKey, float]], float]:
     started_s = time.thread_time()
     return cpu_by_mark(marks), time.thread_time() - started_s

@@ -95,18 +95,18 @@ class Grader:
         self,
         group: RolloutGroup,
         greedy: RolloutGroup | None = None,
-        known: Mapping[int, Outcome] = _NOTHING,
+        known_outcomes: Mapping[int, Outcome] = _NOTHING,
     ) -> GradedGroup:
         """Return one outcome per sample; the greedy response has the same scorer and shaping.
 
         Args:
-            known: outcomes of samples that need no grading, by their index.
+            known_outcomes: outcomes of samples that need no grading, by their index.
         """
-        ungraded = [r for r in group.rollouts if r.sample_index not in known]
-        beside = greedy.rollouts if greedy else ()
-        graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
+        ungraded = [r for r in group.rollouts if r.sample_index not in known_outcomes]
+        greedy_rollouts = greedy.rollouts if greedy else ()
+        graded = iter(await self.outcomes(group.prompt, (*ungraded, *greedy_rollouts)))
         outcomes = tuple(
-            known[r.sample_index] if r.sample_index in known else next(graded)
+            known_outcomes[r.sample_index] if r.sample_index in known_outcomes else next(graded)
             for r in group.rollouts
         )
         return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
@@ -133,26 +133,28 @@ class Grader:
                     num_turns=2 * len(rollout.turns),
                 )
                 items.append(item)
-        scored = iter(await self._scored(items) if items else ())
+        scored = iter(await self._score(items) if items else ())
         return tuple(
-            self._shaped(next(scored) if outcome is None else outcome, rollout)
+            self._shape_reward(next(scored) if outcome is None else outcome, rollout)
             for rollout, outcome in zip(rollouts, decided, strict=True)
         )
 
-    async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
+    async def _score(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
         """Return one outcome per item, after all attempts that the outcome policy allows."""
         with TRACER.span(SpanName.GRADE, {SpanAttribute.NUM_SAMPLES: len(items)}):
             outcomes: list[Outcome] = list(await self._scorer.score(items))
             attempts = 1
-            while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
+            while indexes := self._policy.indexes_to_repeat(
+                outcomes, attempts, OutcomeAction.SCORE_AGAIN
+            ):
                 attempts += 1
-                self.num_scored_again += len(again)
-                answers = await self._scorer.score([items[index] for index in again])
-                for index, answer in zip(again, answers, strict=True):
+                self.num_scored_again += len(indexes)
+                answers = await self._scorer.score([items[index] for index in indexes])
+                for index, answer in zip(indexes, answers, strict=True):
                     outcomes[index] = answer
         return outcomes
 
-    def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
+    def _shape_reward(self, outcome: Outcome, rollout: Rollout) -> Outcome:
         if self._shaping is None or isinstance(outcome, Failed):
             return outcome
         penalty = self._shaping.penalty(response_length(rollout.turns))

@@ -47,7 +47,7 @@ class OutputLimit:
         """Allow `max_bytes` for the next request."""
         self._num_left = self._max_bytes
 
-    def pass_on(self) -> None:
+    def forward_output(self) -> None:
         """Read until all writers are gone."""
         while True:
             select.select([self._source], [], [])
@@ -83,7 +83,7 @@ def limited_output(max_bytes: int) -> Iterator[OutputLimit]:
     os.dup2(entrance, _STDERR)
     os.close(entrance)
     limit = OutputLimit(source, sink, max_bytes)
-    threading.Thread(target=limit.pass_on, name="scorer-output", daemon=True).start()
+    threading.Thread(target=limit.forward_output, name="scorer-output", daemon=True).start()
     try:
         yield limit
     finally:
@@ -143,12 +143,12 @@ def _allow(num_threads: int, limit: int | None = None) -> None:
     """Set the limit. The hard limit is read each time: the scorer may have lowered it."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     if limit is not None:
-        hard_limit = _at_most(hard_limit, limit)
-    allowed = _at_most(hard_limit, num_threads + MAX_MORE_PROCESSES)
+        hard_limit = _within_limit(hard_limit, limit)
+    allowed = _within_limit(hard_limit, num_threads + MAX_MORE_PROCESSES)
     resource.setrlimit(resource.RLIMIT_NPROC, (allowed, hard_limit))
 
 
-def _at_most(limit: int, value: int) -> int:
+def _within_limit(limit: int, value: int) -> int:
     return value if limit == resource.RLIM_INFINITY else min(limit, value)
 
 
@@ -162,18 +162,18 @@ def end_with_parent(parent_pid: int) -> None:
 
 def limit_resources(memory_bytes: int, open_files: int) -> None:
     """Limit this process's address space and open files, permanently."""
-    _lower(resource.RLIMIT_AS, memory_bytes)
-    _lower(resource.RLIMIT_NOFILE, open_files)
-    _lower(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_AS, memory_bytes)
+    _lower_limit(resource.RLIMIT_NOFILE, open_files)
+    _lower_limit(resource.RLIMIT_CORE, 0)
 
 
-def _lower(limit: int, value: int) -> None:
-    value = _at_most(resource.getrlimit(limit)[1], value)
+def _lower_limit(limit: int, value: int) -> None:
+    value = _within_limit(resource.getrlimit(limit)[1], value)
     resource.setrlimit(limit, (value, value))
 
 
 def limit_cpu(seconds: float) -> None:
     """Allow `seconds` more of CPU time, plus some slack; then SIGXCPU ends the process."""
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    allowed = _at_most(hard_limit, int(time.process_time() + seconds) + _CPU_SLACK_S)
+    allowed = _within_limit(hard_limit, int(time.process_time() + seconds) + _CPU_SLACK_S)
     resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard_limit))

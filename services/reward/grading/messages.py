@@ -119,7 +119,7 @@ def note_idle(page: mmap) -> None:
 
 
 def read_progress(
-    page: mmap, num_items: int, sent_at: float, now: float | None = None
+    page: mmap, num_items: int, sent_at: float, now_s: float | None = None
 ) -> Progress | None:
     """Return which item is being scored; ``None`` between requests.
 
@@ -128,11 +128,11 @@ def read_progress(
 
     Args:
         sent_at: when the request was sent, by ``time.monotonic``.
-        now: the current time on the same clock.
+        now_s: the current time on the same clock.
     """
     item, started_at = _PROGRESS.unpack_from(page, 0)
     if not 0 <= item < num_items:
         return None
     if not started_at >= sent_at:  # true for NaN, too
         started_at = sent_at
-    return Progress(item, min(started_at, time.monotonic() if now is None else now))
+    return Progress(item, min(started_at, time.monotonic() if now_s is None else now_s))

@@ -23,9 +23,9 @@ import msgspec
 
 from services.reward.grading.containment import (
     IdleCpu,
-    end_left_behind,
     end_marked,
     family_of,
+    kill_left_behind,
     watch_idle,
 )
 from services.reward.grading.messages import (
@@ -40,7 +40,7 @@ from services.reward.grading.scorer_worker import (
     ScorerFault,
     ScorerNotStartedFault,
     ScorerWorker,
-    loaded,
+    start_with_retries,
     start_worker,
 )
 from services.reward.grading.scorers.registry import scored_characters
@@ -93,7 +93,7 @@ class ScorerPool:
         self._family = family_of(run_dir)
         self._max_chars = pool.max_response_chars
         uses_rules = custom.path is None and reward_model is None
-        self._tail_chars = _tail_chars(reward.scorer_routes) if uses_rules else _whole
+        self._tail_chars = _tail_chars(reward.scorer_routes) if uses_rules else _no_limit
         self._setup = ScorerSetup(
             custom.path,
             custom.name,
@@ -128,9 +128,9 @@ class ScorerPool:
             async with deadline(
                 END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
             ):
-                await end_left_behind(self._family)
-        first, *others = self._slots
-        await self._fill(first)  # one alone: it reports the error that all would meet
+                await kill_left_behind(self._family)
+        first_slot, *other_slots = self._slots
+        await self._fill(first_slot)  # one alone: it reports the error that all would meet
         at_once = asyncio.Semaphore(LOADS_PER_CORE * (os.cpu_count() or 1))
 
         async def fill(slot: _WorkerSlot) -> None:
@@ -139,7 +139,7 @@ class ScorerPool:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, slot in enumerate(others, start=1):
+                for number, slot in enumerate(other_slots, start=1):
                     tasks.create_task(fill(slot), name=f"scorer process {number}")
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -168,13 +168,13 @@ class ScorerPool:
         Requests wait for a process in order; the callers limit their number. An item that cannot be
         sent is unscorable.
         """
-        sent = [self._shortened(item) for item in items]
-        outcomes: dict[int, Scored | Failed] = _unsendable(sent)
+        sent_items = [self._shorten(item) for item in items]
+        outcomes: dict[int, Scored | Failed] = _encoding_failures(sent_items)
         remaining = [i for i in range(len(items)) if i not in outcomes]
         num_unexplained = 0
         while remaining:
             try:
-                answers = await self._ask([sent[i] for i in remaining])
+                answers = await self._ask([sent_items[i] for i in remaining])
             except ScorerFault as fault:
                 self._log_fault(fault)
                 failure = Failed(fault.kind, fault.detail)
@@ -216,7 +216,7 @@ class ScorerPool:
         slot.is_idle, slot.last_source = False, last_source
         slot.num_uses += 1
         try:
-            yield slot.worker or await self._replaced(slot)
+            yield slot.worker or await self._replace(slot)
         except BaseException:
             # After a fault or cancellation the process may be in the middle of an item.
             await self._discard(slot)
@@ -224,7 +224,7 @@ class ScorerPool:
         finally:
             self._put_back(slot)
 
-    async def _replaced(self, slot: _WorkerSlot) -> ScorerWorker:
+    async def _replace(self, slot: _WorkerSlot) -> ScorerWorker:
         """Start a process in an empty slot. Since others have started, a failure may be
         temporary."""
         try:
@@ -238,7 +238,7 @@ class ScorerPool:
         self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
-        return await loaded(partial(start_worker, self._setup, self._family))
+        return await start_with_retries(partial(start_worker, self._setup, self._family))
 
     def _put_back(self, slot: _WorkerSlot) -> None:
         slot.is_idle = True
@@ -247,9 +247,9 @@ class ScorerPool:
     def _take_out(self, slot: _WorkerSlot) -> None:
         """Reserve this idle slot until it is put back; keep the order of the others."""
         idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
-        for each in reversed(idle):
-            if each is not slot:
-                self._idle.put_nowait(each)
+        for idle_slot in reversed(idle):
+            if idle_slot is not slot:
+                self._idle.put_nowait(idle_slot)
         slot.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
@@ -262,7 +262,10 @@ class ScorerPool:
 
     async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
         idle = [slot for slot in self._slots if slot.is_idle and slot.num_uses == num_uses]
-        slot = next((one for one in idle if one.worker and one.worker.mark == mark), None)
+        slot = next(
+            (idle_slot for idle_slot in idle if idle_slot.worker and idle_slot.worker.mark == mark),
+            None,
+        )
         if slot is None or slot.worker is None:  # it got a request since, or was replaced
             return
         self._take_out(slot)
@@ -270,7 +273,7 @@ class ScorerPool:
         self.num_ended_idle += 1
         logger.warning(
             "scorer replaced (%d replaced so far, %d of them for this): %s",
-            *(self.num_replaced, self.num_ended_idle, _restlessness(used, slot.last_source)),
+            *(self.num_replaced, self.num_ended_idle, _idle_use_text(used, slot.last_source)),
         )
         try:
             slot.worker.kill()
@@ -288,7 +291,7 @@ class ScorerPool:
             with _log_if_stuck():  # the caller gets the fault or the cancellation instead
                 await worker.wait_ended()
 
-    def _shortened(self, item: ScorerInput) -> ScorerInput:
+    def _shorten(self, item: ScorerInput) -> ScorerInput:
         """Cut what the scorer does not read: long responses cost more to send."""
         limit = min(self._max_chars, self._tail_chars(item.data_source) or self._max_chars)
         if len(item.response) <= limit:
@@ -318,7 +321,7 @@ def _log_if_stuck() -> Iterator[None]:
         logger.warning("a scorer process is left behind: %s", error)
 
 
-def _restlessness(used: IdleCpu, last_source: str) -> str:
+def _idle_use_text(used: IdleCpu, last_source: str) -> str:
     return (
         f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s while idle; the last item it "
         f"graded has data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the reward function end "
@@ -330,11 +333,11 @@ def _tail_chars(routes: Mapping[str, str]) -> Callable[[str], int | None]:
     return lru_cache(MAX_KNOWN_SOURCES)(partial(scored_characters, routes=routes))
 
 
-def _whole(_data_source: str) -> int | None:
+def _no_limit(_data_source: str) -> int | None:
     return None
 
 
-def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
+def _encoding_failures(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
     """Return the failures of items that cannot be encoded, by index; the data may hold such
     items."""
     errors = {i: encoding_error(item) for i, item in enumerate(items)}

@@ -88,12 +88,12 @@ def answer_of(returned: object) -> ScorerAnswer:
     that is NaN or infinite, and a mapping of more than 64 keys.
     """
     if isinstance(returned, Mapping):
-        return _of_mapping(returned)
+        return _answer_of_mapping(returned)
     value = returned[0] if isinstance(returned, list | tuple) and returned else returned
     score = _number(value)
     if score is None or not abs(score) <= LARGEST_NUMBER:
         return refusal(
-            f"the scorer returned {_shown(returned)}, which is not a finite number of at most "
+            f"the scorer returned {_short_repr(returned)}, which is not a finite number of at most "
             f"{LARGEST_NUMBER:.2g}; return a number, or a dict with 'score'"
         )
     return ScorerNumber(score, {ACCURACY_KEY: score})
@@ -104,7 +104,7 @@ def refusal(detail: str) -> ScorerRefusal:
     return ScorerRefusal(encodable(detail[:MAX_DETAIL_CHARS]))
 
 
-def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
+def _answer_of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     problem = _shape_problem(returned)
     if problem is not None:
         return refusal(problem)
@@ -114,8 +114,8 @@ def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     score = metrics.pop(SCORE_KEY, None)
     if score is None or not abs(score) <= LARGEST_NUMBER:
         return refusal(
-            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is not a finite number "
-            f"of at most {LARGEST_NUMBER:.2g}"
+            f"the scorer's 'score' is {_short_repr(returned[SCORE_KEY])}, which is not a finite "
+            f"number of at most {LARGEST_NUMBER:.2g}"
         )
     for key, value in metrics.items():
         if not math.isfinite(value):
@@ -133,8 +133,8 @@ def _shape_problem(returned: Mapping[object, object]) -> str | None:
             f"{MAX_KEY_CHARS} are taken"
         )
     if SCORE_KEY not in returned:
-        shown = ", ".join(sorted(map(str, islice(returned, 8))))
-        return f"the scorer returned a dict without 'score' (keys: {shown})"
+        keys = ", ".join(sorted(map(str, islice(returned, 8))))
+        return f"the scorer returned a dict without 'score' (keys: {keys})"
     return None
 
 
@@ -142,7 +142,7 @@ def _prediction(value: object) -> str | None:
     return None if value is None else encodable(str(value)[:MAX_PREDICTION_CHARS])
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """Return a short representation, without formatting a million elements first."""
     return _SHORT.repr(value)
 
@@ -190,20 +190,20 @@ def main(parent_pid: int, page_fd: int) -> int:
 def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
     if setup.custom_path is not None:
         custom = load_custom_scorer(setup.custom_path, setup.custom_name, setup.custom_kwargs)
-        return lambda item: _graded(custom, item, as_value=True)
+        return lambda item: _call_scorer(custom, item, as_value=True)
     if setup.reward_model is not None:
         # Imported here, since it loads http and ssl, which other scorers do not need.
         from services.reward.grading.scorers.reward_model import RewardModelScorer
 
         model = RewardModelScorer(setup.reward_model, setup.timeout_s)
-        return lambda item: _graded(partial(model, question=item.question), item)
+        return lambda item: _call_scorer(partial(model, question=item.question), item)
     check_routes(setup.routes)
     programs = _program_tests(setup)
 
     def graded(item: ScorerInput) -> object:
         truth = item.ground_truth if item.truth_is_json else ""
         built_in = scorer_for(item.data_source, truth, routes=setup.routes, programs=programs)
-        return _graded(built_in, item)
+        return _call_scorer(built_in, item)
 
     return graded
 
@@ -216,7 +216,7 @@ def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
     return ProgramTests(sandbox, limits_of(setup.sandbox), setup.timeout_s)
 
 
-def _graded(scorer: Scorer, item: ScorerInput, *, as_value: bool = False) -> object:
+def _call_scorer(scorer: Scorer, item: ScorerInput, *, as_value: bool = False) -> object:
     """Call the scorer, with the ground truth as text or as the row's value. Add to extra_info what
     verl adds (`verl/experimental/reward_loop/reward_manager/naive.py`).
     """
@@ -259,11 +259,11 @@ def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
 
     Include frames of libraries only if there are no others.
     """
-    own = Path(__file__).parent
+    own_folder = Path(__file__).parent
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not (Path(frame.filename).name in _OWN and own in Path(frame.filename).parents)
+        if not (Path(frame.filename).name in _OWN and own_folder in Path(frame.filename).parents)
     ]
     of_author = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     return tuple(reversed(of_author or frames))[:MAX_FRAMES]

@@ -66,7 +66,7 @@ class LoadingEndedError(ConfigError):
         self.code = code
 
 
-async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
+async def start_with_retries(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
     """Start a process that loads the user's code. Retry at most twice if a signal ends it, and
     until the system has memory, a process and a file for it.
 
@@ -170,9 +170,9 @@ class ScorerWorker:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._crash() from error
         except DECODE_ERRORS as error:
-            raise _garbled(str(error)) from error
+            raise _garbled_fault(str(error)) from error
         if reply.number != self._num_requests or len(reply.answers) != len(items):
-            raise _garbled(
+            raise _garbled_fault(
                 f"{len(reply.answers)} answers to request {reply.number}; awaited are "
                 f"{len(items)} to request {self._num_requests}"
             )
@@ -234,7 +234,7 @@ class ScorerWorker:
             self._header = await self._stdout.readexactly(FRAME_HEADER.size)
         (size,) = FRAME_HEADER.unpack(self._header)
         if size > MAX_REPLY_BYTES:
-            raise _garbled(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
+            raise _garbled_fault(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
         body = await self._stdout.readexactly(size)
         self._header = None
         return body
@@ -249,7 +249,7 @@ class ScorerWorker:
         )
 
 
-def _garbled(detail: str) -> ScorerFault:
+def _garbled_fault(detail: str) -> ScorerFault:
     return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
 
 
@@ -296,9 +296,15 @@ def clean_environment(mark: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.
-    own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
+    own_variables = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        MARK_VARIABLE: mark,
+    }
     # A reward function must not get the keys of the run's services.
-    return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
+    return {
+        name: value for name, value in os.environ.items() if not _is_secret(name)
+    } | own_variables
 
 
 def _is_secret(name: str) -> bool:

@@ -28,7 +28,7 @@ from functools import partial
 from uuid import uuid4
 
 from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
-from services.reward.groups.sources import TrainingSource, TrainingSources, interleaved
+from services.reward.groups.sources import TrainingSource, TrainingSources, interleave
 from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
@@ -75,7 +75,7 @@ class TrainBatches:
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
         self.num_asking = 0
-        self._asked = (-1, 0.0)  # a step, and the time when its batch was first requested
+        self._first_request = (-1, 0.0)  # a step, and the time when its batch was first requested
         self._was_voided = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
@@ -96,15 +96,15 @@ class TrainBatches:
             SluiceError: what stopped the loop.
         """
         self.num_asking += 1
-        if self._asked[0] != step:  # otherwise the trainer repeats a lost call
-            self._asked = (step, time.monotonic())
+        if self._first_request[0] != step:  # otherwise the trainer repeats a lost call
+            self._first_request = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 while True:
                     change = self.changes.next_change
                     if self.error is not None:
                         raise self.error
-                    batch = self._leased_again(version) or self._formed(version)
+                    batch = self._repeat_lease(version) or self._form(version)
                     if batch is not None:
                         return batch
                     await change.wait()
@@ -140,7 +140,7 @@ class TrainBatches:
         if self._batch is None:
             detail = f"rewards of batch {batch_id} were lost when the reward service restarted"
         groups = self._groups.leased()
-        self._statistics.acknowledged(len(groups))
+        self._statistics.note_acknowledged(len(groups))
         for group in groups:
             self._groups.end(group, GroupEnding(PromptEnd.TRAINED, detail, step))
         self._ledger.acknowledge()
@@ -206,7 +206,7 @@ class TrainBatches:
         newest = self._ledger.newest_leased_version
         return 0 if newest is None else newest + 1
 
-    def _leased_again(self, version: int) -> TrainBatch | None:
+    def _repeat_lease(self, version: int) -> TrainBatch | None:
         """Return the leased batch if this service formed it for `version`; void any other."""
         lease = self._ledger.open_lease
         if lease is None:
@@ -222,14 +222,14 @@ class TrainBatches:
                 version,
             )
             self._was_voided = True
-        if lost := self.void_lease():
-            for group in lost:
+        if groups := self.void_lease():
+            for group in groups:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
                 self._sources[group.prompt.source].prompts.put(group.prompt)
             self.changes.notify()
         return None
 
-    def _formed(self, version: int) -> TrainBatch | None:
+    def _form(self, version: int) -> TrainBatch | None:
         """Form the batch for `version` if the rules of every source allow it; end what they drop.
 
         A source that lacks groups makes the others wait; otherwise they would get its share.
@@ -237,7 +237,7 @@ class TrainBatches:
         chosen: list[tuple[str, ...]] = []
         lacking: list[TrainingSource] = []
         for source in self._sources.values():
-            decision = self._decided(source, version)
+            decision = self._decide(source, version)
             # The last wave may have too few prompts to count as complete. Its groups are trained
             # anyway if they fill a batch.
             is_free = self._was_voided or source.is_drained
@@ -247,14 +247,16 @@ class TrainBatches:
             elif decision.num_missing:
                 lacking.append(source)
         if len(chosen) == len(self._sources):
-            return self._lease([self._groups[one] for one in interleaved(chosen)], version)
+            return self._lease(
+                [self._groups[prompt_id] for prompt_id in interleave(chosen)], version
+            )
         for source in lacking:
             source.guard.check_yield()
             if source.is_drained:
-                raise source.guard.exhausted(source.groups.num_kept, source.num_groups)
+                raise source.guard.exhausted_error(source.groups.num_kept, source.num_groups)
         return None
 
-    def _decided(self, source: TrainingSource, version: int) -> BatchDecision:
+    def _decide(self, source: TrainingSource, version: int) -> BatchDecision:
         """Return the groups of a source that the batch takes; end or cancel those without a
         slot."""
         groups, ages = self._groups, source.groups.ages
@@ -273,9 +275,9 @@ class TrainBatches:
         """Lease the chosen groups; end the other ones if the strategy carries none over."""
         if not self._carries_over:
             detail = f"kept, and the batch was full with {self._sources.batch_size} groups"
-            taken = set(chosen)
+            chosen_groups = set(chosen)
             for group in self._groups.in_state(GroupState.KEPT):
-                if group not in taken:
+                if group not in chosen_groups:
                     self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
         batch_id = uuid4().hex
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
@@ -293,11 +295,11 @@ class TrainBatches:
                 **self._statistics.close_interval(train_groups, version),
                 **gauges,
                 "train/groups_carried_over": float(self._groups.num_kept),
-                WAIT_GROUPS_S: time.monotonic() - self._asked[1],
+                WAIT_GROUPS_S: time.monotonic() - self._first_request[1],
             },
         )
         self._was_voided = False
-        self._asked = (-1, 0.0)  # another call for this step is for another batch
+        self._first_request = (-1, 0.0)  # another call for this step is for another batch
         self._sources.share_out()
         self.changes.notify()
         return self._batch

@@ -165,19 +165,19 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
-                await self._learn()
+                await self._update_memory()
                 # Only now: a call that is cancelled while it learns is repeated.
                 for source in self._sources.values():
-                    source.strategy.forecast.announced(time.monotonic())
+                    source.strategy.forecast.note_announced(time.monotonic())
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
 
-    def awaited(self) -> dict[str, Waiting]:
+    def waits(self) -> dict[str, Waiting]:
         """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
-        outside = self._dispatcher.awaited_outside
+        outside_waits = self._dispatcher.awaited_outside
         facts = LoopStatus(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
@@ -185,31 +185,37 @@ class GroupLoop:
             batch_asked=self.batches.num_asking > 0,
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
-            num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources.values()),
+            num_kept=sum(
+                min(source.groups.num_kept, source.num_groups) for source in sources.values()
+            ),
             batch_size=sources.batch_size,
             num_batches_in_training=self.batches.num_batches_in_training,
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
-            outside=outside.peer if outside else "",
-            is_untaken=outside is not None and outside.are_untaken,
+            outside=outside_waits.peer if outside_waits else "",
+            is_untaken=outside_waits is not None and outside_waits.are_untaken,
         )
-        now, before, reasons = time.monotonic(), self._awaited_since, awaited_now(facts)
-        self._awaited_since = {kind: before.get(kind, now) for kind in reasons}
+        now_s, previous_since, reasons = time.monotonic(), self._awaited_since, waits_by_kind(facts)
+        self._awaited_since = {kind: previous_since.get(kind, now_s) for kind in reasons}
         return {
-            kind: Waiting(peer, phase, now - self._awaited_since[kind])
+            kind: Waiting(peer, phase, now_s - self._awaited_since[kind])
             for kind, (peer, phase) in reasons.items()
         }
 
-    async def _learn(self) -> None:
+    async def _update_memory(self) -> None:
         """Update the memory of prompts from ended groups, before another version starts."""
-        attempts = [each for one in self._sources.values() for each in one.strategy.new_version()]
+        attempts = [
+            attempt
+            for source in self._sources.values()
+            for attempt in source.strategy.new_version()
+        ]
         if self._memory is not None:
             # A call that repeats a cancelled one finds no attempts, and waits for the first call's
             # writes.
-            await asyncio.shield(self._remember(self._memory, attempts))
+            await asyncio.shield(self._write_memory(self._memory, attempts))
 
-    async def _remember(
+    async def _write_memory(
         self, memory: PromptMemoryStore, attempts: Sequence[tuple[str, RememberedAttempt]]
     ) -> None:
         async with self._memory_lock:
@@ -236,7 +242,7 @@ class GroupLoop:
             prompt = await source.prompts.next_prompt(version, time.monotonic())
             if prompt is None:
                 without_prompt.add(source.name)
-            elif not await self._admitted(tasks, source, prompt):
+            elif not await self._admit_prompt(tasks, source, prompt):
                 return
 
     def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
@@ -278,7 +284,7 @@ class GroupLoop:
         )
         return SourceLoad(load, num_groups, strategy.estimate.mean, strategy.num_to_start(load))
 
-    async def _admitted(
+    async def _admit_prompt(
         self, tasks: asyncio.TaskGroup, source: TrainingSource, prompt: Prompt
     ) -> bool:
         """Start or end a prompt's group; return ``False`` if it waits, since no group may start
@@ -290,7 +296,7 @@ class GroupLoop:
             return True
         source.prompts.has_one_in_hand = True
         try:
-            attempt = await self._decided(source, prompt)
+            attempt = await self._decide_attempt(source, prompt)
         except SluiceError:
             source.prompts.put(prompt)
             raise
@@ -301,14 +307,14 @@ class GroupLoop:
             return False
         if not attempt.first_samples:
             source.num_skipped += 1
-            source.strategy.skipped(attempt)
+            source.strategy.note_skipped(attempt)
             self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
         else:
             source.num_skipped = 0
             self._start(tasks, source, group, attempt)
         return True
 
-    async def _decided(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
+    async def _decide_attempt(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
         """Return the strategy's decision about a prompt; ``None`` if no group may start now."""
         key, history = prompt_key(prompt), None
         is_client = prompt.origin is PromptOrigin.CLIENT
@@ -323,7 +329,7 @@ class GroupLoop:
     def _start(
         self, tasks: asyncio.TaskGroup, source: TrainingSource, group: Group, attempt: Attempt
     ) -> None:
-        source.strategy.started(attempt)
+        source.strategy.note_started(attempt)
         reserves = source.strategy.preempts and reserves_slot(
             group.num_preemptions, source.groups.num_reserved, source.num_groups
         )
@@ -374,7 +380,7 @@ class GroupLoop:
             detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
-        self._sources[group.prompt.source].strategy.restarted(group.admitted_as)
+        self._sources[group.prompt.source].strategy.note_restarted(group.admitted_as)
         self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(
@@ -389,12 +395,12 @@ class GroupLoop:
             self._start_data(ledger.progress())
             self._trainer = trainer
             return
-        await self._end_what_runs(CancelReason.TAKEN_OVER)
+        await self._cancel_running(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
             for source in self._sources.values():
                 source.prompts.forget_data()
-        self._give_back_kept(resume_from)
+        self._requeue_kept(resume_from)
         prompts = await ledger.trained_after(version)
         if prompts:
             logger.warning("%d clients' prompts of later steps are issued again", len(prompts))
@@ -407,9 +413,9 @@ class GroupLoop:
         ledger.begin_trainer(trainer, version)
         self._trainer = trainer
 
-    def _start_data(self, ended: DataProgress) -> None:
+    def _start_data(self, progress_at_start: DataProgress) -> None:
         """Continue every source after the rows that ended or are pending."""
-        progress = self._ledger.restart_data(ended)
+        progress = self._ledger.restart_data(progress_at_start)
         for source in self._sources.values():
             source.prompts.start_data(progress.of(source.name))
 
@@ -421,18 +427,18 @@ class GroupLoop:
         logger.warning("version %d has the weights of version %d again", version, restored)
         # Cancelling awaits; without a version, nothing is admitted meanwhile.
         self._groups.policy_version = None
-        await self._end_what_runs(CancelReason.ROLLED_BACK)
+        await self._cancel_running(CancelReason.ROLLED_BACK)
         self._ledger.leases.revoke_all()  # a restarted service would continue from their turns
-        lost = []
+        leased = []
         lease = self._ledger.open_lease
         if lease is not None and lease.version < version:  # formed but never trained
-            lost = self.batches.void_lease()
-        for group in [*lost, *self._groups.in_state(GroupState.KEPT)]:
+            leased = self.batches.void_lease()
+        for group in [*leased, *self._groups.in_state(GroupState.KEPT)]:
             self._requeue(group, CancelReason.ROLLED_BACK)
         self.batches.begin_again()
         self._ledger.note_rollback(version, restored)
 
-    async def _end_what_runs(self, why: CancelReason) -> None:
+    async def _cancel_running(self, why: CancelReason) -> None:
         """Cancel all running groups; before the first announcement there are none."""
         if self._trainer is None:
             return
@@ -449,11 +455,11 @@ class GroupLoop:
         for source in self._sources.values():  # the waves of the current batch no longer count
             source.strategy.batch_formed()
 
-    def _give_back_kept(self, resume_from: DataProgress | None) -> None:
+    def _requeue_kept(self, resume_from: DataProgress | None) -> None:
         """Requeue kept and leased prompts, except those that the resumed policy was trained on."""
-        lost = self.batches.void_lease()
+        leased = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
-        for group in sorted([*lost, *kept], key=lambda group: group.prompt.sequence):
+        for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt):
                 self._groups.end(group, GroupEnding(PromptEnd.TRAINED))
             else:
@@ -464,7 +470,7 @@ class GroupLoop:
         self._sources[group.prompt.source].prompts.put(group.prompt)
 
     def _reason(self) -> str:
-        waits = [f"{w.peer}: {w.phase} (for {w.seconds:.1f} s)" for w in self.awaited().values()]
+        waits = [f"{w.peer}: {w.phase} (for {w.seconds:.1f} s)" for w in self.waits().values()]
         return "; ".join(waits) or "nothing"
 
 
@@ -512,7 +518,7 @@ class LoopStatus:
     is_untaken: bool = False
 
 
-def awaited_now(facts: LoopStatus) -> dict[str, tuple[str, str]]:
+def waits_by_kind(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
     the process that must act and what it must do."""
     if not facts.is_announced:
@@ -521,12 +527,12 @@ def awaited_now(facts: LoopStatus) -> dict[str, tuple[str, str]]:
     if facts.num_replicas == 0:
         reasons["replica"] = ("rollout fleet", "registering a replica: none is announced")
     if facts.outside:
-        what = "taking samples" if facts.is_untaken else "working on samples"
-        reasons[facts.outside] = (facts.outside, what)
+        phase = "taking samples" if facts.is_untaken else "working on samples"
+        reasons[facts.outside] = (facts.outside, phase)
     elif facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
-        what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
-        reasons["generating"] = ("rollout fleet", what)
+        phase = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
+        reasons["generating"] = ("rollout fleet", phase)
     if facts.num_grading:
         reasons["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
     is_idle = not facts.num_generating and not facts.num_grading

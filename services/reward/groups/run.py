@@ -45,9 +45,9 @@ from sluice.algorithm.groups.filter import (
     OutcomeAction,
     filter_group,
     filter_probes,
+    first_strike,
     is_right,
     samples_differ,
-    striking,
 )
 from sluice.errors import SluiceError
 from sluice.telemetry.tracing import TRACER, SpanAttribute, SpanName
@@ -93,115 +93,120 @@ class GroupRun:
     async def run(self, group: Group) -> None:
         """Run one attempt until its group is kept or its prompt has ended."""
         try:
-            graded, decision = await self._graded_and_filtered(group)
+            graded, decision = await self._grade_and_filter(group)
         except OverlongPromptError as error:
             group.check_cancelled()
-            self._quarantine.cleared(group.prompt)
+            self._quarantine.clear_strikes(group.prompt)
             ending = GroupEnding(PromptEnd.DROPPED_FAILED, str(error), cause=EndCause.OVERLONG)
             self._groups.end(group, ending)
             return
         except SluiceError as error:
             group.check_cancelled()
-            self._not_generated(group, error)
+            self._end_failed(group, error)
             return
         group.check_cancelled()
         detail = decision.detail
         if decision.end is PromptEnd.DROPPED_FAILED:
-            detail = self._quarantined(group, graded.outcomes) or detail
+            detail = self._count_strike(group, graded.outcomes) or detail
         else:
-            self._quarantine.cleared(group.prompt)
-            self._notify_strategy(group, graded, kept=decision.end is None)
+            self._quarantine.clear_strikes(group.prompt)
+            self._notify_strategy(group, graded, is_kept=decision.end is None)
         if decision.end is None:
             self._groups.keep(group, graded)
             self._batches.cancel_without_slot()
         else:
             self._groups.end(group, GroupEnding(decision.end, detail), graded)
 
-    def _not_generated(self, group: Group, error: SluiceError) -> None:
+    def _end_failed(self, group: Group, error: SluiceError) -> None:
         """End a group that was not generated."""
         detail, failed = str(error), None
         if isinstance(error, GroupFailedError) and error.kind is not None:
             failed = Failed(error.kind, detail)
             detail = f"{error.kind}: {detail.removeprefix(f'{error.kind}: ')}"
-        detail = self._quarantined(group, (failed,) if failed else ()) or detail
+        detail = self._count_strike(group, (failed,) if failed else ()) or detail
         self._groups.end(group, GroupEnding(PromptEnd.DROPPED_FAILED, detail, failed=failed))
         if not isinstance(error, GroupFailedError):
             self._batches.fail(error)
 
-    def _quarantined(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
+    def _count_strike(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
         """Count a strike against a failed group's prompt, or clear its strikes. Return the reason
         if the strike puts the prompt into quarantine."""
-        failed = striking(outcomes, engine_answered=group.progress.engine_answered)
+        failed = first_strike(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
-            return self._quarantine.struck(group.prompt, failed)
-        self._quarantine.cleared(group.prompt)
+            return self._quarantine.add_strike(group.prompt, failed)
+        self._quarantine.clear_strikes(group.prompt)
         return None
 
-    async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
+    async def _grade_and_filter(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after only the probes."""
         settings = self._sources[group.prompt.source].settings
-        num_samples, first = settings.samples_per_group, group.attempt.first_samples
-        new = range(num_samples)
-        if first >= num_samples:
-            graded = await self._sampled_and_graded(group, new, settings.greedy)
+        num_samples, num_probes = settings.samples_per_group, group.attempt.first_samples
+        new_indexes = range(num_samples)
+        if num_probes >= num_samples:
+            graded = await self._sample_and_grade(group, new_indexes, settings.greedy)
         else:
-            graded, rest = await self._staged(group, range(first))
-            if rest is None:
-                graded = await self._regenerated(group, graded, range(first))
+            graded, others = await self._sample_probes(group, range(num_probes))
+            if others is None:
+                graded = await self._regenerate(group, graded, range(num_probes))
                 decision = self._after_probes(group, graded)
                 if decision is not None:
                     return graded, decision
                 # If the group is over, this request reaches no replica, and its samples return as
                 # aborted.
-                self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
-                new = range(first, num_samples)
-                rest = await self._sampled_and_graded(group, new, settings.greedy)
-            graded = joined(graded, rest)
-        graded = await self._regenerated(group, graded, new)
+                self._groups.note_more(group, is_sure=samples_differ(graded.scored, self._metric))
+                new_indexes = range(num_probes, num_samples)
+                others = await self._sample_and_grade(group, new_indexes, settings.greedy)
+            graded = merge_groups(graded, others)
+        graded = await self._regenerate(group, graded, new_indexes)
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_group(graded, metric=self._metric, needs=settings.needs)
             span.set({SpanAttribute.PROMPT_END: decision.end.value if decision.end else "none"})
         return graded, decision
 
-    async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
+    async def _sample_probes(
+        self, group: Group, indexes: range
+    ) -> tuple[GradedGroup, GradedGroup | None]:
         """Return the first samples and, if two of them differed before all had arrived, the
         rest."""
-        early = EarlyGrades(self._grader, group.prompt, self._metric)
-        name, rest = f"prompt {group.prompt.prompt_id}", None
+        early_grades = EarlyGrades(self._grader, group.prompt, self._metric)
+        name, other_samples = f"prompt {group.prompt.prompt_id}", None
         settings = self._sources[group.prompt.source].settings
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = tasks.create_task(
-                    self._graded_early(group, indexes, early), name=f"{name}, probes"
+                    self._sample_and_grade_early(group, indexes, early_grades),
+                    name=f"{name}, probes",
                 )
-                differ = tasks.create_task(early.differs.wait(), name=f"{name}, differ")
+                differ = tasks.create_task(early_grades.differs.wait(), name=f"{name}, differ")
                 await asyncio.wait((probes, differ), return_when=asyncio.FIRST_COMPLETED)
                 if probes.done():
                     differ.cancel()
                 else:
-                    self._groups.continued(group, is_sure=True)
-                    others = range(indexes.stop, settings.samples_per_group)
-                    generating = self._sampled_and_graded(group, others, settings.greedy)
-                    rest = tasks.create_task(generating, name=f"{name}, rest")
+                    self._groups.note_more(group, is_sure=True)
+                    other_indexes = range(indexes.stop, settings.samples_per_group)
+                    generating = self._sample_and_grade(group, other_indexes, settings.greedy)
+                    other_samples = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as errors:
             raise decisive_error(errors) from errors
-        return probes.result(), rest.result() if rest else None
+        return probes.result(), other_samples.result() if other_samples else None
 
-    async def _graded_early(
-        self, group: Group, indexes: Sequence[int], early: EarlyGrades, regeneration: int = 0
+    async def _sample_and_grade_early(
+        self, group: Group, indexes: Sequence[int], early_grades: EarlyGrades, regeneration: int = 0
     ) -> GradedGroup:
         """Return samples of a group, each graded on arrival."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(early.run(), name=f"prompt {group.prompt.prompt_id}, grades")
-                samples, _ = await self._generated(
-                    group, indexes, None, regeneration, early.arrived.put_nowait
+                tasks.create_task(
+                    early_grades.run(), name=f"prompt {group.prompt.prompt_id}, grades"
                 )
-                early.arrived.put_nowait(None)
+                samples, _ = await self._generate(
+                    group, indexes, None, regeneration, early_grades.arrived.put_nowait
+                )
+                early_grades.arrived.put_nowait(None)
         except ExceptionGroup as errors:
             raise decisive_error(errors) from errors
         # Every sample that finished has a grade; the others were aborted.
-        return await self._graded(group, samples, known=early.outcomes)
+        return await self._grade_samples(group, samples, known_outcomes=early_grades.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None`` to generate the others.
@@ -220,11 +225,13 @@ class GroupRun:
             )
         if decision is None:
             return None
-        after = f"after {len(probes.outcomes)} of {source.settings.samples_per_group} samples"
+        samples_text = (
+            f"after {len(probes.outcomes)} of {source.settings.samples_per_group} samples"
+        )
         if decision.end is PromptEnd.DROPPED_FAILED:
-            return FilterDecision(decision.end, f"{decision.detail} ({after})")
+            return FilterDecision(decision.end, f"{decision.detail} ({samples_text})")
         if group.progress.check(asyncio.get_running_loop().time()):
-            return FilterDecision(decision.end, after)
+            return FilterDecision(decision.end, samples_text)
         continued = source.strategy.after_probes(
             group.attempt,
             num_right=_num_right(probes.scored),
@@ -232,11 +239,11 @@ class GroupRun:
             version=self._groups.policy_version or 0,
         )
         if continued is None:
-            return FilterDecision(decision.end, after)
+            return FilterDecision(decision.end, samples_text)
         group.attempt = continued
         return None
 
-    async def _sampled_and_graded(
+    async def _sample_and_grade(
         self,
         group: Group,
         indexes: Sequence[int],
@@ -248,12 +255,14 @@ class GroupRun:
         With slow scorers, grade while other samples are still generated, as verl does.
         """
         if greedy is None and self._grader.is_slow:
-            early = EarlyGrades(self._grader, group.prompt, self._metric)
-            return await self._graded_early(group, indexes, early, regeneration)
-        samples, response = await self._generated(group, indexes, greedy, regeneration)
-        return await self._graded(group, samples, response)
+            early_grades = EarlyGrades(self._grader, group.prompt, self._metric)
+            return await self._sample_and_grade_early(group, indexes, early_grades, regeneration)
+        samples, response = await self._generate(group, indexes, greedy, regeneration)
+        return await self._grade_samples(group, samples, response)
 
-    async def _regenerated(self, group: Group, graded: GradedGroup, new: range) -> GradedGroup:
+    async def _regenerate(
+        self, group: Group, graded: GradedGroup, new_indexes: range
+    ) -> GradedGroup:
         """Return the group with new samples in place of those that the outcome policy generates
         again.
 
@@ -262,28 +271,30 @@ class GroupRun:
         Args:
             group: the group.
             graded: all of its samples so far.
-            new: indexes of the samples that no earlier call has generated again.
+            new_indexes: indexes of the samples that no earlier call has generated again.
         """
-        policy, done = self._sources[group.prompt.source].settings.needs.policy, 0
+        policy, num_regenerations = self._sources[group.prompt.source].settings.needs.policy, 0
         while True:
-            done += 1
-            again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
+            num_regenerations += 1
+            positions = policy.indexes_to_repeat(
+                graded.outcomes, num_regenerations, OutcomeAction.GENERATE_AGAIN
+            )
             replaced = [
                 rollout
-                for index in again
-                if (rollout := graded.group.rollouts[index]).sample_index in new
+                for index in positions
+                if (rollout := graded.group.rollouts[index]).sample_index in new_indexes
             ]
             if not replaced:
                 return graded
-            self._groups.continued(
+            self._groups.note_more(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
             indexes = [rollout.sample_index for rollout in replaced]
-            graded = joined(
-                graded, await self._sampled_and_graded(group, indexes, regeneration=done)
+            graded = merge_groups(
+                graded, await self._sample_and_grade(group, indexes, regeneration=num_regenerations)
             )
 
-    async def _generated(
+    async def _generate(
         self,
         group: Group,
         indexes: Sequence[int],
@@ -310,32 +321,32 @@ class GroupRun:
                 samples = await self._generator.generate(request, on_sample)
             else:
                 samples, response = await with_greedy(self._generator, request, greedy)
-        self._groups.generated(group, response.num_response_tokens if response else 0)
+        self._groups.note_generated(group, response.num_response_tokens if response else 0)
         return samples, response
 
-    async def _graded(
+    async def _grade_samples(
         self,
         group: Group,
         samples: RolloutGroup,
         response: RolloutGroup | None = None,
-        known: Mapping[int, Outcome] | None = None,
+        known_outcomes: Mapping[int, Outcome] | None = None,
     ) -> GradedGroup:
-        known = {**(known or {}), **group.progress.engine_errors}
-        graded = await self._grader.grade(samples, response, known)
-        self._groups.graded(group, graded)
+        known_outcomes = {**(known_outcomes or {}), **group.progress.engine_errors}
+        graded = await self._grader.grade(samples, response, known_outcomes)
+        self._groups.note_graded(group, graded)
         return graded
 
-    def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
+    def _notify_strategy(self, group: Group, graded: GradedGroup, *, is_kept: bool) -> None:
         scores, num_samples = graded.scored, len(graded.outcomes)
         num_right = _num_right(scores)
-        if kept and num_right in (0, len(scores)):
+        if is_kept and num_right in (0, len(scores)):
             self._warn_of_partial_credit(group.prompt)
-        self._sources[group.prompt.source].strategy.ended(
+        self._sources[group.prompt.source].strategy.note_ended(
             group.attempt,
             num_right=num_right,
             num_scored=len(scores),
             mean_tokens=graded.group.num_response_tokens / num_samples,
-            kept=kept,
+            is_kept=is_kept,
             version=self._groups.policy_version or 0,
             seconds=time.monotonic() - group.started_s,
         )
@@ -373,7 +384,7 @@ async def with_greedy(
             failure begins with its `FailureKind`.
         SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
     """
-    beside = replace(
+    greedy_request = replace(
         request,
         sample_indexes=(0,),
         sampling=for_prompt(greedy, request.prompt, label="greedy"),
@@ -384,13 +395,15 @@ async def with_greedy(
     try:
         async with asyncio.TaskGroup() as tasks:
             samples = tasks.create_task(generator.generate(request), name=f"{name}, samples")
-            response = tasks.create_task(_response(generator, beside), name=f"{name}, greedy")
+            response = tasks.create_task(
+                _greedy_response(generator, greedy_request), name=f"{name}, greedy"
+            )
     except ExceptionGroup as group:
         raise decisive_error(group) from group
     return samples.result(), response.result()
 
 
-async def _response(generator: SampleGenerator, request: GroupRequest) -> RolloutGroup:
+async def _greedy_response(generator: SampleGenerator, request: GroupRequest) -> RolloutGroup:
     try:
         return await generator.generate(request)
     except GroupFailedError as error:
@@ -403,11 +416,11 @@ async def _response(generator: SampleGenerator, request: GroupRequest) -> Rollou
         ) from error
 
 
-def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
-    """Return one group of all samples in their order; `rest` replaces samples of `first`."""
+def merge_groups(first: GradedGroup, other: GradedGroup) -> GradedGroup:
+    """Return one group of all samples in their order; `other` replaces samples of `first`."""
     pairs = {
         rollout.sample_index: (rollout, outcome)
-        for part in (first, rest)
+        for part in (first, other)
         for rollout, outcome in zip(part.group.rollouts, part.outcomes, strict=True)
     }
     ordered = [pairs[index] for index in sorted(pairs)]
@@ -415,7 +428,7 @@ def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
         first.group.prompt, first.group.prompt_token_ids, tuple(rollout for rollout, _ in ordered)
     )
     outcomes = tuple(outcome for _, outcome in ordered)
-    return GradedGroup(group, outcomes, rest.greedy or first.greedy)
+    return GradedGroup(group, outcomes, other.greedy or first.greedy)
 
 
 def _num_right(scores: Sequence[Scored]) -> int:

@@ -171,10 +171,10 @@ def environment_names(config: RunConfig) -> EnvironmentNames:
     """Return how files and metrics name environments: a file's class, or the file."""
     environment, by_default = config.sluice.environment, plays_by_default(config)
     if environment.path is not None:
-        only = environment.name or PurePath(environment.path).stem
-        return EnvironmentNames(only, rows_choose=False, by_default=by_default)
-    only = "served" if environment.addresses else TOOL_AGENT
-    return EnvironmentNames("agents" if environment.agents else only, by_default=by_default)
+        name = environment.name or PurePath(environment.path).stem
+        return EnvironmentNames(name, rows_choose=False, by_default=by_default)
+    name = "served" if environment.addresses else TOOL_AGENT
+    return EnvironmentNames("agents" if environment.agents else name, by_default=by_default)
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:

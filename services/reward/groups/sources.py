@@ -89,27 +89,27 @@ class TrainingSources(dict[str, TrainingSource]):
     """
 
     def __init__(self, sources: Sequence[TrainingSource]) -> None:
-        super().__init__({one.name: one for one in sources})
-        self._that_follow_yields = [one for one in sources if one.follows_yield]
-        self.has_dataset = any(one.prompts.has_dataset for one in sources)
-        self.batch_size = sum(one.num_groups for one in sources)
+        super().__init__({source.name: source for source in sources})
+        self._that_follow_yields = [source for source in sources if source.follows_yield]
+        self.has_dataset = any(source.prompts.has_dataset for source in sources)
+        self.batch_size = sum(source.num_groups for source in sources)
 
     @property
     def num_waiting(self) -> int:
         """Accepted prompts that wait to be issued."""
-        return sum(one.prompts.num_waiting for one in self.values())
+        return sum(source.prompts.num_waiting for source in self.values())
 
     @property
     def is_exhausted(self) -> bool:
         """Whether some source can start no more groups; every batch needs groups of each."""
-        return any(one.is_exhausted for one in self.values())
+        return any(source.is_exhausted for source in self.values())
 
     def lacking(self) -> str:
         """Return the named sources that the next batch waits for, such as ``: slow 0 of 2``."""
         parts = [
-            f"{one.name} {one.groups.num_kept} of {one.num_groups}"
-            for one in self.values()
-            if one.name and one.groups.num_kept < one.num_groups
+            f"{source.name} {source.groups.num_kept} of {source.num_groups}"
+            for source in self.values()
+            if source.name and source.groups.num_kept < source.num_groups
         ]
         return f": {', '.join(parts)}" if parts else ""
 
@@ -117,12 +117,12 @@ class TrainingSources(dict[str, TrainingSource]):
         """Set each source's part of the later batches, if shares follow yields."""
         if not self._that_follow_yields:
             return
-        yields = {one.name: one.strategy.estimate.mean for one in self._that_follow_yields}
-        shares = shares_by_yield({one.name: one.share for one in self.values()}, yields)
+        yields = {source.name: source.strategy.estimate.mean for source in self._that_follow_yields}
+        shares = shares_by_yield({source.name: source.share for source in self.values()}, yields)
         for name, num_groups in groups_by_share(shares, self.batch_size).items():
-            one = self[name]
-            one.groups.ages.batch_size = num_groups
-            one.strategy.resize(num_groups)
+            source = self[name]
+            source.groups.ages.batch_size = num_groups
+            source.strategy.resize(num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +148,15 @@ class SourceLoad:
         return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
 
 
-def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
+def interleave(groups: Sequence[Sequence[str]]) -> list[str]:
     """Merge the groups of all sources, keeping the order within each source.
 
     Every part of the result, and so every mini-batch cut from it, holds the sources in the same
     shares, up to whole groups.
     """
     places = [
-        ((index + 0.5) / len(own), number, group)
-        for number, own in enumerate(groups)
-        for index, group in enumerate(own)
+        ((index + 0.5) / len(source_groups), number, group)
+        for number, source_groups in enumerate(groups)
+        for index, group in enumerate(source_groups)
     ]
     return [group for _, _, group in sorted(places)]

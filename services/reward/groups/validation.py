@@ -139,7 +139,7 @@ class ValidationRun:
         if example is not None:
             self._examples[position] = example
             if len(self._examples) > self._num_examples:
-                del self._examples[max(self._examples, key=_shuffled)]
+                del self._examples[max(self._examples, key=_shuffle_key)]
 
     def result(self) -> FinishedValidation:
         """Return verl's metrics over the scored samples, and the examples."""
@@ -159,7 +159,7 @@ class ValidationRun:
         )
 
 
-def _shuffled(position: int) -> bytes:
+def _shuffle_key(position: int) -> bytes:
     """Return a position's place in a fixed random order, since files are sorted by data source."""
     return hashlib.blake2b(position.to_bytes(8), digest_size=8).digest()
 
@@ -244,39 +244,42 @@ class Validator:
                 )
             phase = f"validating version {version}"
             async with deadline(ends_at - time.monotonic(), peer="rollout fleet", phase=phase):
-                validated = await self._grade_all(self._open_stream(), order)
+                validated = await self._validate_all(self._open_stream(), order)
             prompts = validated.prompts
-            await self._dumps.validated([s for p in prompts for s in p.samples], version)
+            await self._dumps.write_validated([s for p in prompts for s in p.samples], version)
             check_failures([o for p in prompts for o in p.outcomes], phase)
             return await asyncio.to_thread(validated.result)
         finally:
             self.num_prompts_done = self.num_prompts = 0
             self._turn.release()
 
-    async def _grade_all(self, stream: ValidationRows, order: ValidationOrder) -> ValidationRun:
+    async def _validate_all(self, stream: ValidationRows, order: ValidationOrder) -> ValidationRun:
         """Validate all prompts of the set."""
         self.num_prompts = stream.rows_per_epoch
         run = ValidationRun(order.num_examples)
-        stored: Mapping[int, ValidationPrompt] = {}
+        stored_prompts: Mapping[int, ValidationPrompt] = {}
         if self._store is not None:
-            stored = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
+            stored_prompts = await asyncio.to_thread(
+                self._store.load_finished, order.samples_per_prompt
+            )
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
                 for issued in issued_rows:
-                    if (done := stored.get(issued.position)) is not None:
-                        prompt = ValidatedPrompt(done.data_source, done.scores)
+                    if (stored_prompt := stored_prompts.get(issued.position)) is not None:
+                        prompt = ValidatedPrompt(stored_prompt.data_source, stored_prompt.scores)
                         run.add(issued.position, prompt, None)
                         self.num_prompts_done += 1
                         continue
                     await capacity.acquire()
                     task = tasks.create_task(
-                        self._validate(issued, order, run), name=f"validation {issued.position}"
+                        self._validate_prompt(issued, order, run),
+                        name=f"validation {issued.position}",
                     )
                     task.add_done_callback(lambda _: capacity.release())
         return run
 
-    async def _validate(
+    async def _validate_prompt(
         self, issued: IssuedRow, order: ValidationOrder, run: ValidationRun
     ) -> None:
         """Add the outcomes of one prompt."""
@@ -284,7 +287,7 @@ class Validator:
         progress = GroupProgress()
         self._open.add(progress)
         try:
-            group = await self._generated(prompt, order, progress)
+            group = await self._generate(prompt, order, progress)
         except OverlongPromptError as error:
             self._failures.note(str(error), "prompts left out", prompt.prompt_id)
             return
@@ -293,26 +296,28 @@ class Validator:
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             run.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed, progress)
-            await self._finished(prompt, None, outcomes)
+            await self._store_outcomes(prompt, None, outcomes)
         else:
-            outcomes = await self._graded(group, progress)
-            samples = self._dumps.of_validation(group, outcomes)
-            kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
-            run.add(issued.position, kept, example_of(group, outcomes))
-            await self._finished(prompt, group, outcomes)
+            outcomes = await self._grade(group, progress)
+            samples = self._dumps.validation_rows(group, outcomes)
+            validated = ValidatedPrompt(
+                prompt.data_source, outcomes, group.num_response_tokens, samples
+            )
+            run.add(issued.position, validated, example_of(group, outcomes))
+            await self._store_outcomes(prompt, group, outcomes)
         finally:
             self.num_prompts_done += 1
             self._open.discard(progress)
             self._on_tokens(progress.num_received)
         self.num_graded_groups += 1
 
-    async def _finished(
+    async def _store_outcomes(
         self, prompt: Prompt, group: RolloutGroup | None, outcomes: Sequence[Outcome]
     ) -> None:
         if self._store is not None:
             await self._store.add(prompt, group, outcomes)
 
-    async def _generated(
+    async def _generate(
         self, prompt: Prompt, order: ValidationOrder, progress: GroupProgress
     ) -> RolloutGroup:
         request = GroupRequest(
@@ -333,7 +338,7 @@ class Validator:
             )
         return group
 
-    async def _graded(self, group: RolloutGroup, progress: GroupProgress) -> tuple[Outcome, ...]:
+    async def _grade(self, group: RolloutGroup, progress: GroupProgress) -> tuple[Outcome, ...]:
         outcomes = (await self._grader.grade(group)).outcomes
         for outcome in outcomes:
             if isinstance(outcome, Failed):
@@ -341,8 +346,8 @@ class Validator:
         return outcomes
 
     def _note_failure(self, prompt: Prompt, failed: Failed, progress: GroupProgress) -> None:
-        where = f"{prompt.prompt_id} (replica {progress.replica_names})"
-        self._failures.failed(failed, where)
+        place = f"{prompt.prompt_id} (replica {progress.replica_names})"
+        self._failures.note_failure(failed, place)
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:

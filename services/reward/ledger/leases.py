@@ -144,7 +144,7 @@ class StoredLeases:
         self.on_revoked: Callable[[str], None] = lambda _prompt_id: None
         self._prompts = {record.prompt_id for record in restored}
 
-    def taken(self, record: LeaseRecord) -> bool:
+    def add_lease(self, record: LeaseRecord) -> bool:
         """Keep a new lease, replacing the sample's earlier one; return whether it is kept."""
         if not self._is_pending(record.prompt_id):
             return False
@@ -157,11 +157,11 @@ class StoredLeases:
         )
         return True
 
-    def given_back(self, lease_id: str) -> None:
+    def drop_lease(self, lease_id: str) -> None:
         """Drop a lease that no program received."""
         self._write(*_forget("lease_id = ?", (lease_id,)))
 
-    def committed(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
+    def add_turn(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
         """Keep a turn of a kept lease by its number; with the first turn also the prompt."""
         statements: list[Statement] = [(_COMMIT, (lease_id, number, digest, encode_turn(turn)))]
         if number == 0:
@@ -169,11 +169,11 @@ class StoredLeases:
             statements.append((_KEEP_PROMPT, (prompt, lease_id)))
         self._write(*statements)
 
-    def reached(self, lease_id: str, limit: EpisodeEnd) -> None:
+    def set_limit(self, lease_id: str, limit: EpisodeEnd) -> None:
         """Record that a kept lease takes no further request."""
         self._write((_LIMIT, (limit.value, lease_id)))
 
-    def ended(self, lease_id: str, end: PostedEnd) -> None:
+    def set_end(self, lease_id: str, end: PostedEnd) -> None:
         """Record the end of a kept lease."""
         self._write((_END, (msgspec.msgpack.encode(end), lease_id)))
 
@@ -191,7 +191,7 @@ class StoredLeases:
 
 
 def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
-    return [(each.format(which), values) for each in _FORGET]
+    return [(statement.format(which), values) for statement in _FORGET]
 
 
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
@@ -210,10 +210,10 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
         turns.setdefault(lease_id, []).append((digest, body))
     by_prompt: dict[str, list[LeaseRecord]] = {}
     unreadable: dict[str, str] = {}
-    for prompt_id, sample_index, lease_id, *rest in database.execute(_LEASES):
+    for prompt_id, sample_index, lease_id, *columns in database.execute(_LEASES):
         sample = (lease_id, prompt_id, sample_index)
         try:
-            record = _record(sample, turns.get(lease_id, ()), *rest)
+            record = _record(sample, turns.get(lease_id, ()), *columns)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             unreadable[prompt_id] = str(error)
         else:

@@ -176,7 +176,7 @@ class PromptLedger:
         """Whether the ledger survives the process."""
         return self._writer is not None
 
-    def noted(self) -> int:
+    def last_change(self) -> int:
         """Return the number of the last change."""
         return self._writer.noted if self._writer is not None else 0
 
@@ -188,7 +188,9 @@ class PromptLedger:
             DeadlineError: the disk takes too long.
         """
         if self._writer is not None:
-            await self._writer.committed(self.noted() if change_number is None else change_number)
+            await self._writer.wait_until_committed(
+                self.last_change() if change_number is None else change_number
+            )
 
     # ------------------------------------------------------------------------------------ prompts
 
@@ -237,7 +239,7 @@ class PromptLedger:
         self.check_unused(prompt.prompt_id)
         self._add(prompt)
         if body is not None and self._writer is not None:
-            self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
+            self._write(*_insert_prompt(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
         self,
@@ -267,21 +269,21 @@ class PromptLedger:
         is_client = prompt.origin is PromptOrigin.CLIENT
         digest = body_digest(encode_body(prompt)) if is_client else b""
         detail = detail[:MAX_DETAIL_CHARS]
-        ended = EndedPrompt(prompt.sequence, digest, end, step, tuple(rewards), detail)
+        ended_prompt = EndedPrompt(prompt.sequence, digest, end, step, tuple(rewards), detail)
         if is_client:
-            self.ended[prompt_id] = ended
+            self.ended[prompt_id] = ended_prompt
             if len(self.ended) > self._max_ended_ids:
                 forgotten, _ = self.ended.popitem(last=False)
         elif prompt.position is not None:
             statements = self._positions.end(prompt.source, prompt.position)
         if self._writer is not None:
-            self._write_end(prompt, ended, forgotten, statements)
+            self._write_end(prompt, ended_prompt, forgotten, statements)
         return prompt
 
     def _write_end(
         self,
         prompt: Prompt,
-        ended: EndedPrompt,
+        ended_prompt: EndedPrompt,
         forgotten: str | None,
         of_position: Sequence[Statement],
     ) -> None:
@@ -292,15 +294,24 @@ class PromptLedger:
             of_position: the statements that record the end of its row.
         """
         prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
-        statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (ended.end.value,))]
+        statements: list[Statement] = [
+            (_LEAVE, (prompt_id,)),
+            (_COUNT_END, (ended_prompt.end.value,)),
+        ]
         if is_client:  # first, as it copies the pending row
-            rewards = pack_rewards(ended.rewards)
-            outcome = (ended.end.value, ended.step, rewards, ended.detail, prompt_id)
+            rewards = pack_rewards(ended_prompt.rewards)
+            outcome = (
+                ended_prompt.end.value,
+                ended_prompt.step,
+                rewards,
+                ended_prompt.detail,
+                prompt_id,
+            )
             statements.insert(0, (_REMEMBER, outcome))
         if forgotten is not None:
             statements += [(_FORGET, (forgotten,)), (_FORGET_IMAGES, (forgotten,))]
         statements += of_position
-        if prompt.images and not (is_client and ended.end is PromptEnd.TRAINED):
+        if prompt.images and not (is_client and ended_prompt.end is PromptEnd.TRAINED):
             statements.append((_FORGET_IMAGES, (prompt_id,)))
         self._write(*statements)
 
@@ -319,7 +330,9 @@ class PromptLedger:
         for prompt in prompts:
             del self.ended[prompt.prompt_id]
             self._add(prompt)
-            self._write((_FORGET, (prompt.prompt_id,)), *_accepted(prompt, encode_body(prompt)))
+            self._write(
+                (_FORGET, (prompt.prompt_id,)), *_insert_prompt(prompt, encode_body(prompt))
+            )
 
     # ----------------------------------------------------------------------------------- data set
 
@@ -334,7 +347,7 @@ class PromptLedger:
             where the data set continues: after ended positions and positions pending here.
         """
         self._positions = SourcePositions(progress)
-        self._write(*self._positions.rewritten())
+        self._write(*self._positions.rewrite_statements())
         return self.progress(self.prompts.values())
 
     def forget_data(self) -> None:
@@ -354,9 +367,9 @@ class PromptLedger:
         Raises:
             NotFoundError: a prompt is not pending.
         """
-        missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self.prompts]
-        if missing:
-            raise NotFoundError(f"prompt '{missing[0]}' is not pending")
+        missing_ids = [prompt_id for prompt_id in prompt_ids if prompt_id not in self.prompts]
+        if missing_ids:
+            raise NotFoundError(f"prompt '{missing_ids[0]}' is not pending")
         self.open_lease = OpenLease(batch_id, version, tuple(prompt_ids))
         self.newest_leased_version = version
         packed = msgspec.msgpack.encode(self.open_lease.prompt_ids)
@@ -418,7 +431,7 @@ class PromptLedger:
         self.leases.revoke_all()
         self.trainer = instance_id
         self.newest_leased_version = self.open_lease.version if self.open_lease else None
-        self._rollbacks = {v: old for v, old in self._rollbacks.items() if v <= version}
+        self._rollbacks = {v: restored for v, restored in self._rollbacks.items() if v <= version}
         self._write(
             (_TRAINER, (instance_id,)), (_FORGET_ROLLBACKS, (version,)), (_FORGET_NEWEST_LEASE, ())
         )
@@ -475,7 +488,7 @@ def not_leased(batch_id: str) -> NotFoundError:
     )
 
 
-def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
+def _insert_prompt(prompt: Prompt, body: bytes) -> list[Statement]:
     images: list[Statement] = [
         (_KEEP_IMAGE, (prompt.prompt_id, place, image)) for place, image in enumerate(prompt.images)
     ]

@@ -258,8 +258,8 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
     closed = database.execute("SELECT version FROM newest_lease").fetchone()
     return LedgerContent(
         next_sequence,
-        _pending(database),
-        _ended(database),
+        _read_pending(database),
+        _read_ended(database),
         {PromptEnd(name): count for name, count in by_end},
         _progress(database),
         lease,
@@ -274,16 +274,16 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
 
 def _progress(database: sqlite3.Connection) -> DataProgress:
     rows = database.execute("SELECT source, position FROM ended_positions ORDER BY 1, 2")
-    above: dict[str, list[int]] = {}
+    ended_above: dict[str, list[int]] = {}
     for source, position in rows:
-        above.setdefault(source, []).append(position)
+        ended_above.setdefault(source, []).append(position)
     low_waters = dict(database.execute("SELECT source, low_water FROM source_progress").fetchall())
     by_source = {
-        source: DataProgress(low_waters.get(source, 0), tuple(above.get(source, ())))
-        for source in sorted({"", *above, *low_waters})
+        source: DataProgress(low_waters.get(source, 0), tuple(ended_above.get(source, ())))
+        for source in sorted({"", *ended_above, *low_waters})
     }
-    own = by_source.pop("")
-    return DataProgress(own.low_water, own.ended_above, by_source)
+    run_progress = by_source.pop("")
+    return DataProgress(run_progress.low_water, run_progress.ended_above, by_source)
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:
@@ -304,7 +304,7 @@ def pack_rewards(rewards: Sequence[float]) -> bytes:
     return array(_REWARD, rewards).tobytes()
 
 
-def _pending(database: sqlite3.Connection) -> tuple[Prompt, ...]:
+def _read_pending(database: sqlite3.Connection) -> tuple[Prompt, ...]:
     rows = database.execute(
         "SELECT prompt_id, sequence, position, body FROM pending ORDER BY sequence"
     ).fetchall()
@@ -321,7 +321,7 @@ def _images(database: sqlite3.Connection, prompt_id: str) -> tuple[bytes, ...]:
     return tuple(image for (image,) in rows)
 
 
-def _ended(database: sqlite3.Connection) -> dict[str, EndedPrompt]:
+def _read_ended(database: sqlite3.Connection) -> dict[str, EndedPrompt]:
     rows = database.execute(
         "SELECT prompt_id, sequence, body, prompt_end, step, rewards, detail FROM ended "
         "ORDER BY number"
@@ -332,14 +332,14 @@ def _ended(database: sqlite3.Connection) -> dict[str, EndedPrompt]:
             body_digest(body),
             PromptEnd(end),
             step,
-            tuple(_unpacked(rewards)),
+            tuple(_unpack_rewards(rewards)),
             detail,
         )
         for prompt_id, sequence, body, end, step, rewards, detail in rows
     }
 
 
-def _unpacked(packed: bytes) -> array[float]:
+def _unpack_rewards(packed: bytes) -> array[float]:
     rewards: array[float] = array(_REWARD)
     rewards.frombytes(packed)
     return rewards
@@ -368,11 +368,11 @@ class _Positions:
 
     def after(self, positions: Iterable[int]) -> DataProgress:
         low_water = self.low_water
-        ended = self.above | {position for position in positions if position >= low_water}
-        while low_water in ended:
-            ended.discard(low_water)
+        ended_positions = self.above | {position for position in positions if position >= low_water}
+        while low_water in ended_positions:
+            ended_positions.discard(low_water)
             low_water += 1
-        return DataProgress(low_water, tuple(sorted(ended)))
+        return DataProgress(low_water, tuple(sorted(ended_positions)))
 
 
 class SourcePositions:
@@ -380,31 +380,36 @@ class SourcePositions:
 
     def __init__(self, progress: DataProgress) -> None:
         self._by_source = {"": _Positions(progress)}
-        self._by_source |= {name: _Positions(one) for name, one in progress.sources.items()}
+        self._by_source |= {
+            name: _Positions(source_progress) for name, source_progress in progress.sources.items()
+        }
 
     def end(self, source: str, position: int) -> list[Statement]:
         """Note that a row ended; return the statements that record it."""
         positions = self._of(source)
-        before = positions.low_water
+        low_water_before = positions.low_water
         positions.end(position)
-        if positions.low_water != before:
+        if positions.low_water != low_water_before:
             return self._low_water(source, positions.low_water)
-        if position > before:
+        if position > low_water_before:
             return [(_END, (source, position))]
         return []
 
     def progress(self, also_ended: Iterable[Prompt] = ()) -> DataProgress:
         """Return the ended positions, including those of the prompts `also_ended`."""
-        also: dict[str, list[int]] = {}
+        also_positions: dict[str, list[int]] = {}
         for prompt in also_ended:
             if prompt.position is not None:
                 self._of(prompt.source)
-                also.setdefault(prompt.source, []).append(prompt.position)
-        by_source = {name: one.after(also.get(name, ())) for name, one in self._by_source.items()}
-        own = by_source.pop("")
-        return DataProgress(own.low_water, own.ended_above, by_source)
+                also_positions.setdefault(prompt.source, []).append(prompt.position)
+        by_source = {
+            name: positions.after(also_positions.get(name, ()))
+            for name, positions in self._by_source.items()
+        }
+        run_progress = by_source.pop("")
+        return DataProgress(run_progress.low_water, run_progress.ended_above, by_source)
 
-    def rewritten(self) -> Iterator[Statement]:
+    def rewrite_statements(self) -> Iterator[Statement]:
         """Yield the statements that replace all ended positions in the file."""
         yield from ((_FORGET, ()), (_FORGET_PROGRESS, ()))
         for source, positions in self._by_source.items():

@@ -79,7 +79,7 @@ class LedgerWriter:
             if len(self._queue) == 1:
                 self._changed.notify_all()
 
-    async def committed(self, change_number: int) -> None:
+    async def wait_until_committed(self, change_number: int) -> None:
         """Wait until the first `change_number` changes are on disk.
 
         Raises:
@@ -91,11 +91,11 @@ class LedgerWriter:
                 return
             if self._error is not None:
                 raise self._error
-            done: Future[None] = _running_future()
-            self._waiters.append((change_number, done))
+            waiter: Future[None] = _running_future()
+            self._waiters.append((change_number, waiter))
             self._changed.notify_all()
         async with deadline(COMMIT_TIMEOUT_S, peer=PEER, phase="committing changes"):
-            await asyncio.wrap_future(done)
+            await asyncio.wrap_future(waiter)
 
     async def failure(self) -> DataError:
         """Wait until the file cannot be written, or is closed; return the error."""
@@ -105,9 +105,9 @@ class LedgerWriter:
         """Run a query that sees all changes so far, in a thread between two commits.
 
         Raises:
-            DataError, DeadlineError: as for `committed`; or the file cannot be read.
+            DataError, DeadlineError: as for `wait_until_committed`; or the file cannot be read.
         """
-        await self.committed(self.noted)
+        await self.wait_until_committed(self.noted)
         return await asyncio.to_thread(self._query, query)
 
     def close(self) -> None:
@@ -171,18 +171,18 @@ class LedgerWriter:
     def _notify(self, num_changes: int) -> None:
         with self._changed:
             self._committed += num_changes
-            served = [done for number, done in self._waiters if number <= self._committed]
-            self._waiters = [each for each in self._waiters if each[0] > self._committed]
-        for done in served:
-            done.set_result(None)
+            served = [waiter for number, waiter in self._waiters if number <= self._committed]
+            self._waiters = [waiting for waiting in self._waiters if waiting[0] > self._committed]
+        for waiter in served:
+            waiter.set_result(None)
 
     def _fail(self, error: DataError) -> None:
         with self._changed:
             self._error = error
             waiters, self._waiters = self._waiters, []
             self._changed.notify_all()
-        for _, done in waiters:
-            done.set_exception(error)
+        for _, waiter in waiters:
+            waiter.set_exception(error)
         self._failure.set_result(error)
 
 

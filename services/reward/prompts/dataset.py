@@ -125,15 +125,15 @@ class PromptStream:
         first_window = offset // window_rows
         chunks = self._chunks(epoch, skip_rows=first_window * window_rows)
         position = epoch * self.rows_per_epoch + first_window * window_rows
-        first = epoch * self.rows_per_epoch + offset
+        first_position = epoch * self.rows_per_epoch + offset
         for window, rows in enumerate(_windows(chunks, window_rows), first_window):
-            for chunk, index in self._permuted(rows, epoch, window):
-                if position >= first and position not in self._skipped:
-                    row = self._checked(chunk.decode(index, self._files.columns))
+            for chunk, index in self._shuffled_rows(rows, epoch, window):
+                if position >= first_position and position not in self._skipped:
+                    row = self._check_row(chunk.decode(index, self._files.columns))
                     yield IssuedRow(position, row, images_of_row(row, chunk.path, self._images))
                 position += 1
 
-    def _checked(self, row: PromptRow) -> PromptRow:
+    def _check_row(self, row: PromptRow) -> PromptRow:
         try:
             if self._check_data_source is not None:
                 truth = row.ground_truth if row.truth_is_json else ""
@@ -142,7 +142,7 @@ class PromptStream:
             raise DataError(f"{row.place}: {error}") from error
         return row
 
-    def _permuted(
+    def _shuffled_rows(
         self, chunks: list[RowChunk], epoch: int, window: int
     ) -> Iterator[tuple[RowChunk, int]]:
         rows = [(chunk, index) for chunk in chunks for index in range(len(chunk))]
@@ -180,16 +180,16 @@ class PromptStream:
 def _windows(chunks: Iterator[RowChunk], num_rows: int) -> Iterator[list[RowChunk]]:
     """Cut the chunks into windows of `num_rows` rows; the last may have fewer."""
     window: list[RowChunk] = []
-    missing = num_rows
+    num_missing = num_rows
     for chunk in chunks:
         start = 0
         while start < len(chunk):
-            piece = chunk.slice(start, min(start + missing, len(chunk)))
+            piece = chunk.slice(start, min(start + num_missing, len(chunk)))
             window.append(piece)
-            start, missing = start + len(piece), missing - len(piece)
-            if not missing:
+            start, num_missing = start + len(piece), num_missing - len(piece)
+            if not num_missing:
                 yield window
-                window, missing = [], num_rows
+                window, num_missing = [], num_rows
     if window:
         yield window
 

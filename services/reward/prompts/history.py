@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from services.reward.sqlite_file import SqliteFile
-from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, update_history
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
 FORMAT = 1
@@ -89,16 +89,16 @@ class PromptMemoryStore:
         try:
             with self._lock, self._database:
                 self._database.execute("BEGIN IMMEDIATE")
-                for key, seen in attempts:
-                    self._write(bytes.fromhex(key), seen)
+                for key, attempt in attempts:
+                    self._write(bytes.fromhex(key), attempt)
         except sqlite3.Error as error:
             raise self._file.unusable(error) from error
 
-    def _write(self, key: bytes, seen: RememberedAttempt) -> None:
+    def _write(self, key: bytes, attempt: RememberedAttempt) -> None:
         row = self._database.execute(_READ, (key,)).fetchone()
-        after = remembered(None if row is None else PromptHistory(*row), seen)
-        counts = (after.num_right, after.num_wrong, after.mean_tokens)
-        self._database.execute(_WRITE, (key, *counts, after.version, after.num_attempts))
+        history = update_history(None if row is None else PromptHistory(*row), attempt)
+        counts = (history.num_right, history.num_wrong, history.mean_tokens)
+        self._database.execute(_WRITE, (key, *counts, history.version, history.num_attempts))
 
     def lengths(self, count: int) -> list[tuple[str, float]]:
         """Return key and mean response length of the latest prompts, the newest at the end.

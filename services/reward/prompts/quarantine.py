@@ -65,20 +65,20 @@ class Quarantine:
         self, ledger: PromptLedger, max_strikes: int | None, path: Path | None = None
     ) -> None:
         self._ledger, self._max_strikes, self._path = ledger, max_strikes, path
-        self._found = dict(read_quarantine(path)) if path is not None else {}
+        self._entries = dict(read_quarantine(path)) if path is not None else {}
         self._release_others()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._entries)
 
     def reason(self, prompt: Prompt) -> str | None:
         """Return why a prompt must not start; ``None`` if it may."""
-        if not self._found or self._max_strikes is None:
+        if not self._entries or self._max_strikes is None:
             return None
-        entry = self._found.get(prompt_key(prompt))
+        entry = self._entries.get(prompt_key(prompt))
         return None if entry is None else self._description(entry)
 
-    def struck(self, prompt: Prompt, failed: Failed) -> str | None:
+    def add_strike(self, prompt: Prompt, failed: Failed) -> str | None:
         """Note a strike. Return the reason if it quarantines the prompt."""
         if self._max_strikes is None:
             return None
@@ -94,30 +94,30 @@ class Quarantine:
             strikes=strikes,
             why=f"{failed.kind}: {failed.detail}"[:MAX_DETAIL_CHARS],
         )
-        self._found[key] = entry
+        self._entries[key] = entry
         self._append(entry)
         logger.warning("prompt %s is %s", prompt.prompt_id, self._description(entry))
         return self._description(entry)
 
-    def cleared(self, prompt: Prompt) -> None:
+    def clear_strikes(self, prompt: Prompt) -> None:
         """Clear the strikes of a prompt whose attempt ended without one."""
         if self._ledger.all_strikes:
             key = prompt_key(prompt)
-            if key in self._ledger.all_strikes and key not in self._found:
+            if key in self._ledger.all_strikes and key not in self._entries:
                 self._ledger.note_strikes(key, 0)
 
     def _description(self, entry: QuarantinedPrompt) -> str:
-        where = self._path or "the memory of this service"
+        place = self._path or "the memory of this service"
         return (
             f"quarantined: {entry.strikes} attempts in a row failed, the last: {entry.why}; to "
             f"release it, repair the prompt or its scorer, delete its line ({entry.key}) from "
-            f"{where} and restart the reward service"
+            f"{place} and restart the reward service"
         )
 
     def _release_others(self) -> None:
         """Clear the strikes of prompts that were deleted from the file."""
         for key, strikes in dict(self._ledger.all_strikes).items():
-            if is_quarantined(strikes, self._max_strikes) and key not in self._found:
+            if is_quarantined(strikes, self._max_strikes) and key not in self._entries:
                 logger.info("prompt %s is released from quarantine", key)
                 self._ledger.note_strikes(key, 0)
 

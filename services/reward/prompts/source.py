@@ -98,7 +98,7 @@ class PromptSource:
 
     def forget_data(self) -> None:
         """Drop the waiting data-set prompts, which `GroupTable` has forgotten."""
-        self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
+        self._waiting = [entry for entry in self._waiting if entry[1].origin is PromptOrigin.CLIENT]
         heapify(self._waiting)
         self._in_line.clear()
         self._order.clear()

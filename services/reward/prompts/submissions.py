@@ -38,8 +38,8 @@ class Receipt:
     @classmethod
     def refusal(cls, prompt_id: str, error: SluiceError) -> Receipt:
         """Return the receipt of a prompt refused by `error`; it may be retried if exhausted."""
-        shown = prompt_id[:MAX_ID_BYTES]
-        return cls(shown, None, str(error), isinstance(error, ExhaustedError))
+        short_id = prompt_id[:MAX_ID_BYTES]
+        return cls(short_id, None, str(error), isinstance(error, ExhaustedError))
 
 
 class SubmissionSession:
@@ -61,7 +61,7 @@ class SubmissionSession:
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Queue an event; it is sent once the ledger's changes so far are durable."""
-        self._events.put_nowait((self._ledger.noted(), event))
+        self._events.put_nowait((self._ledger.last_change(), event))
         if self._events.qsize() >= MAX_UNSENT:
             self._may_receive.clear()
 
@@ -130,29 +130,35 @@ class Submissions:
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
 
-    def submit(self, sent: Prompt, session: SubmissionSession) -> None:
+    def submit(self, sent_prompt: Prompt, session: SubmissionSession) -> None:
         """Accept or refuse a prompt, or recognise a repeated one, and put the receipt into the
         session.
 
         Args:
-            sent: the prompt as the client sent it; gets its sequence here if accepted.
+            sent_prompt: the prompt as the client sent it; gets its sequence here if accepted.
             session: the session of the call.
         """
-        if (ended := self._known_end(sent)) is not None:
-            session.put(Receipt(sent.prompt_id, ended.sequence))
+        if (ended_prompt := self._known_end(sent_prompt)) is not None:
+            session.put(Receipt(sent_prompt.prompt_id, ended_prompt.sequence))
             session.put(
-                PromptOutcome(sent.prompt_id, ended.end, ended.step, ended.rewards, ended.detail)
+                PromptOutcome(
+                    sent_prompt.prompt_id,
+                    ended_prompt.end,
+                    ended_prompt.step,
+                    ended_prompt.rewards,
+                    ended_prompt.detail,
+                )
             )
             return
         try:
-            prompt = self._known_pending(sent, session)
+            prompt = self._known_pending(sent_prompt, session)
             if prompt is None:
-                prompt = self._accepted(sent, session)
+                prompt = self._accept_new(sent_prompt, session)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
-            session.put(Receipt.refusal(sent.prompt_id, error))
+            session.put(Receipt.refusal(sent_prompt.prompt_id, error))
             return
-        if (before := self._sessions.get(prompt.prompt_id)) is not None:
-            before.lose()
+        if (previous_session := self._sessions.get(prompt.prompt_id)) is not None:
+            previous_session.lose()
         self._sessions[prompt.prompt_id] = session
         session.num_open += 1
         session.put(Receipt(prompt.prompt_id, prompt.sequence))
@@ -191,34 +197,34 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, sent: Prompt, session: SubmissionSession) -> Prompt:
+    def _accept_new(self, sent_prompt: Prompt, session: SubmissionSession) -> Prompt:
         """Accept a new prompt.
 
         Raises:
             InvalidRequestError, DataError: it can never be accepted; checked first.
             ExhaustedError: the client should wait and send the prompt again.
         """
-        _check_fields(sent)
+        _check_fields(sent_prompt)
         if self._check_data_source is not None:
-            self._check_data_source(sent.data_source)
+            self._check_data_source(sent_prompt.data_source)
         max_bytes = self._limits.max_client_images_mb << 20
         limit = f"sluice.limits.max_client_images_mb allows {max_bytes >> 20} MiB"
-        size, held = sum(map(len, sent.images)), self._ledger.client_image_bytes
+        size, held_bytes = sum(map(len, sent_prompt.images)), self._ledger.client_image_bytes
         if size > max_bytes:
             raise InvalidRequestError(f"images: {size} bytes; {limit}; send fewer or smaller ones")
-        self._ledger.check_unused(sent.prompt_id)
+        self._ledger.check_unused(sent_prompt.prompt_id)
         self._check_quotas(session)
         if self._ledger.num_clients_pending >= self._max_pending:
             raise ExhaustedError(
                 f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
-        if size and held + size > max_bytes:
+        if size and held_bytes + size > max_bytes:
             raise ExhaustedError(
-                f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
+                f"images: {size} bytes, and unfinished prompts hold {held_bytes} bytes of images; "
                 f"{limit}; wait for outcomes"
             )
-        prompt = replace(sent, sequence=self._ledger.next_sequence())
+        prompt = replace(sent_prompt, sequence=self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
 
@@ -240,36 +246,36 @@ class Submissions:
                 "sluice.limits.max_client_prompts allows; wait for outcomes"
             )
 
-    def _known_pending(self, sent: Prompt, session: SubmissionSession) -> Prompt | None:
-        """Return the pending prompt that `sent` repeats from another call, if any."""
-        prompt = self._ledger.prompts.get(sent.prompt_id)
+    def _known_pending(self, sent_prompt: Prompt, session: SubmissionSession) -> Prompt | None:
+        """Return the pending prompt that `sent_prompt` repeats from another call, if any."""
+        prompt = self._ledger.prompts.get(sent_prompt.prompt_id)
         # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
-        return prompt if replace(sent, sequence=prompt.sequence) == prompt else None
+        return prompt if replace(sent_prompt, sequence=prompt.sequence) == prompt else None
 
-    def _known_end(self, sent: Prompt) -> EndedPrompt | None:
-        """Return the end of an ended prompt that `sent` repeats."""
-        ended = self._ledger.ended.get(sent.prompt_id)
-        if ended is None:
+    def _known_end(self, sent_prompt: Prompt) -> EndedPrompt | None:
+        """Return the end of an ended prompt that `sent_prompt` repeats."""
+        ended_prompt = self._ledger.ended.get(sent_prompt.prompt_id)
+        if ended_prompt is None:
             return None
         try:
-            digest = body_digest(encode_body(sent))
+            digest = body_digest(encode_body(sent_prompt))
         except InvalidRequestError:
             return None
-        return ended if digest == ended.digest else None
+        return ended_prompt if digest == ended_prompt.digest else None
 
 
-def _check_fields(sent: Prompt) -> None:
-    size = len(sent.prompt_id.encode())
+def _check_fields(prompt: Prompt) -> None:
+    size = len(prompt.prompt_id.encode())
     if not 1 <= size <= MAX_ID_BYTES:
         raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
     for prefix in (DATASET_ID_PREFIX, VALIDATION_ID_PREFIX):
-        if sent.prompt_id.startswith(prefix):
+        if prompt.prompt_id.startswith(prefix):
             raise InvalidRequestError(
-                f"prompt_id '{sent.prompt_id}': '{prefix}…' names data-set rows; choose another"
+                f"prompt_id '{prompt.prompt_id}': '{prefix}…' names data-set rows; choose another"
             )
-    if not sent.messages or not all(turn.role for turn in sent.messages):
+    if not prompt.messages or not all(turn.role for turn in prompt.messages):
         raise InvalidRequestError("messages: send at least one turn, each with a role")
-    if not sent.data_source:
+    if not prompt.data_source:
         raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")

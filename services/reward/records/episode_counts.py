@@ -78,7 +78,7 @@ class _Means:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def taken(self) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """Return the means."""
         return {name: total / self.num for name, total in self.sums.items()}
 
@@ -96,7 +96,7 @@ class EpisodeStatistics:
         environments: EnvironmentNames = EnvironmentNames(),
     ) -> None:
         self._tool_names, self._names = tool_names, environments
-        self._known: set[str] = set()  # the first names, each counted separately
+        self._counted_names: set[str] = set()  # the first names, each counted separately
         self._means: dict[str, _Means] = {}  # by the prefix of their names
         self._counts = Counter[str]()
 
@@ -105,34 +105,34 @@ class EpisodeStatistics:
         group, graded, ending = event.group, event.graded, event.group.ending
         if event.kind is EventKind.GRADED and graded is not None:
             samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
-            self.graded(group.prompt, samples)
+            self.count_graded(group.prompt, samples)
         elif event.kind is EventKind.ENDED and ending is not None and ending.failed is not None:
-            self.not_generated(group.prompt, ending.failed.kind, group.num_ungraded)
+            self.count_ungenerated(group.prompt, ending.failed.kind, group.num_ungraded)
 
-    def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
+    def count_graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
         """Count graded samples of a prompt, except samples without an environment."""
         for rollout, outcome in samples:
             has_played = rollout.end is not None or len(rollout.turns) > 1
-            own = self._own(prompt, is_real=has_played)
-            if own is None:
+            prefix = self._prefix(prompt, is_real=has_played)
+            if prefix is None:
                 return
             if isinstance(outcome, Failed):
-                self._failed(own, outcome.kind, 1)
+                self._count_failed(prefix, outcome.kind, 1)
             if has_played:
-                self._add(rollout, own)
+                self._count_episode(rollout, prefix)
 
-    def not_generated(self, prompt: Prompt, kind: FailureKind, num_samples: int) -> None:
+    def count_ungenerated(self, prompt: Prompt, kind: FailureKind, num_samples: int) -> None:
         """Count the samples of a group that could not be generated."""
-        own = self._own(prompt, is_real=False)
-        if own is not None:
-            self._failed(own, kind, num_samples)
+        prefix = self._prefix(prompt, is_real=False)
+        if prefix is not None:
+            self._count_failed(prefix, kind, num_samples)
 
-    def _failed(self, own: str, kind: FailureKind, num_samples: int) -> None:
-        self._counts[f"{own}/failed/{kind}"] += num_samples
+    def _count_failed(self, prefix: str, kind: FailureKind, num_samples: int) -> None:
+        self._counts[f"{prefix}/failed/{kind}"] += num_samples
         if kind in _OF_EPISODES:
             self._counts["train/episode_ends/failed"] += num_samples
 
-    def _own(self, prompt: Prompt, *, is_real: bool) -> str | None:
+    def _prefix(self, prompt: Prompt, *, is_real: bool) -> str | None:
         """Return the prefix of an environment's metric names; ``None`` if the row has no
         environment.
 
@@ -142,15 +142,15 @@ class EpisodeStatistics:
         name = self._names.of(prompt)
         if name is None:
             return None
-        if name != self._names.only and name not in self._known:
+        if name != self._names.only and name not in self._counted_names:
             is_real = is_real or prompt.origin is PromptOrigin.DATASET
-            if is_real and len(self._known) < MAX_ENVIRONMENTS - 1:
-                self._known.add(name)
+            if is_real and len(self._counted_names) < MAX_ENVIRONMENTS - 1:
+                self._counted_names.add(name)
             else:
                 name = OTHER
         return f"train/environments/{name}"
 
-    def _add(self, rollout: Rollout, own: str) -> None:
+    def _count_episode(self, rollout: Rollout, prefix: str) -> None:
         turns, seconds = len(rollout.turns), seconds_of(rollout)
         of_all = {
             "train/episode_turns_mean": turns,
@@ -158,15 +158,17 @@ class EpisodeStatistics:
             "train/episode_context_tokens_mean": rollout.num_context_tokens,
             **{f"train/episode_seconds/{part}": s for part, s in seconds.items()},
         }
-        of_own = {f"{own}/turns_mean": float(turns)}
-        of_own |= {f"{own}/seconds/{part}": s for part, s in seconds.items()}
-        for beginning, values in (("train", of_all), (own, of_own)):
+        of_environment = {f"{prefix}/turns_mean": float(turns)}
+        of_environment |= {f"{prefix}/seconds/{part}": s for part, s in seconds.items()}
+        for beginning, values in (("train", of_all), (prefix, of_environment)):
             self._means.setdefault(beginning, _Means()).add(values)
         if rollout.end is not None:
             self._counts[f"train/episode_ends/{rollout.end}"] += 1
-            self._counts[f"{own}/ends/{rollout.end}"] += 1
+            self._counts[f"{prefix}/ends/{rollout.end}"] += 1
         for turn in rollout.turns:
-            self._counts[f"{own}/tool_errors"] += sum(one.is_error for one in turn.observed)
+            self._counts[f"{prefix}/tool_errors"] += sum(
+                message.is_error for message in turn.observed
+            )
             if turn.answer is not None:
                 self._counts["train/unreadable_calls"] += bool(turn.answer.tool_error)
             for call in calls_of(turn):
@@ -182,10 +184,12 @@ class EpisodeStatistics:
         if not counts.total():
             return {}
         ends = [f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed")]
-        ends += [f"{own}/ends/{end}" for own in means if own != "train" for end in EpisodeEnd]
+        ends += [
+            f"{prefix}/ends/{end}" for prefix in means if prefix != "train" for end in EpisodeEnd
+        ]
         calls = ("train/unreadable_calls", "train/unknown_tool_calls")
         statistics = dict.fromkeys((*ends, *calls), 0.0)
         statistics |= {name: float(count) for name, count in counts.items()}
-        for each in means.values():
-            statistics |= each.taken()
+        for mean in means.values():
+            statistics |= mean.means()
         return statistics

@@ -69,39 +69,43 @@ class FailureLog:
             for outcome in (*event.graded.outcomes, *greedy):
                 if isinstance(outcome, Failed):
                     replicas = event.group.progress.replica_names
-                    self.failed(outcome, f"prompt {event.group.prompt_id} (replica {replicas})")
+                    self.note_failure(
+                        outcome, f"prompt {event.group.prompt_id} (replica {replicas})"
+                    )
         elif event.kind is EventKind.ENDED and event.group.ending is not None:
-            self._ended(event.group, event.group.ending)
+            self._count_end(event.group, event.group.ending)
 
-    def _ended(self, group: Group, ending: GroupEnding) -> None:
+    def _count_end(self, group: Group, ending: GroupEnding) -> None:
         if ending.cause is EndCause.OVERLONG:
-            where = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
-            self.note(ending.detail, "prompts left out", where)
+            place = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
+            self.note(ending.detail, "prompts left out", place)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
-            if not any(isinstance(one, Failed) for one in outcomes):  # otherwise noted when graded
+            if not any(
+                isinstance(outcome, Failed) for outcome in outcomes
+            ):  # otherwise noted when graded
                 replicas = group.progress.replica_names
-                where = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
-                self.note(ending.detail, "groups dropped", where)
+                place = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
+                self.note(ending.detail, "groups dropped", place)
 
-    def failed(self, failed: Failed, where: str) -> None:
+    def note_failure(self, failed: Failed, place: str) -> None:
         """Log a sample without a score."""
-        self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
+        self.note(f"{failed.kind}: {failed.detail}", "samples", place, failed.frames)
 
-    def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
+    def note(self, detail: str, unit: str, place: str, frames: tuple[str, ...] = ()) -> None:
         """Count a failure; log it if it is the first of its reason or a count is due."""
-        reason, now = reason_of(detail), self._clock()
+        reason, now_s = reason_of(detail), self._clock()
         if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"
         counted = self._reasons.get(reason)
         if counted is None:
-            self._reasons[reason] = _Counted(1, now)
-            shown = "".join(f"; at {frame}" for frame in frames)
-            logger.warning("%s: %s%s", where, detail, shown)
+            self._reasons[reason] = _Counted(1, now_s)
+            frames_text = "".join(f"; at {frame}" for frame in frames)
+            logger.warning("%s: %s%s", place, detail, frames_text)
         else:
             counted.number += 1
-            if now - counted.logged_s >= COUNT_EVERY_S:
-                counted.logged_s = now
+            if now_s - counted.logged_s >= COUNT_EVERY_S:
+                counted.logged_s = now_s
                 logger.warning("%s: %d %s so far", detail, counted.number, unit)
 
 
@@ -151,25 +155,27 @@ class YieldGuard:
             return
         ending = event.group.ending
         if event.kind is EventKind.ENDED and ending is not None:
-            self._ended(event.group, ending)
+            self._count_end(event.group, ending)
         elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
             self.num_unsampled = 0
         if event.kind is EventKind.KEPT:
-            self.ended(None, "")
+            self.note_end(None, "")
 
-    def _ended(self, group: Group, ending: GroupEnding) -> None:
+    def _count_end(self, group: Group, ending: GroupEnding) -> None:
         if ending.cause in _UNSAMPLED:
             self.num_unsampled += 1
         elif ending.end is not PromptEnd.SKIPPED:
             self.num_unsampled = 0
         match ending.cause:
             case EndCause.OVERLONG:
-                self.left_out(ending.detail)
+                self.note_left_out(ending.detail)
             case EndCause.QUARANTINE:
                 self._num_quarantined += 1
             case EndCause.RESULT if ending.end in _YIELD_ENDS:
                 outcomes = group.graded.outcomes if group.graded else ()
-                failed = next((one for one in outcomes if isinstance(one, Failed)), None)
+                failed = next(
+                    (outcome for outcome in outcomes if isinstance(outcome, Failed)), None
+                )
                 self._frames = self._frames or (failed.frames if failed else ())
                 # A replica that was lost says nothing about the groups to come.
                 may_pass = failed is None and not group.progress.engine_answered
@@ -178,9 +184,9 @@ class YieldGuard:
                 # end the run for everyone.
                 is_first = group.prompt.origin is PromptOrigin.DATASET
                 counts = is_first and not group.version and not is_lost
-                self.ended(ending.end, ending.detail, counts_alike=counts)
+                self.note_end(ending.end, ending.detail, counts_alike=counts)
 
-    def ended(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
+    def note_end(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
         """Note how a group ended.
 
         Args:
@@ -199,7 +205,7 @@ class YieldGuard:
             else:
                 self._num_alike = None
 
-    def left_out(self, detail: str) -> None:
+    def note_left_out(self, detail: str) -> None:
         """Note a prompt that was left out because it exceeds data.max_prompt_length."""
         self._num_left_out += 1
         self._last_left_out = detail
@@ -225,7 +231,7 @@ class YieldGuard:
                 remedy += f", or leave the source '{self._source}' out"
             raise self._floor.error(num_kept, self._summary(), remedy)
 
-    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
+    def exhausted_error(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """Return the error for a data set that ended before the batch was full."""
         if self._num_left_out and not self._ends:
             remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"

@@ -152,22 +152,25 @@ class GroupLog:
         if ending.cause is EndCause.OVERLONG:
             return
         if self._lines is not None:
-            with self._forgiving("line", group):
+            with self._log_errors("line", group):
                 self._lines.put(self._line(group, group.version, ending))
         if self._samples is not None:
-            with self._forgiving("samples", group):
-                self._samples.put(self._sampled(group, group.version, ending))
+            with self._log_errors("samples", group):
+                self._samples.put(self._sampled_group(group, group.version, ending))
 
     @contextmanager
-    def _forgiving(self, part: str, group: Group) -> Iterator[None]:
+    def _log_errors(self, part: str, group: Group) -> Iterator[None]:
         """Turn an error of the block into a warning; only the first of a kind has a traceback."""
         try:
             yield
         except Exception:
-            shown, self._parts_failed = part not in self._parts_failed, self._parts_failed | {part}
-            logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=shown)
+            is_first, self._parts_failed = (
+                part not in self._parts_failed,
+                self._parts_failed | {part},
+            )
+            logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=is_first)
 
-    def _sampled(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
+    def _sampled_group(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
         """Return the group's texts without tokens, logprobs and images, which need much memory."""
         sampled = sampled_group(
             group.prompt,
@@ -192,13 +195,13 @@ class GroupLog:
         environment = self._names.of(group.prompt)
         scored = graded.scored if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
-        whole = self._samples_of_source.get(group.prompt.source, self._samples_per_group)
-        is_staged = group.admitted_as.first_samples < whole
+        num_samples = self._samples_of_source.get(group.prompt.source, self._samples_per_group)
+        is_staged = group.admitted_as.first_samples < num_samples
         return GroupLine(
             prompt_id=group.prompt_id,
             key=group.attempt.key,
             end=ending.end.value,
-            right=sum(is_right(one) is True for one in scored),
+            right=sum(is_right(scored_sample) is True for scored_sample in scored),
             scored=len(scored),
             tokens=[rollout.num_tokens for rollout in graded.group.rollouts] if graded else [],
             version=version,
@@ -286,7 +289,7 @@ class SampleDumps:
         self._training, self._validation = training, validation
         self._broken: set[Path] = set()
 
-    async def trained(self, groups: Sequence[GradedGroup], step: int) -> None:
+    async def write_trained(self, groups: Sequence[GradedGroup], step: int) -> None:
         """Write the batch of `step`, even if the caller is cancelled meanwhile."""
         if self._training is not None and groups:
             samples = [
@@ -296,15 +299,15 @@ class SampleDumps:
             ]
             await asyncio.shield(self._write(self._training, samples, step))
 
-    def of_validation(
+    def validation_rows(
         self, group: RolloutGroup, outcomes: Sequence[Outcome]
     ) -> tuple[DumpedSample, ...]:
-        """Return the rows of a group for `validated`; empty if validations are not written."""
+        """Return a group's rows for `write_validated`; empty if validations are not written."""
         if self._validation is None:
             return ()
         return tuple(_samples(group.prompt, group.rollouts, outcomes))
 
-    async def validated(self, samples: list[DumpedSample], step: int) -> None:
+    async def write_validated(self, samples: list[DumpedSample], step: int) -> None:
         """Write a validation of the version after `step`, replacing an earlier one."""
         if self._validation is not None:
             await self._write(self._validation, samples, step)

@@ -124,10 +124,10 @@ def batch_content_metrics(
         for rollout in group.rollouts:
             num_trained_tokens += rollout.num_tokens
             if versions := rollout.versions:
-                first, last = min(versions), max(versions)
-                spans.append(last - first + 1)
-                newest.append(version - last)
-                staleness.append(version - first)
+                oldest_version, newest_version = min(versions), max(versions)
+                spans.append(newest_version - oldest_version + 1)
+                newest.append(version - newest_version)
+                staleness.append(version - oldest_version)
     mean, largest = sum(staleness) / max(len(staleness), 1), float(max(staleness, default=0))
     return {
         "train/trained_tokens": float(num_trained_tokens),
@@ -189,9 +189,9 @@ def uses_of_group(
             tokens not thrown away.
     """
     if graded is None:
-        lost, replaced = progress.num_thrown_away, progress.num_replaced
-        uses = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
-        uses[use] += progress.num_received - lost - replaced
+        num_lost, num_replaced = progress.num_thrown_away, progress.num_replaced
+        uses = Counter({TokenUse.FAILED: num_replaced, TokenUse.ABORTED: num_lost})
+        uses[use] += progress.num_received - num_lost - num_replaced
         return uses
     uses = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
     for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
@@ -234,19 +234,22 @@ _COUNTERS = (
 )
 
 
-def _of_batch(groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+def _source_means(groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
     """Return means over the samples of one source in a batch for `version`."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [scored.reward for group in groups for scored in group.scores]
     if not rollouts:
         return {}
-    oldest = [one.oldest_version for one in rollouts if one.oldest_version is not None]
+    oldest_versions = [
+        rollout.oldest_version for rollout in rollouts if rollout.oldest_version is not None
+    ]
     num_tokens = sum(rollout.num_tokens for rollout in rollouts)
     return {
         "trained_tokens": float(num_tokens),
         "response_length_mean": num_tokens / len(rollouts),
         "reward_mean": sum(rewards) / len(rewards),
-        "staleness_mean": sum(version - each for each in oldest) / max(len(oldest), 1),
+        "staleness_mean": sum(version - oldest_version for oldest_version in oldest_versions)
+        / max(len(oldest_versions), 1),
     }
 
 
@@ -292,7 +295,7 @@ class GroupStatistics:
                 self._totals["reward/greedy_tokens"] += event.num_greedy_tokens
             case EventKind.GRADED:
                 assert event.graded is not None
-                self._graded(event.graded)
+                self._count_graded(event.graded)
             case EventKind.CONTINUED:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
@@ -300,12 +303,12 @@ class GroupStatistics:
                 self._count_of_source(event.group, "groups_kept")
             case EventKind.REQUEUED:
                 assert event.why is not None
-                self._requeued(event.group, event.why)
+                self._count_requeued(event.group, event.why)
             case EventKind.ENDED:
                 assert event.group.ending is not None
-                self._ended(event.group, event.group.ending, event.before)
+                self._count_ended(event.group, event.group.ending, event.before)
 
-    def _graded(self, graded: GradedGroup) -> None:
+    def _count_graded(self, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         counts = outcome_counts(outcomes)
         self._totals["reward/samples_graded"] += len(outcomes)
@@ -313,14 +316,14 @@ class GroupStatistics:
         for name, count in counts.items():
             self._totals[f"reward/outcomes/{name}"] += count
 
-    def _requeued(self, group: Group, why: CancelReason) -> None:
+    def _count_requeued(self, group: Group, why: CancelReason) -> None:
         """Count an attempt that was given up.
 
         Log only unexpected requeues of single groups: a change of the trainer and the end of the
         service requeue all groups, and every full batch may preempt some.
         """
         use, progress = _USE_BY_REASON[why], group.progress
-        self._assign(use, group, None)
+        self._count_uses(use, group, None)
         self._totals[f"reward/discarded_tokens/{use}"] += progress.num_received
         self._totals["reward/groups_restarted"] += 1
         if use is TokenUse.STALE:
@@ -333,7 +336,7 @@ class GroupStatistics:
                 progress.num_received,
             )
 
-    def _ended(self, group: Group, ending: GroupEnding, before: GroupState) -> None:
+    def _count_ended(self, group: Group, ending: GroupEnding, state_before: GroupState) -> None:
         totals, graded = self._totals, group.graded
         self._num_ended += 1
         if ending.failed is not None:
@@ -343,7 +346,7 @@ class GroupStatistics:
             return
         if ending.cause is EndCause.OVERLONG:
             totals["reward/prompts_overlong"] += 1
-            self._assign(TokenUse.FAILED, group, None)
+            self._count_uses(TokenUse.FAILED, group, None)
             return
         self._ends[ending.end] += 1
         if ending.end in _COUNTED_BY_SOURCE:
@@ -352,7 +355,7 @@ class GroupStatistics:
             totals["reward/prompts_skipped"] += 1
             return
         use = USE_BY_END[ending.end]
-        self._assign(use, group, graded)
+        self._count_uses(use, group, graded)
         if use in _DISCARDED:
             totals[f"reward/discarded_tokens/{use}"] += group.progress.num_received
         if use in _DISCARDED and use is not TokenUse.FAILED:  # `FailureLog` counts failures
@@ -366,10 +369,10 @@ class GroupStatistics:
         if ending.end is PromptEnd.DROPPED_STALE:
             num_samples = len(graded.outcomes) if graded else group.progress.num_requested
             totals[f"reward/outcomes/{STALE}"] += num_samples
-        if before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
+        if state_before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
             totals["reward/surplus_discarded"] += 1
 
-    def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
+    def _count_uses(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
         uses = uses_of_group(use, group.progress, graded)
         for token_use, num_tokens in uses.items():
             self._totals[f"reward/tokens/{token_use}"] += num_tokens
@@ -380,18 +383,18 @@ class GroupStatistics:
         if source := group.prompt.source:
             self._totals[f"reward/{source_metric(source, name)}"] += number
 
-    def acknowledged(self, num_groups: int) -> None:
+    def note_acknowledged(self, num_groups: int) -> None:
         """Note that the trainer has trained a batch of `num_groups`."""
         self._totals["reward/batches_acknowledged"] += 1
         self._totals["reward/groups_acknowledged"] += num_groups
 
-    def validated(self, num_tokens: int) -> None:
+    def note_validated(self, num_tokens: int) -> None:
         """Note the tokens generated for a group of a validation."""
         self._totals[f"reward/tokens/{TokenUse.VALIDATION}"] += num_tokens
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
-        now, scorer_seconds, totals = time.monotonic(), self.scorers.busy_seconds, self.totals()
+        now_s, scorer_seconds, totals = time.monotonic(), self.scorers.busy_seconds, self.totals()
         ends = self._ends
         growth = {
             name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()
@@ -399,14 +402,14 @@ class GroupStatistics:
         num_filtered = sum(ends[end] for end in _FILTERED)
         num_ended = growth["train/groups_kept"] + num_filtered + ends[PromptEnd.DROPPED_FAILED]
         num_generated = growth["train/generated_tokens"]
-        batch_fill_s = now - self._started_s
+        batch_fill_s = now_s - self._started_s
         statistics = {
             **growth,
             **{f"train/{name}": float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **(self._episodes.take() if self._episodes else {}),
-            **(self._of_sources(groups, version, totals) if self._sources else {}),
+            **(self._source_metrics(groups, version, totals) if self._sources else {}),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
@@ -414,10 +417,10 @@ class GroupStatistics:
         if self.on_batch is not None:
             self.on_batch(groups, version, batch_fill_s)
         self._ends, self._before = Counter(), totals
-        self._started_s, self._scorer_seconds_before = now, scorer_seconds
+        self._started_s, self._scorer_seconds_before = now_s, scorer_seconds
         return statistics
 
-    def _of_sources(
+    def _source_metrics(
         self, groups: Sequence[TrainGroup], version: int, totals: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the metrics of each of several sources: of its part of a batch for `version`, and
@@ -428,11 +431,11 @@ class GroupStatistics:
             if counter.startswith(_OF_SOURCES)
         }
         for source in self._sources:
-            own = [group for group in groups if group.source == source]
+            source_groups = [group for group in groups if group.source == source]
             values = {
-                **_of_batch(own, version),
-                "groups": float(len(own)),
-                "share": len(own) / max(len(groups), 1),
+                **_source_means(source_groups, version),
+                "groups": float(len(source_groups)),
+                "share": len(source_groups) / max(len(groups), 1),
             }
             statistics |= {source_metric(source, name): value for name, value in values.items()}
         return statistics

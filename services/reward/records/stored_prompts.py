@@ -48,10 +48,10 @@ class PromptStore:
 
     def __init__(self, benchmarks: Sequence[BenchmarkFile]) -> None:
         self._benchmarks = benchmarks
-        self._starts = [one.start for one in benchmarks]
+        self._starts = [benchmark.start for benchmark in benchmarks]
         self._one_at_a_time = asyncio.Lock()
 
-    def finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
+    def load_finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
         """Return the finished prompts by position in the validation set; drop all others.
 
         Delete lines that a kill cut short, or that have a failed sample or another number of
@@ -61,13 +61,13 @@ class PromptStore:
             DataError: a line is damaged, or a file cannot be read or written.
         """
         prompts: dict[int, ValidationPrompt] = {}
-        for one in self._benchmarks:
+        for benchmark in self._benchmarks:
             try:
-                one.responses.parent.mkdir(parents=True, exist_ok=True)
-                if one.responses.exists():
-                    prompts.update(_kept(one, num_samples))
+                benchmark.responses.parent.mkdir(parents=True, exist_ok=True)
+                if benchmark.responses.exists():
+                    prompts.update(_load_finished(benchmark, num_samples))
             except OSError as error:
-                raise _unusable(one.responses, error) from error
+                raise _unusable(benchmark.responses, error) from error
         return prompts
 
     async def add(
@@ -111,16 +111,18 @@ def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> Promp
     )
 
 
-def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, ValidationPrompt]:
+def _load_finished(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, ValidationPrompt]:
     file, prompts, num_bytes = benchmark.responses, {}, 0
     draft = file.with_name(f".{file.name}.draft")
-    with draft.open("wb") as kept:
+    with draft.open("wb") as draft_file:
         for _, prompt in read_responses(file):
-            scores = tuple(score for one in prompt.samples if (score := one.scored) is not None)
+            scores = tuple(
+                score for sample in prompt.samples if (score := sample.scored) is not None
+            )
             if len(scores) == len(prompt.samples) == num_samples:
                 position = benchmark.start + prompt.position
                 prompts[position] = ValidationPrompt(prompt.data_source, scores)
-                num_bytes += kept.write(msgspec.json.encode(prompt) + b"\n")
+                num_bytes += draft_file.write(msgspec.json.encode(prompt) + b"\n")
     if num_bytes == file.stat().st_size:
         draft.unlink()
     else:
@@ -132,8 +134,10 @@ def _line(
     prompt: Prompt, position: int, group: RolloutGroup | None, outcomes: Sequence[Outcome]
 ) -> bytes:
     rollouts = group.rollouts if group is not None else ()
-    samples = [_sample(one, outcome) for one, outcome in zip(rollouts, outcomes, strict=False)]
-    samples += [StoredSample("").graded(one) for one in outcomes[len(samples) :]]
+    samples = [
+        _sample(rollout, outcome) for rollout, outcome in zip(rollouts, outcomes, strict=False)
+    ]
+    samples += [StoredSample("").graded(failed) for failed in outcomes[len(samples) :]]
     stored = StoredPrompt(
         position,
         prompt.data_source,

@@ -82,7 +82,7 @@ class PromptTraces:
     def observe(self, event: GroupEvent) -> None:
         """Begin, continue or end the trace of a prompt."""
         if event.kind is EventKind.ACCEPTED:
-            self._accepted(event.group.prompt)
+            self._begin_trace(event.group.prompt)
             return
         spans = self._spans_by_prompt.get(event.group.prompt_id)
         if spans is None:
@@ -99,7 +99,7 @@ class PromptTraces:
             case EventKind.ADMITTED | EventKind.LEASED:
                 spans.finish(SpanName.ADMIT, SpanName.WAIT)
 
-    def _accepted(self, prompt: Prompt) -> None:
+    def _begin_trace(self, prompt: Prompt) -> None:
         """Begin the trace; a client's prompt continues the trace of the current call."""
         is_client = prompt.origin is PromptOrigin.CLIENT
         span = self._tracer.trace(

@@ -91,12 +91,12 @@ class _Float32Head(nn.Linear):
 
 def use_float32_head(model: PreTrainedModel) -> None:
     """Compute a model's logits in float32; the head's weight stays as it is."""
-    given: Any = model.get_output_embeddings()
-    own = _Float32Head(
-        given.in_features, given.out_features, bias=given.bias is not None, device="meta"
+    head: Any = model.get_output_embeddings()
+    float32_head = _Float32Head(
+        head.in_features, head.out_features, bias=head.bias is not None, device="meta"
     )
-    own.weight, own.bias = given.weight, given.bias
-    model.set_output_embeddings(own)
+    float32_head.weight, float32_head.bias = head.weight, head.bias
+    model.set_output_embeddings(float32_head)
 
 
 def build_causal_lm(
@@ -188,9 +188,9 @@ def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
         ConfigError: the model's family has no routers whose choices the trainer can replay.
     """
     routers = {
-        int(name.split(".layers.")[1].split(".")[0]): one
-        for name, one in model.named_modules()
-        if type(one).__name__ in _ROUTERS
+        int(name.split(".layers.")[1].split(".")[0]): module
+        for name, module in model.named_modules()
+        if type(module).__name__ in _ROUTERS
     }
     if not routers:
         raise ConfigError(
@@ -214,18 +214,18 @@ def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
 
 def _tensors(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
     # By identity of parameters, since tensors on the meta device have no address.
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     state, tied = model.state_dict(), model.all_tied_weights_keys
-    seen: set[int] = set()
-    kept: set[str] = set()
+    seen_ids: set[int] = set()
+    kept_names: set[str] = set()
     # Sources of ties come first, which leaves out the target's name.
     for name in sorted(state, key=lambda name: name in tied):
-        if id(own[name]) not in seen:
-            kept.add(name)
-        seen.add(id(own[name]))
+        if id(tensors[name]) not in seen_ids:
+            kept_names.add(name)
+        seen_ids.add(id(tensors[name]))
     return tuple(
         TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in state.items()
-        if name in kept
+        if name in kept_names
     )

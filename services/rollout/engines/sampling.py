@@ -112,19 +112,19 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
     assert plan.top_p is not None
     ranked = torch.topk(probs, plan.candidates, dim=-1).values
     # The probability of a row's k-th token is the floor: tokens tied with it stay.
-    last = plan.top_k.clamp(max=plan.candidates) - 1
-    floor = ranked.gather(1, last)
+    last_place = plan.top_k.clamp(max=plan.candidates) - 1
+    floor = ranked.gather(1, last_place)
     # A row without top_k keeps everything, even beyond the candidates that other rows look at.
     floor = torch.where(plan.top_k < probs.shape[1], floor, 0.0)
-    kept = torch.where(probs >= floor, probs, 0.0)
+    kept_probs = torch.where(probs >= floor, probs, 0.0)
     # The nucleus is cut from what top_k has left, and by the mass of that.
-    mass = kept.sum(-1, keepdim=True, dtype=torch.float64)
+    mass = kept_probs.sum(-1, keepdim=True, dtype=torch.float64)
     ranked = torch.where(ranked >= floor, ranked, 0.0)
     # A token belongs to the nucleus if the mass before it does not reach top_p yet.
-    before = torch.cumsum(ranked, -1, dtype=torch.float64) - ranked
-    nucleus = (before < plan.top_p * mass).sum(-1, keepdim=True)
+    mass_before = torch.cumsum(ranked, -1, dtype=torch.float64) - ranked
+    nucleus = (mass_before < plan.top_p * mass).sum(-1, keepdim=True)
     floor = torch.where(plan.top_p < 1, ranked.gather(1, nucleus - 1), floor)
-    return torch.where(probs >= floor, kept, 0.0)
+    return torch.where(probs >= floor, kept_probs, 0.0)
 
 
 def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,8 +142,8 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     Returns:
         Token ids [rows, 1] int64 and the rows' sums [rows, 1] float64.
     """
-    missing = -probs.shape[1] % _BLOCK
-    blocks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(1, (-1, _BLOCK))
+    num_padding = -probs.shape[1] % _BLOCK
+    blocks = (F.pad(probs, (0, num_padding)) if num_padding else probs).unflatten(1, (-1, _BLOCK))
     cumulative = torch.cumsum(blocks.sum(-1), -1, dtype=torch.float64)
     point = uniform * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, point, right=True)
@@ -152,8 +152,8 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     # Rounding may bring the quotient to 1, which is beyond the block's last token.
     share = ((point - start) / (end - start)).clamp(max=_BELOW_ONE)
     sampled = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    inside = torch.cumsum(sampled, -1, dtype=torch.float64)
-    token = torch.searchsorted(inside, share * inside[:, -1:], right=True)
+    cumulative_in_block = torch.cumsum(sampled, -1, dtype=torch.float64)
+    token = torch.searchsorted(cumulative_in_block, share * cumulative_in_block[:, -1:], right=True)
     return block * _BLOCK + token, cumulative[:, -1:]
 
 
@@ -195,11 +195,11 @@ def prompt_logprobs(logits: torch.Tensor, following: npt.NDArray[np.int64]) -> P
     targets = torch.from_numpy(following)[:, None].to(logits.device)
     chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     # In parts, since float32 logits may take as much memory as the model.
-    for part, wanted in zip(logits.split(_BLOCK), targets.split(_BLOCK), strict=True):
+    for part, target_ids in zip(logits.split(_BLOCK), targets.split(_BLOCK), strict=True):
         exact = part.float()
         total = exact.logsumexp(-1)
         top, top_ids = exact.max(-1)
-        chunks.append((exact.gather(1, wanted)[:, 0] - total, top_ids, top - total))
+        chunks.append((exact.gather(1, target_ids)[:, 0] - total, top_ids, top - total))
     logprobs, top_ids, top_logprobs = (
         torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)
     )

@@ -51,8 +51,8 @@ class EngineSettings:
     serves_model_files: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, **own: Any) -> Self:  # noqa: ANN401 - each engine's own fields
-        """Return the settings for a run configuration, with `own` fields of the engine."""
+    def of(cls, config: RunConfig, **engine_fields: Any) -> Self:  # noqa: ANN401 - each has its own
+        """Return the settings for a run configuration, with the engine's own fields."""
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         service = config.sluice.rollout
         return cls(
@@ -68,7 +68,7 @@ class EngineSettings:
             weights_backend=config.sluice.weights.backend,
             recompute_kv=config.sluice.weights.recompute_kv,
             serves_model_files=service.serves_model_files,
-            **own,
+            **engine_fields,
         )
 
 
@@ -84,7 +84,7 @@ class VendorSettings(EngineSettings):
 
 
 def with_engine_kwargs(
-    arguments: Mapping[str, object], rollout: RolloutConfig, owner: str, ours: Mapping[str, str]
+    arguments: Mapping[str, object], rollout: RolloutConfig, owner: str, reserved: Mapping[str, str]
 ) -> dict[str, object]:
     """Return `arguments`, overridden by `engine_kwargs`, without nulls (as in verl).
 
@@ -92,28 +92,30 @@ def with_engine_kwargs(
         arguments: the rollout's keys by the vendor's names.
         rollout: holds `engine_kwargs`.
         owner: the vendor's name; in lower case the section of `engine_kwargs`.
-        ours: names that users must not set, with what to do instead.
+        reserved: names that users must not set, with what to do instead.
 
     Raises:
-        ConfigError: `engine_kwargs` are no mapping, or set one of `ours`.
+        ConfigError: `engine_kwargs` are no mapping, or set one of `reserved`.
     """
     name = owner.lower()
     section = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
-    given = rollout.engine_kwargs.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{section} is {given!r}; give a mapping of {owner}'s engine arguments")
-    for key in given:
-        if key in ours:
-            raise ConfigError(f"{section}.{key} cannot be set: {ours[key]}")
-    chosen = {**arguments, **{str(key): value for key, value in given.items()}}
+    user_arguments = rollout.engine_kwargs.get(name) or {}
+    if not isinstance(user_arguments, Mapping):
+        raise ConfigError(
+            f"{section} is {user_arguments!r}; give a mapping of {owner}'s engine arguments"
+        )
+    for key in user_arguments:
+        if key in reserved:
+            raise ConfigError(f"{section}.{key} cannot be set: {reserved[key]}")
+    chosen = {**arguments, **{str(key): value for key, value in user_arguments.items()}}
     return {key: value for key, value in chosen.items() if value is not None}
 
 
 def refuse_unknown(
-    owner: str, version: str, arguments: Mapping[str, object], known: Container[str]
+    owner: str, version: str, arguments: Mapping[str, object], known_names: Container[str]
 ) -> None:
     """Raise ConfigError for engine arguments that this version of the vendor's engine lacks."""
-    unknown = sorted(name for name in arguments if name not in known)
+    unknown = sorted(name for name in arguments if name not in known_names)
     if unknown:
         raise ConfigError(
             f"{owner} {version} has no engine arguments {', '.join(unknown)}; take them out of "
@@ -121,7 +123,7 @@ def refuse_unknown(
         )
 
 
-def installed(*distributions: str) -> str | None:
+def installed_version(*distributions: str) -> str | None:
     """Return the version of the first installed package; import nothing."""
     for name in distributions:
         try:

@@ -64,17 +64,17 @@ class IncrementalDetokenizer:
         settled = text[self._known_characters : len(text) - unfinished]
         self._known_characters += len(settled)
         if unknown >= _MAX_UNSETTLED_TOKENS:
-            self._keep(_MAX_UNSETTLED_TOKENS)
+            self._trim_window(_MAX_UNSETTLED_TOKENS)
             self._known_characters = len(self._text(self._window)) - unfinished
         return settled
 
     def _settle_all(self, text: str) -> str:
         settled = text[self._known_characters :]
-        known = self._text(self._window[self._known_tokens :])
+        known_text = self._text(self._window[self._known_tokens :])
         # After tokens without text (special ones) a tokenizer treats the next as the first.
-        if known or len(self._window) > _TOKENS_AT_ONCE:
-            self._keep(self._num_unknown)
-            self._known_characters = len(known)
+        if known_text or len(self._window) > _TOKENS_AT_ONCE:
+            self._trim_window(self._num_unknown)
+            self._known_characters = len(known_text)
         else:
             self._known_tokens, self._known_characters = len(self._window), len(text)
         return settled
@@ -83,7 +83,7 @@ class IncrementalDetokenizer:
     def _num_unknown(self) -> int:
         return len(self._window) - self._known_tokens
 
-    def _keep(self, num_tokens: int) -> None:
+    def _trim_window(self, num_tokens: int) -> None:
         self._window = self._window[-num_tokens:]
         self._known_tokens = len(self._window)
 
@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
         return self._decode(np.array(token_ids, np.uint32))
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the stop string that begins first, or all of it without any."""
     positions = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(positions)] if positions else text
@@ -102,11 +102,11 @@ def stable_prefix(text: str, stops: Sequence[str]) -> str:
 
     It only grows as the text grows, up to the first stop string.
     """
-    reported = before_stop(text, stops)
+    reported = cut_at_stop(text, stops)
     if len(reported) < len(text):
         return reported
-    held = max((_overlap(text, stop) for stop in stops), default=0)
-    return text[: len(text) - held]
+    num_held = max((_overlap(text, stop) for stop in stops), default=0)
+    return text[: len(text) - num_held]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -126,7 +126,7 @@ class StopStringWatch:
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = tuple(stops)
         self._text = IncrementalDetokenizer(decode)
-        self._kept = max(map(len, stops)) - 1
+        self._num_kept = max(map(len, stops)) - 1
         self._tail = ""  # the end of the text, where a stop string may have begun
 
     def push(self, token_ids: Sequence[int]) -> int | None:
@@ -140,5 +140,5 @@ class StopStringWatch:
             self._tail += self._text.push((token,))
             if any(stop in self._tail for stop in self._stops):
                 return place + 1
-            self._tail = self._tail[-self._kept :] if self._kept else ""
+            self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

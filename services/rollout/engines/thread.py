@@ -27,7 +27,7 @@ class LoopThread:
     liveness checks and updates of an engine run concurrently, and the clients of vLLM and SGLang
     are asynchronous.
 
-    The service's event loop calls all methods except `to_home`.
+    The service's event loop calls all methods except `call_in_service_loop`.
 
     Args:
         engine: names the engine in messages.
@@ -67,7 +67,7 @@ class LoopThread:
         with waiting_for(peer or self.engine, phase):
             return await asyncio.wrap_future(self.begin(coroutine))
 
-    def to_home(self, callback: _Callback) -> None:
+    def call_in_service_loop(self, callback: _Callback) -> None:
         """Run `callback` in the service's event loop; called from this thread.
 
         Callbacks of one turn of this thread's loop are sent together, since waking the other loop

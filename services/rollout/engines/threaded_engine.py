@@ -75,17 +75,17 @@ class StateTimer:
 
     def enter(self, state: EngineState) -> None:
         """Enter a state; nothing happens if it is the current one."""
-        before, since_s, seconds = self._account
-        if state is before:
+        previous, since_s, seconds = self._account
+        if state is previous:
             return
         now_s = self._now_s()
-        spent = {**seconds, before: seconds.get(before, 0.0) + now_s - since_s}
+        spent = {**seconds, previous: seconds.get(previous, 0.0) + now_s - since_s}
         self._account = (state, now_s, spent)
 
     def seconds_by_state(self) -> Mapping[str, float]:
         """Return the seconds of every state so far, the current one included."""
         state, since_s, seconds = self._account
-        totals = {str(one): seconds.get(one, 0.0) for one in EngineState}
+        totals = {str(engine_state): seconds.get(engine_state, 0.0) for engine_state in EngineState}
         totals[state] += self._now_s() - since_s
         return totals
 
@@ -236,7 +236,7 @@ class EngineCore(ABC, Generic[RunT]):
             EngineError: the engine is broken.
         """
 
-    async def swapped(self) -> None:
+    async def wait_until_swapped(self) -> None:
         """Wait until no swap is running; `counts` may name a version before its swap has ended.
 
         Raises:
@@ -389,7 +389,9 @@ class ThreadedEngine(Generic[CoreT]):
         if images is not None:
             self._admit(request)  # the engine may have stopped meanwhile
         thread, core = self._in_thread()
-        stream = ChunkStream(thread.engine, len(request.sample_indexes), thread.to_home)
+        stream = ChunkStream(
+            thread.engine, len(request.sample_indexes), thread.call_in_service_loop
+        )
         pace = FlushPolicy(every_token, partial_interval_s)
         run = core.new_run(next(self._numbers), request, pace, stream, images)
         self._unfinished.add(stream)
@@ -470,9 +472,9 @@ class ThreadedEngine(Generic[CoreT]):
         thread, core = self._in_thread()
         if (core.counts.version, core.counts.digest) == (version, digest):
             # The swap of a cancelled call may not have resumed sampling yet.
-            await thread.call(core.swapped(), f"resuming with version {version}")
+            await thread.call(core.wait_until_swapped(), f"resuming with version {version}")
             return 0.0
-        return await self._completed(thread.begin(core.commit(epoch, version, digest)))
+        return await self._await_swap(thread.begin(core.commit(epoch, version, digest)))
 
     async def abort_update(self, epoch: int, reason: str) -> None:
         thread, core = self._in_thread()
@@ -483,7 +485,7 @@ class ThreadedEngine(Generic[CoreT]):
         thread, core = self._in_thread()
         return await thread.call(core.sleep(), "falling asleep")
 
-    async def _completed(self, swap: Future[float]) -> float:
+    async def _await_swap(self, swap: Future[float]) -> float:
         """Return the result of a swap; count the time until its end as swapping."""
         waited = asyncio.wrap_future(swap)
         # The first weights belong to the start, which is one state from the process's begin.

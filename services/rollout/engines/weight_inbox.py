@@ -37,7 +37,7 @@ class LiveWeights:
 
     def __init__(self, language_model: CausalLM) -> None:
         self._layout = language_model.layout.tensors
-        self._known = language_model.model.state_dict().keys()
+        self._weight_names = language_model.model.state_dict().keys()
         names = [spec.name for spec in self._layout]
         self._parameters = _parameters(language_model.model, names)
         self._borrowed: set[str] = set()
@@ -54,7 +54,7 @@ class LiveWeights:
             if shape != spec.shape:
                 raise _mismatch(spec.name, f"has shape {shape}, the model's is {spec.shape}")
         for name in tensors:
-            if name not in self._known:
+            if name not in self._weight_names:
                 raise _mismatch(name, "is unknown to the model")
 
     def borrows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -62,8 +62,11 @@ class LiveWeights:
         return any(self._can_borrow(name, tensors[name]) for name in self._parameters)
 
     def _can_borrow(self, name: str, tensor: torch.Tensor) -> bool:
-        own = self._parameters[name][0]
-        return (tensor.device, tensor.dtype) == (own.device, own.dtype) and tensor.is_contiguous()
+        parameter = self._parameters[name][0]
+        return (tensor.device, tensor.dtype) == (
+            parameter.device,
+            parameter.dtype,
+        ) and tensor.is_contiguous()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compute with `tensors` from now on; `check` them first.
@@ -75,14 +78,14 @@ class LiveWeights:
                 write to it before the next weights are taken.
         """
         for name, parameters in self._parameters.items():
-            tensor, own = tensors[name], parameters[0]
+            tensor, parameter = tensors[name], parameters[0]
             # The cheapest way first: use the received memory, else copy.
             if self._can_borrow(name, tensor):
                 _use_memory(parameters, tensor)
                 self._borrowed.add(name)
             elif name in self._borrowed:
                 # Staging memory goes back to the receiver: the parameter needs memory of its own.
-                _use_memory(parameters, tensor.to(own.device, own.dtype, copy=True))
+                _use_memory(parameters, tensor.to(parameter.device, parameter.dtype, copy=True))
                 self._borrowed.remove(name)
             else:
                 parameters[0].data.copy_(tensor)
@@ -94,16 +97,19 @@ def _use_memory(parameters: list[torch.Tensor], memory: torch.Tensor) -> None:
 
 
 def _parameters(model: PreTrainedModel, names: list[str]) -> dict[str, list[torch.Tensor]]:
-    every: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    every |= dict(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     by_place: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
-    for tensor in every.values():
+    for tensor in tensors.values():
         by_place.setdefault((tensor.data_ptr(), tensor.shape), []).append(tensor)
     parameters = {}
     for name in names:
-        own = every[name]
-        tied = by_place[own.data_ptr(), own.shape] if own.numel() else []
-        parameters[name] = [own, *{id(other): other for other in tied if other is not own}.values()]
+        parameter = tensors[name]
+        tied = by_place[parameter.data_ptr(), parameter.shape] if parameter.numel() else []
+        parameters[name] = [
+            parameter,
+            *{id(twin): twin for twin in tied if twin is not parameter}.values(),
+        ]
     return parameters
 
 
@@ -147,7 +153,7 @@ class WeightInbox:
         self._receiver = WeightReceiver(device, share or WHOLE, in_place=model is None)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
-        self._left = threading.Event()
+        self._was_left = threading.Event()
         self.epoch: int | None = None
 
     def join(self, spec: TransferGroupSpec) -> Future[str]:
@@ -155,17 +161,18 @@ class WeightInbox:
         # A call of an earlier epoch may still block the thread: without its group it ends.
         self.leave(f"epoch {spec.epoch} begins")
         self.epoch = spec.epoch
-        left = self._left = threading.Event()
+        was_left = self._was_left = threading.Event()
 
         def join_unless_superseded() -> str:
             check_epoch(spec.epoch, self.epoch, "joining")
             with self._forming():
-                return self._receiver.join(spec, left)
+                return self._receiver.join(spec, was_left)
 
         return self._thread.submit(join_unless_superseded)
 
     def stage(self, epoch: int | None, version: int) -> Future[StagedVersion]:
-        """Begin to receive a version into staging memory. Raises WeightSyncError as `staged`."""
+        """Begin to receive a version into staging memory. Raises WeightSyncError as
+        `staged_weights`."""
         phase = f"staging version {version}"
         check_epoch(epoch, self.epoch, phase)
         self._staged = None
@@ -183,12 +190,12 @@ class WeightInbox:
                 received.digest,
                 received.received_bytes,
                 received.seconds,
-                {name: one.hex() for name, one in received.digests.by_name.items()},
+                {name: digest.hex() for name, digest in received.digests.by_name.items()},
             )
 
         return self._thread.submit(receive)
 
-    def staged(
+    def staged_weights(
         self, epoch: int | None, version: int, digest: str | None = None
     ) -> Mapping[str, torch.Tensor]:
         """Return the weights staged under that epoch and version, and that digest, if one is given.
@@ -225,7 +232,7 @@ class WeightInbox:
     def leave(self, reason: str) -> None:
         """Discard the staged weights and leave the epoch, if any; return at once."""
         self.epoch = self._staged = None
-        self._left.set()  # a join that has no group yet
+        self._was_left.set()  # a join that has no group yet
         self._receiver.abort(reason)
 
     def close(self) -> None:

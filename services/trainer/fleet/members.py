@@ -345,7 +345,7 @@ class Fleet:
         """
         present = {member.info.instance_id for member in self._members.values()}
         return fleet_counters(
-            load if instance_id in present else load.abandoned()
+            load if instance_id in present else load.with_running_unsent()
             for instance_id, load in self._loads.items()
         )
 

@@ -216,7 +216,7 @@ class RunGuards:
         self._add(signals)
 
     def _add(self, signals: Mapping[str, Signal]) -> None:
-        self._record = self._record.added(signals)
+        self._record = self._record.with_signals(signals)
         self._state.wake()
 
     def _ignore_past(self) -> None:
@@ -247,7 +247,7 @@ def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
         pass
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("%s cannot be read, the guards begin without a past: %s", file, error)
-    record = record.until(checkpoint.step)
+    record = record.until_step(checkpoint.step)
     # A trainer that was killed after a save may not have noted it.
     return replace(record, saved=tuple(dict.fromkeys((*record.saved, checkpoint.step))))
 

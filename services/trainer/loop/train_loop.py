@@ -10,7 +10,7 @@ Consumes: train batches from the reward service, one at a time.
 Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
     validation. A validation must see one version only: it runs while the next batch trains. If it
     still runs when the next version is to be published, some replicas are held at its version
-    (`held_for_validation`) until it ends; else the loop awaits it before it publishes. It also
+    (`num_held_for_validation`) until it ends; else the loop awaits it before it publishes. It also
     awaits it before the next validation and at the end.
 With `overlaps` the transfer of a version runs beside the next step. The batch is acknowledged when
     its version is frozen, since only one batch is leased at a time; a checkpoint may hold a version
@@ -60,7 +60,7 @@ from services.trainer.metrics.step_metrics import (
 )
 from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters, fleet_counters
 from sluice.algorithm.guards import GuardAction, Verdict
-from sluice.algorithm.publishing import held_for_validation
+from sluice.algorithm.publishing import num_held_for_validation
 from sluice.concurrency.waits import deadline
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.derived import overlaps_transfers, sleeps_while_training, world_size
@@ -471,7 +471,7 @@ class TrainLoop:
             return
         await self._await_delivery()  # of the version that is validated
         version = self._validated_step
-        num_held = partial(held_for_validation, max_staleness=self._terms.max_staleness)
+        num_held = partial(num_held_for_validation, max_staleness=self._terms.max_staleness)
         held_replicas = () if self._validation.done() else self._fleet.hold(version, num_held)
         if not held_replicas:
             await self._await_validation()

@@ -35,12 +35,12 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     groups = Groups.of(inputs)
     rewards = inputs.row_rewards()
     scores = group_relative(rewards, groups, norm_by_std=settings.norm_by_std)
-    advantages = inputs.on_tokens(scores)
+    advantages = inputs.spread_over_tokens(scores)
     if inputs.turn_rewards is not None:
         std = groups.std(rewards)
         scale = 1.0 / (std + STD_EPSILON) if settings.norm_by_std else torch.ones_like(rewards)
         earned_before = inputs.turn_rewards.cumsum(-1) - inputs.turn_rewards
-        advantages -= earned_before * inputs.on_tokens(scale)
+        advantages -= earned_before * inputs.spread_over_tokens(scale)
         # Equal sums of different float32 rewards differ by their rounding.
         sizes = inputs.rewards.abs().sum(-1, dtype=torch.float64)
         size = (groups.sum(sizes.square()) / groups.row_sizes).sqrt()
@@ -68,12 +68,12 @@ def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) 
 
 def centred_or_raw(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return ``R - mean of the group``, or R in a group of one; float [rows]."""
-    return torch.where(groups.row_sizes == 1, rewards, groups.centred(rewards))
+    return torch.where(groups.row_sizes == 1, rewards, groups.subtract_means(rewards))
 
 
-def _on_all_tokens(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
+def _scores_on_tokens(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
     """Return the scores [rows] on their rows' tokens, as both advantages and returns."""
-    advantages = inputs.on_tokens(scores)
+    advantages = inputs.spread_over_tokens(scores)
     return Advantages(advantages, advantages)
 
 
@@ -101,7 +101,7 @@ def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantag
     scores[best] = rewards[best] - rewards[second]
     if settings.norm_by_std:
         scores = scores / (groups.std(rewards) + STD_EPSILON)
-    return _on_all_tokens(inputs, scores)
+    return _scores_on_tokens(inputs, scores)
 
 
 @torch.no_grad()
@@ -129,11 +129,11 @@ def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     scores = torch.zeros_like(inputs.row_rewards())
     for weight, component in zip(weights, components.values(), strict=True):
         scores += weight * group_relative(component.double(), groups, norm_by_std=True)
-    return _whitened(inputs, scores)
+    return _whiten_scores(inputs, scores)
 
 
-def _whitened(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
-    advantages = masked_whiten(inputs.on_tokens(scores), inputs.mask) * inputs.mask
+def _whiten_scores(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
+    advantages = masked_whiten(inputs.spread_over_tokens(scores), inputs.mask) * inputs.mask
     return Advantages(advantages, advantages)
 
 
@@ -164,7 +164,7 @@ def reinforce_plus_plus_baseline(
         ValueError: the batch has fewer than two masked positions.
     """
     groups = Groups.of(inputs)
-    return _whitened(inputs, centred_or_raw(inputs.row_rewards(), groups))
+    return _whiten_scores(inputs, centred_or_raw(inputs.row_rewards(), groups))
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def rloo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, §3.3).
     """
     groups = Groups.of(inputs)
-    return _on_all_tokens(inputs, _leave_one_out(inputs.row_rewards(), groups))
+    return _scores_on_tokens(inputs, _leave_one_out(inputs.row_rewards(), groups))
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def rloo_vectorized(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Ad
     """`rloo`, but a group of one gets 0, as in verl. Needs `group_index`."""
     groups = Groups.of(inputs)
     scores = _leave_one_out(inputs.row_rewards(), groups)
-    return _on_all_tokens(inputs, torch.where(groups.row_sizes == 1, 0.0, scores))
+    return _scores_on_tokens(inputs, torch.where(groups.row_sizes == 1, 0.0, scores))
 
 
 def _leave_one_out(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -201,7 +201,7 @@ def opo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     groups = Groups.of(inputs)
     rewards, lengths = inputs.row_rewards(), inputs.mask.sum(-1)
     baselines = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
-    return _on_all_tokens(inputs, rewards - torch.where(groups.row_sizes == 1, 0.0, baselines))
+    return _scores_on_tokens(inputs, rewards - torch.where(groups.row_sizes == 1, 0.0, baselines))
 
 
 @torch.no_grad()
@@ -214,7 +214,7 @@ def gpg(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     groups = Groups.of(inputs)
     rewards = inputs.row_rewards()
     alpha = rewards.numel() / max(int(torch.count_nonzero(rewards)), 1)
-    return _on_all_tokens(inputs, alpha * centred_or_raw(rewards, groups))
+    return _scores_on_tokens(inputs, alpha * centred_or_raw(rewards, groups))
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def adpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     groups = Groups.of(inputs)
     masked = torch.where(inputs.mask, inputs.rewards, torch.zeros_like(inputs.rewards))
     rewards = masked.sum(-1, dtype=torch.float64)
-    scores = groups.centred(rewards)
+    scores = groups.subtract_means(rewards)
     if settings.norm_by_std:
         scores = scores / groups.std(rewards).clamp(min=ADPO_STD_FLOOR)
-    return Advantages(inputs.on_tokens(scores), inputs.on_tokens(rewards))
+    return Advantages(inputs.spread_over_tokens(scores), inputs.spread_over_tokens(rewards))

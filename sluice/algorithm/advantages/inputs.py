@@ -82,7 +82,7 @@ class AdvantageInputs:
         masked = torch.where(self.mask, self.rewards, torch.zeros_like(self.rewards))
         return masked.flip(-1).cumsum(-1).flip(-1)
 
-    def on_tokens(self, row_values: torch.Tensor) -> torch.Tensor:
+    def spread_over_tokens(self, row_values: torch.Tensor) -> torch.Tensor:
         """Spread a number per row [rows] over its masked positions, 0 elsewhere: [rows, width]."""
         return row_values.to(self.rewards.dtype).unsqueeze(-1) * self.mask
 
@@ -197,7 +197,7 @@ class Groups:
         zeros = values.new_zeros((self.sizes.numel(), *values.shape[1:]))
         return zeros.index_add_(0, self.of_row, values)[self.of_row]
 
-    def centred(self, values: torch.Tensor) -> torch.Tensor:
+    def subtract_means(self, values: torch.Tensor) -> torch.Tensor:
         """``value - mean of its group``, float [rows].
 
         Exactly 0 in a group of equal values: rounding of the mean must not be blown up by a
@@ -208,7 +208,7 @@ class Groups:
 
     def std(self, values: torch.Tensor) -> torch.Tensor:
         """Return the unbiased (n - 1) std of each row's group; 1 for a group of one."""
-        squares = self.sum(self.centred(values).square())
+        squares = self.sum(self.subtract_means(values).square())
         deviations = (squares / (self.row_sizes - 1).clamp(min=1)).sqrt()
         return torch.where(self.row_sizes == 1, 1.0, deviations)
 
@@ -223,8 +223,8 @@ class Groups:
         """
         order = torch.argsort(values, descending=True, stable=True)
         order = order[torch.argsort(self.of_row[order], stable=True)]
-        first = (self.sizes.cumsum(0) - self.sizes)[self.sizes > 1]
-        return order[first], order[first + 1]
+        largest_place = (self.sizes.cumsum(0) - self.sizes)[self.sizes > 1]
+        return order[largest_place], order[largest_place + 1]
 
     def _largest(self, values: torch.Tensor) -> torch.Tensor:
         lowest = values.new_full((self.sizes.numel(),), float("-inf"))

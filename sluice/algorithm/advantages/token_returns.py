@@ -73,7 +73,7 @@ def remax(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
     """
     baselines = inputs.required("baselines")
     returns = inputs.reward_to_go()
-    return Advantages(returns - inputs.on_tokens(baselines), returns)
+    return Advantages(returns - inputs.spread_over_tokens(baselines), returns)
 
 
 @torch.no_grad()
@@ -133,12 +133,12 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSetti
     """
     # A stable sort by "not chosen" moves the chosen positions to the front, in their order.
     order = torch.argsort((~inputs.mask).to(torch.int8), dim=-1, stable=True)
-    reordered = optimal_token_baseline(_reordered(inputs, order), settings)
+    reordered = optimal_token_baseline(_reorder(inputs, order), settings)
     advantages = torch.zeros_like(inputs.rewards).scatter(-1, order, reordered.advantages)
     return Advantages(advantages, inputs.reward_to_go())
 
 
-def _reordered(inputs: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
+def _reorder(inputs: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
     tables = {name: getattr(inputs, name) for name in ("rewards", *TABLES)}
-    moved = {name: one.gather(-1, order) for name, one in tables.items() if one is not None}
+    moved = {name: table.gather(-1, order) for name, table in tables.items() if table is not None}
     return replace(inputs, **moved)

@@ -78,7 +78,7 @@ class OutcomeRule:
         """The action once nothing is repeated any more."""
         return self.action if self.action in FINAL_ACTIONS else self.then
 
-    def after(self, attempts: int) -> OutcomeAction:
+    def action_after(self, attempts: int) -> OutcomeAction:
         """Return the action for a sample that failed at each of `attempts` >= 1 attempts."""
         return self.final if attempts >= self.max_attempts else self.action
 
@@ -100,7 +100,7 @@ class OutcomePolicy:
         """Return the rule for failures of a kind."""
         return self.rules.get(kind, LEFT_OUT)
 
-    def to_repeat(
+    def indexes_to_repeat(
         self, outcomes: Sequence[Outcome], attempts: int, action: OutcomeAction
     ) -> tuple[int, ...]:
         """Return the indexes in `outcomes` that `action` repeats after the given attempts at
@@ -108,17 +108,21 @@ class OutcomePolicy:
         return tuple(
             index
             for index, outcome in enumerate(outcomes)
-            if isinstance(outcome, Failed) and self.rule(outcome.kind).after(attempts) is action
+            if isinstance(outcome, Failed)
+            and self.rule(outcome.kind).action_after(attempts) is action
         )
 
-    def decisive(self, outcomes: Sequence[Outcome]) -> Failed | None:
+    def group_failure(self, outcomes: Sequence[Outcome]) -> Failed | None:
         """Return the first failure that fails the whole group, if any.
 
         Call it when all attempts are over.
         """
-        for one in outcomes:
-            if isinstance(one, Failed) and self.rule(one.kind).final is OutcomeAction.DROP_GROUP:
-                return one
+        for outcome in outcomes:
+            if (
+                isinstance(outcome, Failed)
+                and self.rule(outcome.kind).final is OutcomeAction.DROP_GROUP
+            ):
+                return outcome
         return None
 
 
@@ -153,7 +157,7 @@ class FilterDecision:
     detail: str = ""
 
 
-def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
+def first_strike(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
     """Return the first failure that counts against the prompt, if any.
 
     Args:
@@ -205,10 +209,12 @@ def filter_values(
     # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
     if values is None or len(values) == 1 or min(values) != max(values):
         return None
-    same = set(grades)
-    if same == {True}:
+    distinct_grades = set(grades)
+    if distinct_grades == {True}:
         return PromptEnd.FILTERED_ALL_RIGHT
-    return PromptEnd.FILTERED_ALL_WRONG if same == {False} else PromptEnd.FILTERED_UNIFORM
+    return (
+        PromptEnd.FILTERED_ALL_WRONG if distinct_grades == {False} else PromptEnd.FILTERED_UNIFORM
+    )
 
 
 def metric_value(scored: Scored, metric: str) -> float:
@@ -276,7 +282,7 @@ def filter_group(
     """
     if failure := _failure(graded, needs):
         return FilterDecision(PromptEnd.DROPPED_FAILED, failure)
-    return _filtered(graded, metric)
+    return _filter_decision(graded, metric)
 
 
 def filter_probes(
@@ -292,11 +298,11 @@ def filter_probes(
         ConfigError: as in `filter_group`.
     """
     is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
-    if is_short or needs.policy.decisive(probes.outcomes) is not None:
+    if is_short or needs.policy.group_failure(probes.outcomes) is not None:
         return filter_group(probes, metric=metric, needs=needs)
     if len(probes.scored) < MIN_SAMPLES:
         return None
-    decision = _filtered(probes, metric)
+    decision = _filter_decision(probes, metric)
     return None if decision.end is None else decision
 
 
@@ -308,7 +314,7 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
         return False  # `filter_group` reports it, with the names that the scorer does return
 
 
-def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
+def _filter_decision(graded: GradedGroup, metric: str | None) -> FilterDecision:
     prompt = graded.group.prompt
     try:
         return FilterDecision(filter_scores(graded.scored, metric=metric))
@@ -323,22 +329,22 @@ def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
 def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
     """Return why a group cannot be trained, apart from its scores; empty if it can."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
-    if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
+    if (decisive := needs.policy.group_failure(graded.outcomes)) is not None:
         rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"
         return f"{decisive.kind}: {rule}: {decisive.detail}"
     if num_scored < min_scored_samples(
         num_samples, whole_groups=needs.whole_groups, min_share=needs.min_share
     ):
-        first = next(o for o in graded.outcomes if isinstance(o, Failed))
+        failed = next(o for o in graded.outcomes if isinstance(o, Failed))
         return (
             f"{num_samples - num_scored} of {num_samples} samples failed"
             f"{' and the loss compares whole groups' if needs.whole_groups else ''}, the first: "
-            f"{first.kind}: {first.detail}"
+            f"{failed.kind}: {failed.detail}"
         )
     if not graded.group.num_response_tokens:
         return "all responses are empty"
     unscored = [o for o in graded.greedy.outcomes if isinstance(o, Failed)] if graded.greedy else []
     if unscored:
-        first = unscored[0]
-        return f"{first.kind}: no score of the greedy response, the baseline: {first.detail}"
+        failed = unscored[0]
+        return f"{failed.kind}: no score of the greedy response, the baseline: {failed.detail}"
     return ""

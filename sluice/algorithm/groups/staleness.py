@@ -83,7 +83,7 @@ class GroupAges:
         whether or not it holds tokens yet."""
         self._reserved.put(prompt_id, version)
 
-    def runs(self, prompt_id: str, start_version: int) -> None:
+    def add_running(self, prompt_id: str, start_version: int) -> None:
         """Note that a group starts, or starts again: its tokens are of `start_version` or later."""
         has_reservation = prompt_id in self._reserved.versions
         (self._reserved if has_reservation else self._running).put(prompt_id, start_version)
@@ -92,7 +92,7 @@ class GroupAges:
         """Note that a group holds no tokens any more; its reservation remains."""
         self._running.take(prompt_id)
 
-    def left(self, prompt_id: str) -> None:
+    def remove_running(self, prompt_id: str) -> None:
         """Note that a group runs no more; harmless if it did not run."""
         self._running.take(prompt_id)
         self._reserved.take(prompt_id)
@@ -111,20 +111,22 @@ class GroupAges:
         kept, oldest_allowed = self._kept.groups, version - self._max_staleness
         dropped = _older_than(kept, oldest_allowed)
         without_slot = self.without_slot(version)
-        needed: list[int] = []  # versions of the oldest groups, as many as fill the batch
+        versions_needed: list[int] = []  # versions of the oldest groups, as many as fill the batch
         num_missing = self.batch_size
         for oldest_version in sorted(kept):
             if oldest_allowed <= oldest_version <= version and num_missing > 0:
-                needed.append(oldest_version)
+                versions_needed.append(oldest_version)
                 num_missing -= len(kept[oldest_version])
         if num_missing > 0:
             return BatchDecision((), dropped, (), without_slot, num_missing)
         if self._on_stale == "wait":
-            waiting_for = self._last_chance(needed[-1], oldest_allowed, kept_bound)
+            waiting_for = self._versions_to_wait_for(
+                versions_needed[-1], oldest_allowed, kept_bound
+            )
             if waiting_for:
                 return BatchDecision((), dropped, waiting_for, without_slot, 0)
         chosen: list[str] = []
-        for oldest_version in needed:
+        for oldest_version in versions_needed:
             chosen += sorted(kept[oldest_version], key=kept[oldest_version].__getitem__)
         return BatchDecision(tuple(chosen[: self.batch_size]), dropped, (), without_slot, 0)
 
@@ -159,9 +161,9 @@ class GroupAges:
     def _first_with_slot(self, oldest_allowed: int) -> int:
         """Return the oldest version whose running groups may still get a batch slot."""
         kept, running, reserved = self._kept.groups, self._running.groups, self._reserved.groups
-        first, filled = oldest_allowed, 0
+        first_version, filled = oldest_allowed, 0
         if not kept and not reserved:  # at every start: nothing fills a slot
-            return first
+            return first_version
         # The batches up to the one for `version` + S take groups of `version` or older: there are
         # `version - oldest_allowed + 1` of them. Once those are full, `version` has no slot left.
         for version in sorted({*kept, *running, *reserved}):
@@ -169,10 +171,10 @@ class GroupAges:
                 continue
             filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
             if filled >= (version - oldest_allowed + 1) * self.batch_size:
-                first = version + 1
-        return first
+                first_version = version + 1
+        return first_version
 
-    def _last_chance(
+    def _versions_to_wait_for(
         self, newest_chosen: int, oldest_allowed: int, kept_bound: Callable[[int], float]
     ) -> tuple[int, ...]:
         """Return start versions of running groups that would have no slot if the batch were formed
@@ -194,10 +196,10 @@ class GroupAges:
 
 
 def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
-    old = sorted([v for v in groups if v < version])  # a list is faster than a generator
-    if not old:
+    old_versions = sorted([v for v in groups if v < version])  # a list is faster than a generator
+    if not old_versions:
         return ()
-    return tuple(prompt_id for v in old for prompt_id in groups[v])
+    return tuple(prompt_id for v in old_versions for prompt_id in groups[v])
 
 
 class _ByVersion:

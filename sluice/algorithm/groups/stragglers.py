@@ -58,11 +58,11 @@ class StragglerRules:
         at = self.stalled_at(pace)
         return at is not None and at <= read_until
 
-    def is_slow(self, rate: float | None, others: float | None) -> bool:
-        """Return whether a stream of `rate` lags behind replicas whose median rate is `others`."""
-        if self.slow_factor is None or rate is None or others is None:
+    def is_slow(self, rate: float | None, median_rate: float | None) -> bool:
+        """Return whether a stream of `rate` lags behind other replicas' `median_rate`."""
+        if self.slow_factor is None or rate is None or median_rate is None:
             return False
-        return rate * self.slow_factor < others
+        return rate * self.slow_factor < median_rate
 
     def over_at(self, first_start: float | None) -> float | None:
         """Return when a group that started at `first_start` has used its time."""
@@ -115,21 +115,23 @@ class StreamPace:
     _whole_tokens: int = 0  # of finished samples
     _whole_s: float = 0.0  # from acceptance, so that waiting for a slot counts as well
 
-    def accepted(self, now: float) -> None:
+    def note_accepted(self, now_s: float) -> None:
         """Note that the replica has accepted the request."""
-        self._accepted = self.last_progress = now
+        self._accepted = self.last_progress = now_s
 
-    def engine_progressed(self, engine_tokens: int, now: float) -> None:
+    def note_engine_tokens(self, engine_tokens: int, now_s: float) -> None:
         """Note how many tokens the replica has sampled, for all its callers.
 
         More than before are a sign of life for samples that may wait for a slot. Samples that have
         one get tokens of their own.
         """
         if self.waiting and engine_tokens != self._engine_tokens:
-            self.last_progress = now
+            self.last_progress = now_s
         self._engine_tokens = engine_tokens
 
-    def arrived(self, new_tokens: dict[int, int], finished: Collection[int], now: float) -> None:
+    def note_tokens(
+        self, new_tokens: dict[int, int], finished: Collection[int], now_s: float
+    ) -> None:
         """Note new tokens by sample index; samples in `finished` are complete."""
         has_grown = False
         for index, count in new_tokens.items():
@@ -140,27 +142,27 @@ class StreamPace:
             if (newest := self.running.get(index)) is not None:
                 has_grown = True
                 self._grown_tokens += count
-                self._grown_s += now - newest
-                self._longest_gap_s = max(self._longest_gap_s, now - newest)
-            self.running[index] = now
+                self._grown_s += now_s - newest
+                self._longest_gap_s = max(self._longest_gap_s, now_s - newest)
+            self.running[index] = now_s
         self._num_arrivals += has_grown
         for index in finished:
             self.waiting.discard(index)
             self.running.pop(index, None)
             if self._accepted is not None:
                 self._whole_tokens += new_tokens.get(index, 0)
-                self._whole_s += now - self._accepted
+                self._whole_s += now_s - self._accepted
         self.num_finished += len(finished)
-        self.last_progress = now
+        self.last_progress = now_s
 
-    def quietest(self, now: float) -> tuple[int, float] | None:
+    def quietest(self, now_s: float) -> tuple[int, float] | None:
         """Return the running sample that has had no new token for longest, and for how long."""
         if not self.running:
             return None
         index = min(self.running, key=self.running.__getitem__)
-        return index, now - self.running[index]
+        return index, now_s - self.running[index]
 
-    def rate(self, now: float) -> float | None:
+    def rate(self, now_s: float) -> float | None:
         """Return tokens a second and running sample since its first tokens; ``None``: too early.
 
         A finished sample comes at once, the tokens of the others with the next report. So the time
@@ -168,8 +170,8 @@ class StreamPace:
         """
         if self._num_arrivals < MIN_ARRIVALS:
             return None
-        silent_s = (now - newest - self._longest_gap_s for newest in self.running.values())
-        seconds = self._grown_s + sum(max(0.0, each) for each in silent_s)
+        silent_s = (now_s - newest - self._longest_gap_s for newest in self.running.values())
+        seconds = self._grown_s + sum(max(0.0, seconds_silent) for seconds_silent in silent_s)
         return self._grown_tokens / seconds if seconds >= MIN_OBSERVED_S else None
 
     def min_rate(self) -> float | None:
@@ -186,10 +188,10 @@ class RateTable:
 
     def note(self, replica: str, rate: float) -> None:
         """Note that a stream of `replica` ran at `rate`."""
-        before = self._rates.get(replica)
-        if before is not None:
-            del self._sorted[bisect_left(self._sorted, before)]
-            rate = NEWEST_SHARE * rate + (1 - NEWEST_SHARE) * before
+        previous_rate = self._rates.get(replica)
+        if previous_rate is not None:
+            del self._sorted[bisect_left(self._sorted, previous_rate)]
+            rate = NEWEST_SHARE * rate + (1 - NEWEST_SHARE) * previous_rate
         self._rates[replica] = rate
         insort(self._sorted, rate)
 
@@ -203,9 +205,9 @@ class RateTable:
 
         Its own rate is left out since in a small fleet it would pull the median to itself.
         """
-        own = self._rates.get(replica)
-        left_out = len(self._sorted) if own is None else bisect_left(self._sorted, own)
-        count = len(self._sorted) - (own is not None)
+        own_rate = self._rates.get(replica)
+        left_out = len(self._sorted) if own_rate is None else bisect_left(self._sorted, own_rate)
+        count = len(self._sorted) - (own_rate is not None)
         if count == 0:
             return None
 

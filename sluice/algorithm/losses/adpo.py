@@ -72,12 +72,12 @@ def group_scores(inputs: LossInputs, order: Sequence[int], adpo: AdpoSettings) -
         tau = adaptive_tau(new.detach(), old, advantages, adpo.tau, adpo.adaptive_tau_vocab)
     log_ratio = (new - old).clamp(-adpo.clip_log_ratio, adpo.clip_log_ratio)
     anchored = (log_ratio / tau).clamp(-adpo.clip_anchored_score, adpo.clip_anchored_score)
-    taken = torch.tensor(order, dtype=torch.int64, device=old.device)
+    row_order = torch.tensor(order, dtype=torch.int64, device=old.device)
     shape = (-1, adpo.num_generations)
     return GroupScores(
-        anchored[taken].view(shape),
-        log_ratio.detach()[taken].view(shape),
-        advantages[taken].view(shape),
+        anchored[row_order].view(shape),
+        log_ratio.detach()[row_order].view(shape),
+        advantages[row_order].view(shape),
         tau,
     )
 

@@ -59,7 +59,7 @@ class LossInputs:
         """N."""
         return self.logprobs.numel()
 
-    def keeping(self, keep: torch.Tensor) -> LossInputs:
+    def select_tokens(self, keep: torch.Tensor) -> LossInputs:
         """Return the same rows with only the tokens where `keep` (bool [N]) is true."""
         return replace(
             self,
@@ -67,12 +67,12 @@ class LossInputs:
             old_logprobs=self.old_logprobs[keep],
             advantages=self.advantages[keep],
             row_index=self.row_index[keep],
-            rollout_weights=_chosen(self.rollout_weights, keep),
-            rollout_logprobs=_chosen(self.rollout_logprobs, keep),
+            rollout_weights=_select(self.rollout_weights, keep),
+            rollout_logprobs=_select(self.rollout_logprobs, keep),
         )
 
 
-def _chosen(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+def _select(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[mask]
 
 

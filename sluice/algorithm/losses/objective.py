@@ -210,8 +210,8 @@ def value_loss(
         row_index: as of `aggregate`, like the counts, the mode and the factor.
         cliprange_value: how far a value may move before its error is held, > 0.
     """
-    near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
-    free_error, held_error = (values - returns).square(), (near - returns).square()
+    clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    free_error, held_error = (values - returns).square(), (clipped_values - returns).square()
     errors = torch.maximum(free_error, held_error)
     loss = 0.5 * aggregate(errors, row_index, counts, mode, loss_scale_factor)
     with torch.no_grad():

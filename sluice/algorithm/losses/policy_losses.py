@@ -31,10 +31,12 @@ def _ratio_metrics(
     clipped_lower: torch.Tensor | None = None,
 ) -> Mapping[str, MetricMean]:
     """Return the shares of clipped tokens, 0 where a loss clips none, and ``old - new``."""
-    never = torch.zeros_like(log_ratio)
+    no_tokens = torch.zeros_like(log_ratio)
     return {
-        "actor/pg_clipfrac": token_metric(never if clipped is None else clipped),
-        "actor/pg_clipfrac_lower": token_metric(never if clipped_lower is None else clipped_lower),
+        "actor/pg_clipfrac": token_metric(no_tokens if clipped is None else clipped),
+        "actor/pg_clipfrac_lower": token_metric(
+            no_tokens if clipped_lower is None else clipped_lower
+        ),
         "actor/ppo_kl": token_metric(-log_ratio),
     }
 
@@ -74,8 +76,8 @@ def vanilla_policy_loss(
     ceiling = -advantages * settings.clip_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)
-    held = negative & (pessimistic > ceiling)
-    return loss, _ratio_metrics(log_ratio, clipped > unclipped, held)
+    clipped_lower = negative & (pessimistic > ceiling)
+    return loss, _ratio_metrics(log_ratio, clipped > unclipped, clipped_lower)
 
 
 def gspo_objective(
@@ -90,8 +92,8 @@ def gspo_objective(
     log_ratio = inputs.logprobs.detach() - inputs.old_logprobs
     log_sequence = row_means(log_ratio, inputs.row_index, inputs.num_rows)[inputs.row_index]
     # 0 in value: it only gives the sequence's ratio the gradient of this token.
-    own = inputs.logprobs - inputs.logprobs.detach()
-    ratio = (own + log_sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    zero_log_ratio = inputs.logprobs - inputs.logprobs.detach()
+    ratio = (zero_log_ratio + log_sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     unclipped, clipped = surrogate_terms(ratio, inputs.advantages, settings)
     return token_objective(
         torch.maximum(unclipped, clipped),
@@ -200,8 +202,8 @@ def dppo_kl_objective(
     """
     with torch.no_grad():
         p, old = inputs.logprobs.exp(), inputs.old_logprobs.exp()
-        others = ((1.0 - old + _LOG_GUARD) / (1.0 - p + _LOG_GUARD)).log()
-        divergence = old * (inputs.old_logprobs - inputs.logprobs) + (1.0 - old) * others
+        log_other_ratio = ((1.0 - old + _LOG_GUARD) / (1.0 - p + _LOG_GUARD)).log()
+        divergence = old * (inputs.old_logprobs - inputs.logprobs) + (1.0 - old) * log_other_ratio
         valid = torch.where(
             inputs.advantages > 0,
             (divergence <= settings.clip_high) | (p <= old),
@@ -253,13 +255,13 @@ def clip_cov_objective(
     # Choose on the CPU, so that a seed means the same on every device.
     chosen_by = torch.Generator().manual_seed(inputs.seed)
     order = torch.randperm(candidates.numel(), generator=chosen_by).to(candidates.device)
-    kept = torch.ones_like(inputs.advantages, dtype=torch.bool)
-    kept[candidates[order[:max_clipped]]] = False
+    is_kept = torch.ones_like(inputs.advantages, dtype=torch.bool)
+    is_kept[candidates[order[:max_clipped]]] = False
     metrics = {
-        "actor/pg_clipfrac": token_metric(~kept),
+        "actor/pg_clipfrac": token_metric(~is_kept),
         "actor/ppo_kl": token_metric(-log_ratio),
     }
-    loss = torch.maximum(unclipped, clipped) * kept
+    loss = torch.maximum(unclipped, clipped) * is_kept
     return token_objective(loss, inputs, counts, settings, metrics)
 
 
@@ -326,7 +328,9 @@ def bypass_mode_objective(
         weights, optimise = corrected.weights, _reinforce
     if weights is not None:
         weights = normalized_weights(weights, corrected.statistics)
-    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).keeping(corrected.kept)
+    inputs = replace(inputs, old_logprobs=engine, rollout_weights=weights).select_tokens(
+        corrected.kept
+    )
     objective = optimise(inputs, counts, settings)
     return replace(objective, statistics=corrected.statistics)
 

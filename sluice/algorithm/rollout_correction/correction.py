@@ -66,19 +66,21 @@ def rollout_correction(
     log_ratio, rows = policy - behavior, TokenRows.of(row_index)
     statistics: dict[str, Statistic] = {}
     weights: torch.Tensor | None = None
-    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    keep_mask = torch.ones_like(log_ratio, dtype=torch.bool)
     if settings.rollout_is is not None:
         of_tokens = settings.rollout_is == "token"
-        weights, statistics = _weighed(log_ratio, rows, settings.bounds(), of_tokens=of_tokens)
+        weights, statistics = _importance_weights(
+            log_ratio, rows, settings.bounds(), of_tokens=of_tokens
+        )
         if settings.rollout_is_batch_normalize:
             averaged = weights if of_tokens else rows.mean(weights)
             statistics[NORM_FACTOR] = Statistic(Moments.of(averaged), Reduction.NORMALIZER)
     rules = settings.rules()
     if rules:
-        kept, rejections = _rejected(log_ratio, rows, rules)
+        keep_mask, rejections = _reject(log_ratio, rows, rules)
         statistics |= rejections
     statistics |= _off_policy_statistics(policy, behavior, rows)
-    return RolloutCorrection(weights, kept, statistics)
+    return RolloutCorrection(weights, keep_mask, statistics)
 
 
 def _off_policy_statistics(
@@ -124,7 +126,7 @@ def _squared_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return (2.0 * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
 
-def _weighed(
+def _importance_weights(
     log_ratio: torch.Tensor, rows: TokenRows, bounds: WeightBounds, *, of_tokens: bool
 ) -> tuple[torch.Tensor, dict[str, Statistic]]:
     """Return ``exp`` of the log ratio within +-20, of each token or of the sum over its row.
@@ -141,8 +143,8 @@ def _weighed(
     if bounds.lower is None:
         weights = raw.clamp(max=bounds.upper)
     else:
-        inside = (raw >= bounds.lower) & (raw <= bounds.upper)
-        weights = torch.where(inside, raw, torch.zeros_like(raw))
+        is_inside = (raw >= bounds.lower) & (raw <= bounds.upper)
+        weights = torch.where(is_inside, raw, torch.zeros_like(raw))
     statistics = {
         **_token_statistics(raw, weights, bounds),
         **_row_statistics(rows.mean(raw), rows.mean(weights), bounds),
@@ -184,8 +186,8 @@ def _token_statistics(
         **_fractions("rollout_is_ratio", raw, low, high),
     }
     if bounds.lower is not None:
-        outside = Moments.of((raw > high) | (raw < low))
-        statistics["rollout_is_oob_ratio"] = Statistic(outside, Reduction.MEAN)
+        outside_moments = Moments.of((raw > high) | (raw < low))
+        statistics["rollout_is_oob_ratio"] = Statistic(outside_moments, Reduction.MEAN)
     return statistics
 
 
@@ -213,7 +215,7 @@ def _ratio_statistics(log_ratio_sums: torch.Tensor, bounds: WeightBounds) -> dic
     }
 
 
-def _rejected(
+def _reject(
     log_ratio: torch.Tensor, rows: TokenRows, rules: Sequence[RejectionRule]
 ) -> tuple[torch.Tensor, dict[str, Statistic]]:
     """Keep the tokens that pass all rules; a rule over rows keeps or drops whole rows.
@@ -224,7 +226,7 @@ def _rejected(
     Returns:
         bool [tokens], true where the token stays; and the statistics of ``rollout_rs_*``.
     """
-    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    keep_mask = torch.ones_like(log_ratio, dtype=torch.bool)
     statistics: dict[str, Statistic] = {}
     for rule in rules:
         of_tokens = _divergence(log_ratio, rule.estimator)
@@ -232,10 +234,10 @@ def _rejected(
         if rule.scope != "token":
             of_tokens = of_rows[rows.of_token]
         passed = (of_tokens >= rule.lower) & (of_tokens <= rule.upper)
-        kept &= passed
+        keep_mask &= passed
         statistics |= _rule_statistics(rule, of_tokens, of_rows)
-        statistics |= _masked(f"rollout_rs_{rule.option}", passed, rows)
-    return kept, {**statistics, **_masked("rollout_rs", kept, rows)}
+        statistics |= _masked_shares(f"rollout_rs_{rule.option}", passed, rows)
+    return keep_mask, {**statistics, **_masked_shares("rollout_rs", keep_mask, rows)}
 
 
 def _divergence(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -275,11 +277,13 @@ def _rule_statistics(
     }
 
 
-def _masked(prefix: str, kept: torch.Tensor, rows: TokenRows) -> dict[str, Statistic]:
+def _masked_shares(prefix: str, keep_mask: torch.Tensor, rows: TokenRows) -> dict[str, Statistic]:
     """Return the share of tokens dropped, and of rows that lost a token."""
     return {
-        f"{prefix}_masked_fraction": Statistic(Moments.of(~kept), Reduction.MEAN),
-        f"{prefix}_seq_masked_fraction": Statistic(Moments.of(rows.any(~kept)), Reduction.MEAN),
+        f"{prefix}_masked_fraction": Statistic(Moments.of(~keep_mask), Reduction.MEAN),
+        f"{prefix}_seq_masked_fraction": Statistic(
+            Moments.of(rows.any(~keep_mask)), Reduction.MEAN
+        ),
     }
 
 

@@ -96,8 +96,8 @@ def rejection_rules(options: str, thresholds: float | str | None) -> tuple[Rejec
             f"{_SECTION}.rollout_rs = {options!r}: expected one or more of "
             f"{', '.join(REJECTION_OPTIONS)}, separated by commas"
         )
-    given = "" if thresholds is None else str(thresholds)
-    specs = [part.strip() for part in given.split(",") if part.strip()]
+    thresholds_text = "" if thresholds is None else str(thresholds)
+    specs = [part.strip() for part in thresholds_text.split(",") if part.strip()]
     if len(specs) not in {1, len(names)}:
         raise ConfigError(
             f"{_SECTION}.rollout_rs_threshold = {thresholds!r}: expected one threshold, or one for "

@@ -134,35 +134,35 @@ Statistics = Mapping[str, Statistic]
 def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statistic]:
     """Return the same metrics over the numbers of both; both have the same names."""
     return {
-        name: Statistic(one.moments.merge(second[name].moments), one.reading)
-        for name, one in first.items()
+        name: Statistic(statistic.moments.merge(second[name].moments), statistic.reading)
+        for name, statistic in first.items()
     }
 
 
 def _values(record: Moments | ProbsDiffSums) -> list[Any]:
     """Return its fields' values as they are; `astuple` copies each number of each tuple."""
-    return [getattr(record, one.name) for one in fields(record)]
+    return [getattr(record, field.name) for field in fields(record)]
 
 
 def statistics_to_vector(statistics: Statistics) -> list[float]:
     """Return five numbers a metric for an all-gather, in the order of the names as given."""
-    return [number for one in statistics.values() for number in _values(one.moments)]
+    return [number for statistic in statistics.values() for number in _values(statistic.moments)]
 
 
-def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[str, Statistic]:
-    """Undo `statistics_to_vector`; take names and readings from `like`."""
+def statistics_from_vector(template: Statistics, vector: Sequence[float]) -> dict[str, Statistic]:
+    """Undo `statistics_to_vector`; take names and readings from `template`."""
     return {
-        name: Statistic(Moments(*vector[5 * i : 5 * i + 5]), one.reading)
-        for i, (name, one) in enumerate(like.items())
+        name: Statistic(Moments(*vector[5 * i : 5 * i + 5]), statistic.reading)
+        for i, (name, statistic) in enumerate(template.items())
     }
 
 
 def metrics_of(statistics: Statistics) -> dict[str, float]:
     """Return metrics by name; a statistic over no numbers is left out."""
     return {
-        f"rollout_corr/{name}": one.moments.read(one.reading)
-        for name, one in statistics.items()
-        if one.moments.count
+        f"rollout_corr/{name}": statistic.moments.read(statistic.reading)
+        for name, statistic in statistics.items()
+        if statistic.moments.count
     }
 
 
@@ -255,9 +255,9 @@ class ProbsDiffSums:
 
     def _gap_below(self, share: float) -> float:
         """Return a gap that this share of the tokens does not exceed: at most 19 % too large."""
-        seen = 0.0
+        num_counted = 0.0
         for count, edge in zip(self.gap_counts, _GAP_EDGES, strict=False):
-            seen += count
-            if seen >= share * self.num_tokens:
+            num_counted += count
+            if num_counted >= share * self.num_tokens:
                 return edge
         return math.inf

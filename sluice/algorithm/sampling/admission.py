@@ -65,19 +65,19 @@ class YieldEstimate:
     kept_weight: float = 0.0
     observed_weight: float = 0.0
 
-    def observe(self, kept: bool) -> YieldEstimate:
+    def observe(self, is_kept: bool) -> YieldEstimate:
         """Return the estimate after one more group ended, kept or filtered."""
         return replace(
             self,
-            kept_weight=_KEPT_OF_YIELD * self.kept_weight + float(kept),
+            kept_weight=_KEPT_OF_YIELD * self.kept_weight + float(is_kept),
             observed_weight=_KEPT_OF_YIELD * self.observed_weight + 1.0,
         )
 
     @property
     def mean(self) -> float:
         """Expected yield, in (0, 1]."""
-        kept = self.kept_weight + self.prior_yield * self.prior_weight
-        return kept / (self.observed_weight + self.prior_weight)
+        kept_weight = self.kept_weight + self.prior_yield * self.prior_weight
+        return kept_weight / (self.observed_weight + self.prior_weight)
 
     def upper(self) -> float:
         """Return the upper confidence limit of the yield, `Z` standard errors above the mean."""
@@ -127,8 +127,8 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     else:
         max_groups = math.ceil(capacity / estimate.mean) if fills_on_average else capacity
     if num_ahead is not None:
-        wanted = math.ceil((train_batch_size + num_ahead - filled) / estimate.mean)
-        max_groups = min(max_groups, wanted)
+        num_wanted = math.ceil((train_batch_size + num_ahead - filled) / estimate.mean)
+        max_groups = min(max_groups, num_wanted)
     return max(0, min(max_groups, max_in_flight) - num_in_flight)
 
 
@@ -225,13 +225,13 @@ class FinishForecast:
         self._lengths: OrderedDict[str, float] = OrderedDict()
         self._announced_s: float | None = None
 
-    def announced(self, now_s: float) -> None:
+    def note_announced(self, now_s: float) -> None:
         """Note that a version was announced."""
         if self._announced_s is not None:
             self._interval_s.see(now_s - self._announced_s)
         self._announced_s = now_s
 
-    def ended(self, key: str, *, mean_tokens: float, seconds: float) -> None:
+    def note_ended(self, key: str, *, mean_tokens: float, seconds: float) -> None:
         """Note that a group ended: its samples' mean tokens, and the seconds since its start."""
         if mean_tokens <= 0.0:
             return
@@ -285,9 +285,9 @@ class AdmissionOrder:
         if tokens_in_time is not None and version - since < _VERSIONS_PASSED_BY:
             steps = {step for step, _ in self._line.values()}
             max_step = _length_step(tokens_in_time)
-            wanted = max((step for step in steps if step <= max_step), default=min(steps))
+            chosen_step = max((step for step in steps if step <= max_step), default=min(steps))
             # Of equally long ones the first in line.
-            sequence = next(s for s, (step, _) in self._line.items() if step == wanted)
+            sequence = next(s for s, (step, _) in self._line.items() if step == chosen_step)
         del self._line[sequence]
         return sequence
 

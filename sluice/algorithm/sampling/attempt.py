@@ -27,7 +27,7 @@ class PromptHistory:
     version: int
     num_attempts: int
 
-    def aged(self, version: int) -> PromptHistory:
+    def discounted(self, version: int) -> PromptHistory:
         """Return the same with the counts discounted to `version`, an older or a younger one."""
         factor = KEPT_PER_VERSION ** abs(version - self.version)
         return PromptHistory(
@@ -53,18 +53,20 @@ class RememberedAttempt:
     version: int
 
 
-def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
+def update_history(history: PromptHistory | None, attempt: RememberedAttempt) -> PromptHistory:
     """Return the history after one more attempt; ``None``: there was none before."""
-    before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
-    weight_before = before.num_right + before.num_wrong
-    total = weight_before + seen.num_scored
-    mean = before.mean_tokens * weight_before + seen.mean_tokens * seen.num_scored
+    earlier = (history or PromptHistory(0.0, 0.0, 0.0, attempt.version, 0)).discounted(
+        attempt.version
+    )
+    earlier_weight = earlier.num_right + earlier.num_wrong
+    total = earlier_weight + attempt.num_scored
+    mean = earlier.mean_tokens * earlier_weight + attempt.mean_tokens * attempt.num_scored
     return PromptHistory(
-        before.num_right + seen.num_right,
-        before.num_wrong + seen.num_scored - seen.num_right,
+        earlier.num_right + attempt.num_right,
+        earlier.num_wrong + attempt.num_scored - attempt.num_right,
         mean / total if total else 0.0,
-        before.version,
-        before.num_attempts + 1,
+        earlier.version,
+        earlier.num_attempts + 1,
     )
 
 
@@ -92,11 +94,11 @@ class Attempt:
     side: Side = Side.NONE
     value: float = 1.0
 
-    def known(self, version: int) -> GradeCounts:
+    def earlier_grades(self, version: int) -> GradeCounts:
         """Return the grades of its earlier attempts, discounted to `version`."""
         if self.history is None:
             return GradeCounts()
-        aged = self.history.aged(version)
+        aged = self.history.discounted(version)
         return GradeCounts(aged.num_right, aged.num_wrong)
 
 

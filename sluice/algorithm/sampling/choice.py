@@ -58,9 +58,9 @@ def rest_of_group(
 ) -> AttemptEstimate:
     """Return the rest of a group whose probes were all right or all wrong."""
     grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
-    after = posterior(before_probes, grade_counts)
+    updated = posterior(before_probes, grade_counts)
     stays_uniform = all_right_probability if num_right else all_wrong_probability
-    mixed = 1.0 - stays_uniform(after, num_rest)
+    mixed = 1.0 - stays_uniform(updated, num_rest)
     return AttemptEstimate(float(num_rest), samples_per_group * mixed)
 
 
@@ -76,9 +76,9 @@ def whole_attempt(
     n = samples_per_group
     if probe_samples is None:
         return AttemptEstimate(float(n), n * mixed_probability(weights, n))
-    rest = n - probe_samples
+    num_rest = n - probe_samples
     is_mixed = mixed_probability(weights, probe_samples)
-    cost, gain = probe_samples + rest * is_mixed, n * is_mixed
+    cost, gain = probe_samples + num_rest * is_mixed, n * is_mixed
     for chance, stakes in _uniform_probes(weights, probe_samples, n):
         if stakes.value(price) >= 1.0:
             cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
@@ -136,20 +136,20 @@ class SamplingKnowledge:
     def after(self, ends: list[AttemptEnd], samples_per_group: int) -> SamplingKnowledge:
         """Return the evidence once these groups have ended."""
         guard = self.guard
-        seen = []
+        weighted_grades = []
         for end in ends:
-            grade_counts = end.attempt.known(end.version) + end.grade_counts
-            seen.append((grade_counts, 1.0 / end.attempt.admission_probability))
+            grade_counts = end.attempt.earlier_grades(end.version) + end.grade_counts
+            weighted_grades.append((grade_counts, 1.0 / end.attempt.admission_probability))
             if end.kept:
                 hardness = hard_probability(posterior(self.population, grade_counts))
                 attempt = end.attempt
-                guard = guard.kept(
+                guard = guard.add_kept(
                     attempt.side,
                     hardness=hardness,
                     value=attempt.value,
                     probability=attempt.probability,
                 )
-        return SamplingKnowledge.of(self.belief.learn(seen), guard, samples_per_group)
+        return SamplingKnowledge.of(self.belief.learn(weighted_grades), guard, samples_per_group)
 
 
 def choose_attempt(
@@ -160,7 +160,7 @@ def choose_attempt(
     Probes cost time, since the rest of a group starts later. They are left out where they would
     save fewer than `_MIN_SAVING` samples.
     """
-    weights = posterior(knowledge.population, attempt.known(version))
+    weights = posterior(knowledge.population, attempt.earlier_grades(version))
     n = rules.samples_per_group
     if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _MIN_SAVING:
         attempt = replace(attempt, first_samples=n)
@@ -175,7 +175,9 @@ def choose_attempt(
     if side is Side.NONE:
         return attempt
     probability = knowledge.guard.probability(side, value)
-    chosen = replace(_passed(attempt, side, value, probability), admission_probability=probability)
+    chosen = replace(
+        _chosen_attempt(attempt, side, value, probability), admission_probability=probability
+    )
     is_admitted = _uniform(rules.seed, attempt, "visit") < probability
     return chosen if is_admitted else replace(chosen, first_samples=0)
 
@@ -199,9 +201,9 @@ def choose_rest(
     """
     if num_scored == 0 or 0 < num_right < num_scored:
         return attempt
-    before = posterior(knowledge.population, attempt.known(version))
+    earlier_weights = posterior(knowledge.population, attempt.earlier_grades(version))
     stakes = rest_of_group(
-        before,
+        earlier_weights,
         num_right=num_right,
         num_probes=num_scored,
         num_rest=rules.samples_per_group - attempt.first_samples,
@@ -215,7 +217,7 @@ def choose_rest(
     min_probability = min(1.0, rules.exploration / attempt.probability)
     probability = max(min_probability, knowledge.guard.probability(side, value))
     is_admitted = _uniform(rules.seed, attempt, "rest") < probability
-    return _passed(attempt, side, value, probability) if is_admitted else None
+    return _chosen_attempt(attempt, side, value, probability) if is_admitted else None
 
 
 def _side(knowledge: SamplingKnowledge, weights: Weights, value: float) -> Side:
@@ -234,17 +236,17 @@ def _saved(knowledge: SamplingKnowledge, rules: SamplingRules, weights: Weights)
     )
 
 
-def _passed(attempt: Attempt, side: Side, value: float, probability: float) -> Attempt:
+def _chosen_attempt(attempt: Attempt, side: Side, value: float, probability: float) -> Attempt:
     """Return an attempt after a choice; one that passed two counts for the harder side.
 
     Its worth there is taken times the probability of the other choice: so what the guard expects
     of w is what comes of both. It is exact where w enters one of the two; of two choices of the
     hard side the first is with w as it was then.
     """
-    before, together = attempt.probability, attempt.probability * probability
+    earlier_probability, together = attempt.probability, attempt.probability * probability
     if attempt.side is Side.HARD and side is Side.EASY:
         return replace(attempt, value=attempt.value * probability, probability=together)
-    return replace(attempt, side=side, value=value * before, probability=together)
+    return replace(attempt, side=side, value=value * earlier_probability, probability=together)
 
 
 def _uniform(seed: int, attempt: Attempt, purpose: str) -> float:

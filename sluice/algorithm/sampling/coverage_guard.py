@@ -75,7 +75,7 @@ class _Class:
             self.real_hard + hardness,
         )
 
-    def decayed(self) -> _Class:
+    def decay(self) -> _Class:
         counts = (self.expected, self.expected_hard, self.value, self.value_hard)
         return _Class(*(DECAY_PER_GROUP * count for count in (*counts, self.real, self.real_hard)))
 
@@ -94,7 +94,7 @@ class CoverageGuard:
     is_on: bool = True
     classes: dict[Side, _Class] = field(default_factory=lambda: {side: _Class() for side in Side})
 
-    def kept(
+    def add_kept(
         self, side: Side, *, hardness: float, value: float, probability: float
     ) -> CoverageGuard:
         """Return the guard after one more kept group.
@@ -104,7 +104,7 @@ class CoverageGuard:
             value: of the choice it passed, as given to `probability`, times the probability of any
                 other that it passed.
         """
-        classes = {other: counted.decayed() for other, counted in self.classes.items()}
+        classes = {other_side: counted.decay() for other_side, counted in self.classes.items()}
         classes[side] = classes[side].plus(hardness, value, probability)
         return replace(self, classes=classes)
 
@@ -136,12 +136,12 @@ class CoverageGuard:
             return 1.0
         if not self.is_on:
             return self.exploration
-        easy, plain, hard = self._solved()
+        easy, plain, hard = self._solve()
         if side is Side.PLAIN:
             return plain
         return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * value))
 
-    def _solved(self) -> tuple[float, float, float]:
+    def _solve(self) -> tuple[float, float, float]:
         """Return e, s and w; w has no upper bound."""
         e, h = self.exploration, self.plain_share
         if sum(c.real for c in self.classes.values()) < _MIN_KEPT_GROUPS or not h:
@@ -184,10 +184,10 @@ class CoverageGuard:
 
     def _easy_probability(self, max_share: float) -> float:
         """Return e for a share of at most `max_share`, with the hard side at its rarest."""
-        others = (self.classes[Side.NONE], self.classes[Side.PLAIN])
+        other_classes = (self.classes[Side.NONE], self.classes[Side.PLAIN])
         easy, hard = self.classes[Side.EASY], self.classes[Side.HARD]
         e = self.exploration
-        surplus = sum(c.expected_hard - max_share * c.expected for c in others)
+        surplus = sum(c.expected_hard - max_share * c.expected for c in other_classes)
         surplus += e * (hard.expected_hard - max_share * hard.expected)
         capacity = max_share * easy.expected - easy.expected_hard
         return min(1.0, max(e, surplus / capacity)) if capacity > 0.0 else e

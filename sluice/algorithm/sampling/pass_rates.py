@@ -56,21 +56,24 @@ class PassRateBelief:
         total = self.counts + PRIOR_WEIGHT * _PRIOR
         return np.asarray(total / total.sum(), dtype=np.float64)
 
-    def learn(self, seen: list[tuple[GradeCounts, float]]) -> PassRateBelief:
+    def learn(self, weighted_grades: list[tuple[GradeCounts, float]]) -> PassRateBelief:
         """Return the belief after some more groups ended, in any order.
 
         Args:
-            seen: evidence on each group's prompt, and how many prompts of the population the group
-                represents (the inverse of the probability that it was started).
+            weighted_grades: evidence on each group's prompt, and how many prompts of the population
+                the group represents (the inverse of the probability that it was started).
         """
-        if not seen:
+        if not weighted_grades:
             return self
         population = self.population
         added = sum(
-            (weight * posterior(population, grade_counts) for grade_counts, weight in seen),
+            (
+                weight * posterior(population, grade_counts)
+                for grade_counts, weight in weighted_grades
+            ),
             start=np.zeros(GRID.size),
         )
-        return PassRateBelief(self.counts * DECAY_PER_GROUP ** len(seen) + added)
+        return PassRateBelief(self.counts * DECAY_PER_GROUP ** len(weighted_grades) + added)
 
 
 def posterior(population: Weights, grade_counts: GradeCounts) -> Weights:
@@ -102,8 +105,8 @@ def all_wrong_probability(weights: Weights, num_samples: int) -> float:
 
 def mixed_probability(weights: Weights, num_samples: int) -> float:
     """Probability that `num_samples` further samples are neither all right nor all wrong."""
-    right, wrong = _powers(num_samples)
-    return float(1.0 - weights @ (right + wrong)) if num_samples else 0.0
+    all_right, all_wrong = _powers(num_samples)
+    return float(1.0 - weights @ (all_right + all_wrong)) if num_samples else 0.0
 
 
 @lru_cache(maxsize=64)

@@ -73,8 +73,8 @@ class SamplingRules:
         """Groups wanted beyond a batch, at least 1; ``None``: as many as have a slot in time."""
         if self.ahead_share == 1.0 or self.max_staleness == 0:
             return None
-        wanted = self.ahead_share * self.max_staleness * self.train_batch_size
-        return math.ceil(wanted - _ROUNDING)
+        num_wanted = self.ahead_share * self.max_staleness * self.train_batch_size
+        return math.ceil(num_wanted - _ROUNDING)
 
     @property
     def preempts(self) -> bool:

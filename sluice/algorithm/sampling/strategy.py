@@ -55,13 +55,13 @@ class Rounds:
     num_waves: int = 0
     num_issued: int = 0
 
-    def issued(self) -> Rounds:
+    def after_issue(self) -> Rounds:
         """Return the state after one more prompt was issued; the first of a wave begins it."""
         if self.num_waves == 0 or self.num_issued >= self.gen_batch_size:
             return replace(self, num_waves=self.num_waves + 1, num_issued=1)
         return replace(self, num_issued=self.num_issued + 1)
 
-    def gave_back(self) -> Rounds:
+    def after_return(self) -> Rounds:
         """Return the state after a prompt of the wave was cancelled; it will be issued again."""
         return replace(self, num_issued=max(0, self.num_issued - 1))
 
@@ -151,12 +151,12 @@ class SamplingStrategy:
             BatchUnfillableError: ``rounds`` used up its waves.
         """
         if self.discards_surplus:
-            wanted = self._rounds.num_to_issue(
+            num_wanted = self._rounds.num_to_issue(
                 num_in_flight=load.num_in_flight,
                 num_kept=load.num_kept,
                 num_in_training=load.num_in_training,
             )
-            return min(wanted, load.capacity)
+            return min(num_wanted, load.capacity)
         num_in_flight, num_kept, num_in_training, capacity, num_sure = load
         num_unsure = num_in_flight - num_sure
         return groups_to_admit(
@@ -174,7 +174,7 @@ class SamplingStrategy:
     def attempt(
         self, key: str, sequence: int, history: PromptHistory | None, version: int
     ) -> Attempt:
-        """Decide about a prompt that was issued; `started` or `skipped` has to follow.
+        """Decide about a prompt that was issued; `note_started` or `note_skipped` has to follow.
 
         Args:
             history: of its earlier attempts; ignored by strategies without memory.
@@ -184,22 +184,22 @@ class SamplingStrategy:
         attempt = Attempt(key, sequence, history, self._first_samples)
         return choose_attempt(self._knowledge, self.rules, attempt, version)
 
-    def started(self, attempt: Attempt) -> None:
+    def note_started(self, attempt: Attempt) -> None:
         """Note that the group of an attempt starts."""
         if self.discards_surplus:
-            self._rounds = self._rounds.issued()
+            self._rounds = self._rounds.after_issue()
         self._counts["visits"] += 1
         self._counts["explored"] += attempt.side in _EXPLORED
 
-    def skipped(self, attempt: Attempt) -> None:
+    def note_skipped(self, attempt: Attempt) -> None:
         """Note that a prompt was skipped."""
         self._counts["skipped"] += 1
         self._counts[f"skipped_{attempt.side}"] += 1
 
-    def restarted(self, attempt: Attempt) -> None:
+    def note_restarted(self, attempt: Attempt) -> None:
         """Note that a group was cancelled and its prompt waits for another attempt."""
         if self.discards_surplus:
-            self._rounds = self._rounds.gave_back()
+            self._rounds = self._rounds.after_return()
         self._counts["visits"] -= 1
         self._counts["explored"] -= attempt.side in _EXPLORED
 
@@ -220,14 +220,14 @@ class SamplingStrategy:
             self._counts["stopped_easy" if num_right else "stopped_hard"] += 1
         return continued
 
-    def ended(
+    def note_ended(
         self,
         attempt: Attempt,
         *,
         num_right: int,
         num_scored: int,
         mean_tokens: float,
-        kept: bool,
+        is_kept: bool,
         version: int,
         seconds: float,
     ) -> None:
@@ -235,15 +235,15 @@ class SamplingStrategy:
 
         Args:
             attempt: as `after_probes` returned it, if it continued.
-            kept: whether it waits for a batch.
+            is_kept: whether it waits for a batch.
             seconds: since it was admitted.
         """
-        self.estimate = self.estimate.observe(kept)
+        self.estimate = self.estimate.observe(is_kept)
         if num_scored == self.rules.samples_per_group:
-            self.forecast.ended(attempt.key, mean_tokens=mean_tokens, seconds=seconds)
+            self.forecast.note_ended(attempt.key, mean_tokens=mean_tokens, seconds=seconds)
         if self._learns:
             grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
-            self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
+            self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, is_kept, version))
 
     def may_form(self, num_in_flight: int) -> bool:
         """Return whether a full batch may be taken from the kept groups."""
@@ -258,7 +258,8 @@ class SamplingStrategy:
         """Learn from the groups that ended since the version before.
 
         Returns:
-            what to add to the histories (`remembered`), by key and in order; none without memory.
+            what to add to the histories (`update_history`), by key and in order; none without
+            memory.
         """
         if not self._learns:
             return []
@@ -266,13 +267,13 @@ class SamplingStrategy:
         self._knowledge = self._knowledge.after(ends, self.rules.samples_per_group)
         if not self._uses_memory:
             return []
-        return [(end.attempt.key, _seen(end)) for end in ends]
+        return [(end.attempt.key, _remembered_attempt(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
         """Return gauges and counts since the start, by metric name."""
         gauges = {"sampling/yield": self.estimate.mean}
         if self._learns:
-            gauges |= _of_knowledge(self._knowledge)
+            gauges |= _knowledge_metrics(self._knowledge)
             gauges |= {
                 f"sampling/{name}": float(self._counts[name])
                 for name in (
@@ -284,12 +285,12 @@ class SamplingStrategy:
         return gauges
 
 
-def _seen(end: AttemptEnd) -> RememberedAttempt:
+def _remembered_attempt(end: AttemptEnd) -> RememberedAttempt:
     num_right, num_wrong = int(end.grade_counts.num_right), int(end.grade_counts.num_wrong)
     return RememberedAttempt(num_right, num_right + num_wrong, end.mean_tokens, end.version)
 
 
-def _of_knowledge(knowledge: SamplingKnowledge) -> dict[str, float]:
+def _knowledge_metrics(knowledge: SamplingKnowledge) -> dict[str, float]:
     guard = knowledge.guard
     return {
         "sampling/price": knowledge.price,

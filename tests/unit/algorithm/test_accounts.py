@@ -44,7 +44,7 @@ class Replica:
             direct_sent_tokens=self.direct_sent,
             direct_unsent_tokens=self.direct_unsent,
         )
-        return known.abandoned() if self.has_left else known
+        return known.with_running_unsent() if self.has_left else known
 
 
 events = st.lists(
@@ -136,7 +136,9 @@ def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
     fleet = fleet_counters(
         [
             ReplicaCounters(generated_tokens=10, unsent_tokens=1, running_tokens=2),
-            ReplicaCounters(generated_tokens=20, unsent_tokens=3, running_tokens=4).abandoned(),
+            ReplicaCounters(
+                generated_tokens=20, unsent_tokens=3, running_tokens=4
+            ).with_running_unsent(),
             ReplicaCounters(),
         ]
     )

@@ -11,10 +11,10 @@ from sluice.algorithm.episode_rules import (
     EpisodeRules,
     Observation,
     TurnStart,
-    continued,
     environment_of,
+    find_turn_start,
     same_prompt_key,
-    truncated,
+    truncate_text,
     turn_seed,
     with_new_ids,
 )
@@ -38,14 +38,14 @@ SECOND = (*FIRST, result("6"), said("6."))
 
 
 def test_the_longest_history_that_a_conversation_begins_with_is_continued() -> None:
-    assert continued([FIRST, SECOND], [*SECOND, MORE]) == TurnStart(1, (MORE,))
-    assert continued([FIRST, SECOND], [*FIRST, result("7")]) == TurnStart(0, (result("7"),))
+    assert find_turn_start([FIRST, SECOND], [*SECOND, MORE]) == TurnStart(1, (MORE,))
+    assert find_turn_start([FIRST, SECOND], [*FIRST, result("7")]) == TurnStart(0, (result("7"),))
 
 
 def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> None:
     replayed = said("", ToolCall("look", '{"deep":true,"jar":"C"}', "other"))
     new = result("6", "other")
-    assert continued([FIRST], [ASK, replayed, new]) == TurnStart(0, (new,))
+    assert find_turn_start([FIRST], [ASK, replayed, new]) == TurnStart(0, (new,))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> No
     ],
 )
 def test_a_conversation_that_continues_no_turn_is_a_root(messages: tuple[ChatMessage, ...]) -> None:
-    assert continued([FIRST], messages) == TurnStart(None, messages)
+    assert find_turn_start([FIRST], messages) == TurnStart(None, messages)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_first_prompts_are_the_same_only_if_a_template_would_write_them_alike() 
 )
 def test_a_long_text_of_a_tool_is_cut_as_verl_does(side: Any, kept: str) -> None:
     rules = EpisodeRules(100, max_tool_response_length=5, truncate_side=side)
-    assert truncated("0123456789", rules) == kept
-    assert truncated("01234", rules) == "01234"
+    assert truncate_text("0123456789", rules) == kept
+    assert truncate_text("01234", rules) == "01234"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_seed_of_a_later_turn_is_the_same_in_every_release() -> None:
 
 def ended(finish: FinishReason, seen: Observation, **limits: Any) -> EpisodeEnd | None:
     counts = EpisodeCounts(EpisodeRules(100, **limits))
-    counts.answered(Answer("", tool_error="no call"))
+    counts.count_answer(Answer("", tool_error="no call"))
     return counts.end(finish, seen)
 
 
@@ -168,9 +168,9 @@ def test_only_answers_in_a_row_count_as_unreadable() -> None:
     counts = EpisodeCounts(EpisodeRules(100, max_invalid_calls=2))
     seen = Observation((result("?"),))
     for error, end in (("no call", None), ("", None), ("no call", None)):
-        counts.answered(Answer("", tool_error=error))
+        counts.count_answer(Answer("", tool_error=error))
         assert counts.end(FinishReason.STOP, seen) is end
-    counts.answered(Answer("", tool_error="no call"))
+    counts.count_answer(Answer("", tool_error="no call"))
     assert counts.end(FinishReason.STOP, seen) is EpisodeEnd.INVALID_CALLS
 
 

@@ -111,14 +111,14 @@ class Both:
 
     def _runs(self, name: str) -> None:
         version = self.version + self.rng.choice((-2, -1, 0, 0, 0, 1))
-        self.counted.runs(name, version)
+        self.counted.add_running(name, version)
         ages = self.plain.reserved if name in self.plain.reserved else self.plain.running
         ages[name] = version
 
     def end(self) -> None:
         name = self._any(self._under_way())
         if name is None:
-            self.counted.left("of nobody")
+            self.counted.remove_running("of nobody")
             return
         version = self._under_way()[name]
         if self.rng.random() < 0.7:
@@ -154,7 +154,7 @@ class Both:
             self._leave(name)
 
     def _leave(self, name: str) -> None:
-        self.counted.left(name)
+        self.counted.remove_running(name)
         self.plain.running.pop(name, None)
         self.plain.reserved.pop(name, None)
 
@@ -206,9 +206,9 @@ def test_any_sequence_of_events_is_decided_as_by_the_rules_read_group_by_group(
 def test_a_group_that_starts_over_counts_under_its_new_version_only() -> None:
     ages = GroupAges(1, 1, "wait")
     ages.keep("kept", 5, 0)
-    ages.runs("late", 4)
+    ages.add_running("late", 4)
     assert ages.decide(5).waiting_for == (4,)
-    ages.runs("late", 5)
+    ages.add_running("late", 5)
     assert ages.decide(5).chosen == ("kept",)
-    ages.left("late")
+    ages.remove_running("late")
     assert ages.decide(5).chosen == ("kept",)

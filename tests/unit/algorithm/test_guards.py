@@ -18,8 +18,8 @@ from sluice.algorithm.guards import (
     best_steps,
     decide,
     judge,
+    moving_means,
     signal_of,
-    windowed,
 )
 
 HOLD = GuardRule(GuardAction.HOLD, deviations=3.0)
@@ -86,7 +86,7 @@ def test_values_before_a_resume_break_no_rule_again_but_count_as_the_best() -> N
 
 
 def test_a_window_compares_means_with_the_standard_error_of_the_mean() -> None:
-    found = windowed([Signal(i, float(v)) for i, v in enumerate([1, 3, 5])], 2)
+    found = moving_means([Signal(i, float(v)) for i, v in enumerate([1, 3, 5])], 2)
     assert [(one.step, one.value, one.standard_error) for one in found] == [
         (1, 2.0, pytest.approx(1.0)),
         (2, 4.0, pytest.approx(1.0)),
@@ -161,16 +161,16 @@ def test_a_resumed_run_knows_what_was_before_its_checkpoint() -> None:
     full = GuardRecord(
         record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), {ACCURACY: 10}, (0, 10, 11)
     )
-    assert full.until(11) == full
-    assert full.until(5) == GuardRecord(record(0.9).signals, (), {ACCURACY: 5}, (0,))
+    assert full.until_step(11) == full
+    assert full.until_step(5) == GuardRecord(record(0.9).signals, (), {ACCURACY: 5}, (0,))
 
 
 def test_a_step_that_is_validated_again_counts_once_with_its_newest_value() -> None:
     twice = GuardRule(GuardAction.HOLD, deviations=3.0, times=2)
-    given = record(0.9, 0.2).added({ACCURACY: Signal(10, 0.1, 0.01)})
+    given = record(0.9, 0.2).with_signals({ACCURACY: Signal(10, 0.1, 0.01)})
     assert judge(twice, given).state is RuleState.WATCHING
     assert [one.value for one in given.signals[ACCURACY]] == [0.9, 0.1]
-    failed = given.added({ACCURACY: Signal(10, absence="it failed")})
+    failed = given.with_signals({ACCURACY: Signal(10, absence="it failed")})
     assert [one.value for one in failed.signals[ACCURACY]] == [0.9, 0.1, None]
 
 
@@ -193,12 +193,12 @@ def test_a_rule_over_a_window_reads_the_last_values_and_compares_with_the_best_m
     values = [1.0, 2.0, 5.0, 6.0, 3.0, 1.0, 1.5]
     signals = tuple(Signal(step, value) for step, value in enumerate(values))
     best = best_signal(signals, "max", 2)
-    assert best == windowed(signals, 2)[2]
+    assert best == moving_means(signals, 2)[2]
     low = best_signal(signals, "min", 2)
-    assert low == windowed(signals, 2)[-1]
+    assert low == moving_means(signals, 2)[-1]
     rule = GuardRule(GuardAction.HOLD, "actor/entropy", deviations=3.0, window=2, times=2)
     found = judge(rule, GuardRecord({"actor/entropy": signals}))
-    assert found.detail == f"actor/entropy = {windowed(signals, 2)[-1].text}, best {best.text}"
+    assert found.detail == f"actor/entropy = {moving_means(signals, 2)[-1].text}, best {best.text}"
 
 
 def test_steps_in_the_weights_leave_out_rolled_back_batches_and_the_rollbacks() -> None:

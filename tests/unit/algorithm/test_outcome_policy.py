@@ -12,8 +12,8 @@ from sluice.algorithm.groups.filter import (
     OutcomeAction,
     OutcomePolicy,
     OutcomeRule,
+    first_strike,
     is_quarantined,
-    striking,
 )
 from sluice.types import Failed, FailureKind, Outcome, Scored
 
@@ -41,7 +41,7 @@ def failed(kind: FailureKind) -> Failed:
 
 @given(rule=rules)
 def test_every_rule_ends_after_its_attempts(rule: OutcomeRule) -> None:
-    taken = [rule.after(attempts) for attempts in range(1, rule.max_attempts + 3)]
+    taken = [rule.action_after(attempts) for attempts in range(1, rule.max_attempts + 3)]
     assert taken[rule.max_attempts - 1 :] == [rule.final] * 3
     assert set(taken[: rule.max_attempts - 1]) <= {rule.action}
     assert rule.final in FINAL_ACTIONS
@@ -51,8 +51,8 @@ def test_every_rule_ends_after_its_attempts(rule: OutcomeRule) -> None:
 def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
     policy: OutcomePolicy, outcomes: list[Outcome], attempts: int
 ) -> None:
-    scored_again = set(policy.to_repeat(outcomes, attempts, SCORE_AGAIN))
-    regenerated = set(policy.to_repeat(outcomes, attempts, GENERATE_AGAIN))
+    scored_again = set(policy.indexes_to_repeat(outcomes, attempts, SCORE_AGAIN))
+    regenerated = set(policy.indexes_to_repeat(outcomes, attempts, GENERATE_AGAIN))
     assert not scored_again & regenerated
     for place in scored_again | regenerated:
         outcome = outcomes[place]
@@ -63,30 +63,30 @@ def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
 def test_a_sample_is_tried_as_often_as_its_rule_says() -> None:
     policy = OutcomePolicy({FailureKind.SCORER_CRASH: OutcomeRule(SCORE_AGAIN, 3)})
     outcomes = (RIGHT, failed(FailureKind.SCORER_CRASH), failed(FailureKind.UNSCORABLE))
-    tried = [policy.to_repeat(outcomes, attempts, SCORE_AGAIN) for attempts in (1, 2, 3, 4)]
+    tried = [policy.indexes_to_repeat(outcomes, attempts, SCORE_AGAIN) for attempts in (1, 2, 3, 4)]
     assert tried == [(1,), (1,), (), ()]
 
 
 def test_kinds_without_a_rule_are_left_out() -> None:
     outcomes = tuple(failed(kind) for kind in FailureKind)
-    assert OutcomePolicy().to_repeat(outcomes, 1, SCORE_AGAIN) == ()
-    assert OutcomePolicy().to_repeat(outcomes, 1, GENERATE_AGAIN) == ()
-    assert OutcomePolicy().decisive(outcomes) is None
+    assert OutcomePolicy().indexes_to_repeat(outcomes, 1, SCORE_AGAIN) == ()
+    assert OutcomePolicy().indexes_to_repeat(outcomes, 1, GENERATE_AGAIN) == ()
+    assert OutcomePolicy().group_failure(outcomes) is None
 
 
 @pytest.mark.parametrize("rule", [OutcomeRule(DROP), OutcomeRule(GENERATE_AGAIN, 2, DROP)])
 def test_a_group_is_dropped_for_a_kind_that_costs_it(rule: OutcomeRule) -> None:
     policy = OutcomePolicy({FailureKind.UNSCORABLE: rule})
     decisive = failed(FailureKind.UNSCORABLE)
-    assert policy.decisive((RIGHT, failed(FailureKind.ABORTED), decisive)) is decisive
-    assert policy.decisive((RIGHT, failed(FailureKind.ABORTED))) is None
+    assert policy.group_failure((RIGHT, failed(FailureKind.ABORTED), decisive)) is decisive
+    assert policy.group_failure((RIGHT, failed(FailureKind.ABORTED))) is None
 
 
 def test_only_failures_that_cost_others_count_against_a_prompt() -> None:
     harmless = [failed(kind) for kind in FailureKind if kind not in STRIKING_KINDS]
-    assert striking((RIGHT, *harmless)) is None
+    assert first_strike((RIGHT, *harmless)) is None
     crash = failed(FailureKind.SCORER_CRASH)
-    assert striking((RIGHT, *harmless, crash)) is crash
+    assert first_strike((RIGHT, *harmless, crash)) is crash
 
 
 @pytest.mark.parametrize(

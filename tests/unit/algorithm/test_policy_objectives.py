@@ -55,7 +55,7 @@ def some_rows(inputs: LossInputs, chosen: Sequence[int]) -> LossInputs:
     """Those rows as a micro-batch of their own; groups are numbered as before."""
     parts = [(inputs.row_index == row).nonzero()[:, 0] for row in chosen]
     taken = torch.cat(parts)
-    cut = inputs.keeping(taken)
+    cut = inputs.select_tokens(taken)
     lengths = torch.tensor([part.numel() for part in parts])
     assert inputs.row_groups is not None
     assert inputs.row_advantages is not None
@@ -184,7 +184,7 @@ def test_rows_without_an_advantage_may_be_left_out_of_reinforce_in_bypass_mode()
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tokens_give_zero_with_a_gradient_and_the_same_metric_names(name: str) -> None:
     full = rows_of([3, 2], 0)
-    nothing = some_rows(full, [0, 1]).keeping(torch.zeros(5, dtype=torch.bool))
+    nothing = some_rows(full, [0, 1]).select_tokens(torch.zeros(5, dtype=torch.bool))
     nothing = replace(
         nothing, num_rows=0, row_groups=(), row_advantages=torch.zeros(0, dtype=torch.float64)
     )
@@ -254,7 +254,7 @@ def test_bypass_applies_weights_and_rejections_and_keeps_the_denominators() -> N
     plain = replace(inputs, old_logprobs=inputs.rollout_logprobs, rollout_weights=None)
     torch.testing.assert_close(
         clipped.loss,
-        policy_objective("vanilla")(plain.keeping(keep), counts_of(inputs), SETTINGS).loss,
+        policy_objective("vanilla")(plain.select_tokens(keep), counts_of(inputs), SETTINGS).loss,
     )
 
 
@@ -279,6 +279,6 @@ def test_a_row_without_tokens_has_mean_zero() -> None:
 
 
 def test_rejected_tokens_leave_the_others_in_their_rows() -> None:
-    kept = rows_of([2, 3], 3).keeping(torch.tensor([False, True, True, False, True]))
+    kept = rows_of([2, 3], 3).select_tokens(torch.tensor([False, True, True, False, True]))
     assert kept.row_index.tolist() == [0, 1, 1]
     assert kept.num_rows == 2

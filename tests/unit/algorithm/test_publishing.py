@@ -8,8 +8,8 @@ import pytest
 
 from sluice.algorithm.publishing import (
     MAX_TURNS,
-    held_for_validation,
     may_overlap,
+    num_held_for_validation,
     swaps_at_once,
 )
 
@@ -44,10 +44,10 @@ def test_a_larger_fleet_has_at_most_eight_turns(replicas: int) -> None:
 def test_a_quarter_of_an_asynchronous_fleet_keeps_a_validated_version(
     replicas: int, held: int
 ) -> None:
-    assert held_for_validation(replicas, max_staleness=1) == held
+    assert num_held_for_validation(replicas, max_staleness=1) == held
     assert held < max(replicas, 1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_a_synchronous_fleet_keeps_no_version(replicas: int) -> None:
-    assert held_for_validation(replicas, max_staleness=0) == 0
+    assert num_held_for_validation(replicas, max_staleness=0) == 0

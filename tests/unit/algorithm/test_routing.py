@@ -133,13 +133,13 @@ def test_the_least_loaded_replica_with_capacity_is_chosen_whatever_happened_befo
             case "grant" if chosen is not None:
                 reservations.append(fleet.reservation(chosen, wanted.num_sequences))
             case "end" if reservations and reservations[pick % len(reservations)].num_missing:
-                fleet.sequences_ended(reservations[pick % len(reservations)], 1)
+                fleet.release_sequences(reservations[pick % len(reservations)], 1)
             case "give_back" if reservations:
                 fleet.give_back(reservations.pop(pick % len(reservations)))
             case "fail":
-                fleet.failed(members[pick % len(members)], now)
+                fleet.pause(members[pick % len(members)], now)
             case "answer":
-                fleet.answered(members[pick % len(members)])
+                fleet.end_probation(members[pick % len(members)])
             case "announce":
                 announce(then if pick % 2 else fleet_of)
 
@@ -152,9 +152,9 @@ def test_a_replica_that_leaves_the_validated_version_never_serves_it_whatever_it
     def offer(version: int, use: ReplicaUse = ReplicaUse.ANY) -> ReplicaOffer:
         return ReplicaOffer(version, use)
 
-    assert wanted.came_too_late([offer(2, ReplicaUse.TRAINING), offer(4)])
-    assert not wanted.came_too_late([offer(2), offer(4)])  # it may get version 3
-    assert not wanted.came_too_late([offer(3, ReplicaUse.VALIDATION), offer(4)])
+    assert wanted.is_unservable([offer(2, ReplicaUse.TRAINING), offer(4)])
+    assert not wanted.is_unservable([offer(2), offer(4)])  # it may get version 3
+    assert not wanted.is_unservable([offer(3, ReplicaUse.VALIDATION), offer(4)])
 
 
 def test_slots_of_replicas_that_are_held_for_a_validation_are_not_in_use() -> None:
@@ -184,13 +184,13 @@ def test_a_replica_that_proves_itself_with_one_group_offers_nothing_beyond_it() 
     fleet = ReplicaRouter(1.0)
     fleet.announce([announced(0, 8, 0)])
     failed = fleet._by_name["r0"]
-    fleet.failed(failed, 0.0)
+    fleet.pause(failed, 0.0)
     fleet.announce([announced(0, 8, 1)])  # ends the pause, not the probation
     assert fleet.num_free(0, 0.0) == 8
     fleet.reservation(failed, 2)
     assert fleet.choose(ReplicaRequirement(2, 0), 0.0) is None
     assert fleet.num_free(0, 0.0) == 0
-    fleet.answered(failed)
+    fleet.end_probation(failed)
     assert fleet.num_free(0, 0.0) == 6
 
 
@@ -222,7 +222,7 @@ def test_a_preferred_replica_that_left_failed_is_full_or_of_another_version_is_n
 ):
     fleet = _loaded(0, 0, 0)
     assert _chosen(fleet, "gone") == "r0"
-    fleet.failed(fleet._by_name["r1"], 0.0)
+    fleet.pause(fleet._by_name["r1"], 0.0)
     assert _chosen(fleet, "r1") == "r0"
     fleet.announce([announced(0, 8, 2), announced(1, 8, 1)])
     assert _chosen(fleet, "r1", lowest=2) == "r0"
@@ -255,7 +255,7 @@ def _play(*, sticky: bool, sessions: int, slots: int = 16) -> _Played:
         weighted += (when - now) * max(loads) / max(sum(loads) / len(loads), 1)
         now = when
         if reservation is not None:
-            fleet.sequences_ended(reservation, 1)
+            fleet.release_sequences(reservation, 1)
             fleet.give_back(reservation)
             if turn == 8:
                 number, turn, where, started = started, 0, "", started + 1
@@ -315,8 +315,8 @@ def test_longer_sequences_leave_less_capacity_and_paused_replicas_stay_paused() 
     replicas = [ReplicaInfo(f"r{n}", "i", f"h:{n}", 8, kv_tokens=4000) for n in range(2)]
     fleet.announce([AnnouncedReplica(info, 1) for info in replicas])
     assert fleet.num_free(0, 0.0) == 16
-    fleet.failed(fleet._by_name["r0"], 0.0)
-    fleet.context_ended(1000)
+    fleet.pause(fleet._by_name["r0"], 0.0)
+    fleet.note_context(1000)
     assert fleet.num_free(0, 0.0) == 4
     wanted = ReplicaRequirement(4, 0)
     member = fleet.choose(wanted, 0.0)
@@ -325,7 +325,7 @@ def test_longer_sequences_leave_less_capacity_and_paused_replicas_stay_paused() 
     assert fleet.num_free(0, 0.0) == 0
     assert fleet.choose(ReplicaRequirement(1, 0), 0.0) is None
     for _ in range(1000):
-        fleet.context_ended(400)
+        fleet.note_context(400)
     assert fleet.num_free(0, 0.0) == 4
     fleet.give_back(reservation)
     assert fleet.num_free(0, 0.0) == 8
@@ -334,7 +334,7 @@ def test_longer_sequences_leave_less_capacity_and_paused_replicas_stay_paused() 
 def test_an_idle_replica_whose_cache_holds_less_than_a_group_counts_as_one_group() -> None:
     fleet = ReplicaRouter(1.0)
     fleet.announce([AnnouncedReplica(ReplicaInfo("r", "i", "h:1", 8, kv_tokens=2000), 1)])
-    fleet.context_ended(1000)
+    fleet.note_context(1000)
     assert fleet.num_free(0, 0.0, group_size=4) == 4
     member = fleet.choose(ReplicaRequirement(4, 0), 0.0)
     assert member is not None

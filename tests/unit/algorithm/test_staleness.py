@@ -43,7 +43,7 @@ def ages_of(
     for place, (version, sequence) in enumerate(kept):
         ages.keep(f"kept {place}", version, sequence)
     for name, version in running:
-        ages.runs(name, version)
+        ages.add_running(name, version)
     return ages
 
 

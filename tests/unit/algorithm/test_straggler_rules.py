@@ -22,16 +22,16 @@ RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
 
 def begun(*samples: int, at: float = 0.0) -> StreamPace:
     pace = StreamPace(set(samples), at)
-    pace.accepted(at)
+    pace.note_accepted(at)
     return pace
 
 
 def test_a_stream_is_stalled_when_nothing_came_since_its_last_token() -> None:
     pace = StreamPace({0, 1}, 5.0)
     assert RULES.stalled_at(pace) == 35
-    pace.accepted(6.0)
+    pace.note_accepted(6.0)
     assert RULES.stalled_at(pace) == 36
-    pace.arrived({0: 3}, (), 20.0)
+    pace.note_tokens({0: 3}, (), 20.0)
     assert RULES.stalled_at(pace) == 50
     assert StragglerRules().stalled_at(pace) is None
 
@@ -40,35 +40,35 @@ def test_time_whose_messages_lie_unread_is_no_silence() -> None:
     pace = StreamPace({0, 1}, 5.0)
     assert not RULES.is_stalled(pace, 34.9)  # however late it is now
     assert RULES.is_stalled(pace, 35.0)
-    pace.arrived({0: 3}, (), 50.0)
+    pace.note_tokens({0: 3}, (), 50.0)
     assert not RULES.is_stalled(pace, 79.9)
     assert not StragglerRules().is_stalled(pace, float("inf"))
 
 
 def test_samples_that_wait_for_a_slot_are_not_stalled_while_the_engine_draws_tokens() -> None:
     pace = begun(0, 1)
-    pace.arrived({0: 3}, (), 10.0)
+    pace.note_tokens({0: 3}, (), 10.0)
     for seconds, sampled in ((20.0, 500), (40.0, 900)):  # sample 1 still waits
-        pace.engine_progressed(sampled, seconds)
+        pace.note_engine_tokens(sampled, seconds)
         assert RULES.stalled_at(pace) == seconds + 30
-    pace.engine_progressed(900, 60.0)  # the engine stands still
+    pace.note_engine_tokens(900, 60.0)  # the engine stands still
     assert RULES.stalled_at(pace) == 70
 
 
 def test_an_engine_that_works_for_others_is_no_sign_of_life_for_samples_with_a_slot() -> None:
     pace = begun(0, 1)
-    pace.arrived({0: 3, 1: 3}, (), 10.0)
-    pace.engine_progressed(500, 39.0)
+    pace.note_tokens({0: 3, 1: 3}, (), 10.0)
+    pace.note_engine_tokens(500, 39.0)
     assert RULES.stalled_at(pace) == 40
 
 
 def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -> None:
     pace = begun(0, 1)
-    pace.arrived({0: 50, 1: 50}, (), 20.0)  # whatever it waited for before
+    pace.note_tokens({0: 50, 1: 50}, (), 20.0)  # whatever it waited for before
     for arrival in range(1, MIN_ARRIVALS):
-        pace.arrived({0: 10, 1: 10}, (), 20.0 + arrival)
+        pace.note_tokens({0: 10, 1: 10}, (), 20.0 + arrival)
         assert pace.rate(20.0 + arrival) is None
-    pace.arrived({0: 10, 1: 10}, (), 20.0 + MIN_ARRIVALS)
+    pace.note_tokens({0: 10, 1: 10}, (), 20.0 + MIN_ARRIVALS)
     assert pace.rate(20.0 + MIN_ARRIVALS) == pytest.approx(10)
     # Of 4 s of silence 1 s is usual.
     assert pace.rate(20.0 + 2 * MIN_ARRIVALS) == pytest.approx(80 / 14)
@@ -77,10 +77,10 @@ def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -
 def test_samples_that_end_between_two_reports_of_the_others_make_no_stream_slow() -> None:
     pace, rate = begun(*range(16)), 50
     for report_s in (5.0, 10.0):
-        pace.arrived(dict.fromkeys(range(16), 5 * rate), (), report_s)
+        pace.note_tokens(dict.fromkeys(range(16), 5 * rate), (), report_s)
     for number in range(MIN_ARRIVALS):  # each brings its own last tokens alone
         ended_s = 11.0 + number / 4
-        pace.arrived({number: int((ended_s - 10) * rate)}, (number,), ended_s)
+        pace.note_tokens({number: int((ended_s - 10) * rate)}, (number,), ended_s)
         assert pace.rate(ended_s) in (None, pytest.approx(rate, rel=0.02))
     assert pace.rate(14.9) == pytest.approx(rate, rel=0.02)
     assert RULES.is_slow(pace.rate(40.0), rate), "the others stand still"
@@ -88,19 +88,19 @@ def test_samples_that_end_between_two_reports_of_the_others_make_no_stream_slow(
 
 def test_samples_that_start_later_or_have_ended_do_not_lower_a_rate() -> None:
     pace = begun(0, 1, 2)
-    pace.arrived({0: 1}, (), 0.0)
-    pace.arrived({0: 10, 1: 7}, (), 1.0)
-    pace.arrived({0: 10, 1: 10}, (0,), 2.0)
+    pace.note_tokens({0: 1}, (), 0.0)
+    pace.note_tokens({0: 10, 1: 7}, (), 1.0)
+    pace.note_tokens({0: 10, 1: 10}, (0,), 2.0)
     for seconds in range(3, 3 + MIN_ARRIVALS):
-        pace.arrived({1: 10}, (), float(seconds))
+        pace.note_tokens({1: 10}, (), float(seconds))
     assert pace.rate(2.0 + MIN_ARRIVALS) == pytest.approx(10)
 
 
 def test_samples_that_end_before_any_rate_is_known_tell_a_least_one() -> None:
     pace = begun(0, 1)
     assert pace.min_rate() is None
-    pace.arrived({0: 10}, (0,), 2.0)
-    pace.arrived({1: 20}, (1,), 3.0)
+    pace.note_tokens({0: 10}, (0,), 2.0)
+    pace.note_tokens({1: 20}, (1,), 3.0)
     assert pace.rate(3.0) is None
     assert pace.min_rate() == pytest.approx(30 / 5)
 
@@ -149,10 +149,10 @@ def test_a_group_is_over_by_its_time_since_it_started_or_by_its_tokens() -> None
 def test_the_sample_that_is_silent_for_longest_is_named_though_others_get_tokens() -> None:
     pace = begun(0, 1, 2)
     assert pace.quietest(1.0) is None
-    pace.arrived({0: 1, 1: 1}, (), 1.0)
-    pace.arrived({1: 1}, (), 5.0)
+    pace.note_tokens({0: 1, 1: 1}, (), 1.0)
+    pace.note_tokens({1: 1}, (), 5.0)
     assert pace.quietest(7.0) == (0, 6.0)
-    pace.arrived({0: 1}, (0,), 8.0)
+    pace.note_tokens({0: 1}, (0,), 8.0)
     assert pace.quietest(9.0) == (1, 4.0)
 
 

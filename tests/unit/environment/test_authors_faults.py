@@ -13,7 +13,7 @@ import pytest
 from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.environment.servicer import serving
+from sluice.environment.servicer import served_environment
 from sluice.types import Answer, FinishReason
 from tests.support.environments import author_file, calls, episode, served
 from tests.support.scripted_environment import eventually
@@ -152,7 +152,7 @@ async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentSe
     text = f"from pathlib import Path\nRELEASE = Path({str(folder / 'release')!r})\n{STUBBORN}"
     world = author_file(folder, text).load()
     async with (
-        serving(world, f"unix:{folder / 'world.sock'}", 0) as address,
+        served_environment(world, f"unix:{folder / 'world.sock'}", 0) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         try:

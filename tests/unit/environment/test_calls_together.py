@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import pytest
 
-from services.reward.episodes.client import ServedEpisode, given_servers
+from services.reward.episodes.client import ServedEpisode, spread_over_servers
 from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.concurrency.threads import MethodThreads
 from sluice.environment.episodes import AuthorCalls
-from sluice.environment.servicer import EnvironmentServicer, serving
+from sluice.environment.servicer import EnvironmentServicer, served_environment
 from sluice.errors import NotFoundError
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row
@@ -112,7 +112,7 @@ async def counting(
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         try:
-            async with drivers(given_servers([address])) as found:
+            async with drivers(spread_over_servers([address])) as found:
                 yield found, counted.seen
         finally:
             await server.stop(None)
@@ -245,7 +245,7 @@ async def test_a_result_of_another_call_than_the_one_that_was_made_fails_its_epi
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Confused(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with drivers(given_servers([address])) as servers:
+    async with drivers(spread_over_servers([address])) as servers:
         group = [episode(servers) for _ in range(3)]
         await together(one.open() for one in group)
         found = await together(one.step(0, Answer("end"), STOP) for one in group)
@@ -280,7 +280,7 @@ async def test_an_episode_whose_result_comes_twice_stays_open() -> None:
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with drivers(given_servers([address])) as servers:
+    async with drivers(spread_over_servers([address])) as servers:
         group = [episode(servers) for _ in range(2)]
         await together(one.open() for one in group)
         await asyncio.sleep(0.1)
@@ -356,7 +356,7 @@ async def test_answers_beside_one_that_the_caller_cannot_receive_are_sent_again_
 @asynccontextmanager
 async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentServiceStub]:
     async with (
-        serving(world(folder), f"unix:{folder / 'world.sock'}", 0) as address,
+        served_environment(world(folder), f"unix:{folder / 'world.sock'}", 0) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         made = environment_pb2_grpc.EnvironmentServiceStub(channel)

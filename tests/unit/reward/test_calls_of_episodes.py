@@ -64,7 +64,7 @@ async def test_calls_and_results_have_the_same_ids_in_a_new_root(tmp_path: Path)
     async with playing(tmp_path, lambda _: written, world, family="gemma4") as played:
         (rollout,) = (await played.generator.generate(group_request(1))).rollouts
         encoder: Any = played.engine._encoder
-        read = encoder._with_control(played.engine.prompts[2])
+        read = encoder._decode_with_control(played.engine.prompts[2])
     assert rollout.end is EpisodeEnd.DONE, rollout.outcome
     assert rollout.num_roots == 3  # the template leaves out thoughts
     assert re.findall("response:[a-z]+", read) == ["response:look"] * 2

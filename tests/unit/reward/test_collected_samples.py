@@ -78,7 +78,7 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
     def begin(version: int) -> Replica:
         partials = list(group.partials())
         assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
-        group.requested(f"replica {version}")
+        group.note_requested(f"replica {version}")
         arrive(STARTED)
         return Replica(sizes, version, partials)
 
@@ -140,9 +140,9 @@ def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
 
 def test_each_stream_names_the_prompts_tokens_before_its_samples() -> None:
     group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
-    group.requested("a")
+    group.note_requested("a")
     group.take(STARTED, 0.0)
     group.take(GenerateEvent(None, (), (tokens(0, 0, 1, LOWEST),)), 0.0)
-    group.requested("b")
+    group.note_requested("b")
     with pytest.raises(PeerError, match="sent samples before the prompt's tokens"):
         group.take(GenerateEvent(None, (), (tokens(0, 1, 1, LOWEST),)), 0.0)

@@ -24,7 +24,7 @@ class Loop:
         """The facts change, and are looked at each second."""
         self.facts = replace(self.facts, **changes)  # type: ignore[arg-type]
         for second in range(began_s, ended_s + 1):
-            self.meter.look(float(second))
+            self.meter.measure(float(second))
 
 
 def test_before_the_first_batch_nothing_is_known() -> None:
@@ -36,11 +36,11 @@ def test_before_the_first_batch_nothing_is_known() -> None:
 
 def test_what_a_look_finds_held_since_the_look_before() -> None:
     loop = Loop(replace(BUSY, slots_in_use=10, is_starved=True))
-    loop.meter.look(0.0)
+    loop.meter.measure(0.0)
     loop.facts = replace(BUSY, slots_in_use=20, is_starved=False)
-    loop.meter.look(5.0)
+    loop.meter.measure(5.0)
     assert (loop.meter.slot_seconds, loop.meter.starved_s) == (50.0, 5.0)
-    loop.meter.look(7.0)
+    loop.meter.measure(7.0)
     assert (loop.meter.slot_seconds, loop.meter.starved_s) == (90.0, 5.0)
 
 
@@ -84,7 +84,7 @@ def test_batches_of_a_moment_do_not_shorten_the_time_that_is_looked_at() -> None
 
 async def test_it_looks_while_the_block_runs_and_not_after() -> None:
     loop = Loop(BUSY)
-    with loop.meter.looking():
+    with loop.meter.measuring():
         assert loop.meter.slots is not None
     pending = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert pending == []

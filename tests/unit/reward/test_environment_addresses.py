@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.reward.episodes.client import ServedEnvironments, given_servers
+from services.reward.episodes.client import ServedEnvironments, spread_over_servers
 from sluice.api.environment.v1 import environment_pb2_grpc
 from tests.support.certified import ACCEPTED, mutual, service_key
 from tests.support.environments import LIMIT_BYTES, episode
@@ -38,7 +38,7 @@ async def test_an_environment_server_gets_no_token_and_no_certificate(is_encrypt
     own = mutual(service_key(), tokens=ACCEPTED)
     try:
         async with ServedEnvironments(
-            given_servers([address]),
+            spread_over_servers([address]),
             call_timeout_s=10.0,
             max_message_bytes=LIMIT_BYTES,
             credentials=own,
@@ -52,7 +52,7 @@ async def test_an_environment_server_gets_no_token_and_no_certificate(is_encrypt
 
 
 def test_each_server_plays_as_many_episodes_as_another_and_groups_are_not_on_one() -> None:
-    servers = given_servers(["a:1", "b:1"])
+    servers = spread_over_servers(["a:1", "b:1"])
     places = [[servers(f"{batch:032x}.{n}") for n in range(4)] for batch in range(1000)]
     on_first = sum(place == "a:1" for group in places for place in group)
     assert 1800 < on_first < 2200

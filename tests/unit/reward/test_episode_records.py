@@ -89,8 +89,10 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
 async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Path) -> None:
     graded = await played(tmp_path)
     counts = EpisodeStatistics({"look"}, EnvironmentNames(by_default=True))
-    counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
-    counts.graded(client_prompt(), [(rollout_of("", 2, 0, 1, 0), DOWN)])
+    counts.count_graded(
+        graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True)
+    )
+    counts.count_graded(client_prompt(), [(rollout_of("", 2, 0, 1, 0), DOWN)])
     found = counts.take()
     assert found["train/episode_turns_mean"] == 3.0
     assert found["train/episode_roots_mean"] == 1.0
@@ -104,7 +106,9 @@ async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Pat
 async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) -> None:
     graded = await played(tmp_path)
     counts = EpisodeStatistics({"other"}, EnvironmentNames(by_default=True))
-    counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
+    counts.count_graded(
+        graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True)
+    )
     found = counts.take()
     assert "train/tool_calls/look" not in found
     assert found["train/unknown_tool_calls"] == 4.0
@@ -124,9 +128,9 @@ async def test_metrics_count_ends_failures_turns_time_and_errors_by_environment(
     failed_call = ChatMessage("tool", "Error: ValueError", is_error=True)
     asked, read, *rest = second.turns
     second = replace(second, turns=(asked, replace(read, observed=(failed_call,)), *rest))
-    counts.graded(named("jars"), [(first, graded.outcomes[0])])
-    counts.graded(named("tool_agent"), [(second, Failed(FailureKind.SCORER_TIMEOUT, ""))])
-    counts.graded(named("jars"), [(rollout_of("", 2, 0, 1, 0), DOWN)])
+    counts.count_graded(named("jars"), [(first, graded.outcomes[0])])
+    counts.count_graded(named("tool_agent"), [(second, Failed(FailureKind.SCORER_TIMEOUT, ""))])
+    counts.count_graded(named("jars"), [(rollout_of("", 2, 0, 1, 0), DOWN)])
     found = counts.take()
     jars, served = "train/environments/jars", "train/environments/served"
     assert (found[f"{jars}/ends/done"], found[f"{jars}/ends/max_turns"]) == (1.0, 0.0)
@@ -144,9 +148,9 @@ async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: 
     sample = (graded.group.rollouts[0], graded.outcomes[0])
     counts = EpisodeStatistics(environments=EnvironmentNames("served"))
     for number in range(3 * MAX_ENVIRONMENTS):
-        counts.graded(named(f"never-{number}"), [(rollout_of("", 2, 0, 1, 0), DOWN)])
-        counts.graded(named(f"environment {number}"), [sample])
-    counts.graded(named("served"), [sample])
+        counts.count_graded(named(f"never-{number}"), [(rollout_of("", 2, 0, 1, 0), DOWN)])
+        counts.count_graded(named(f"environment {number}"), [sample])
+    counts.count_graded(named("served"), [sample])
     names = {name.split("/")[2] for name in counts.take() if "/environments/" in name}
     assert len(names) == MAX_ENVIRONMENTS + 1
     assert {"served", "other", "environment 0"} < names
@@ -156,10 +160,12 @@ async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: 
 def test_an_environment_that_fails_before_its_first_end_is_counted_by_its_name() -> None:
     counts = EpisodeStatistics(environments=EnvironmentNames("served"))
     row = replace(named("jars"), origin=PromptOrigin.DATASET)
-    counts.graded(row, [(rollout_of("", 2, 0, 1, 0), Failed(FailureKind.ENGINE_ERROR, "lost"))])
-    counts.not_generated(row, FailureKind.ENVIRONMENT, 4)
-    counts.not_generated(named("made up"), FailureKind.AGENT, 2)
-    counts.not_generated(client_prompt(), FailureKind.ABORTED, 2)
+    counts.count_graded(
+        row, [(rollout_of("", 2, 0, 1, 0), Failed(FailureKind.ENGINE_ERROR, "lost"))]
+    )
+    counts.count_ungenerated(row, FailureKind.ENVIRONMENT, 4)
+    counts.count_ungenerated(named("made up"), FailureKind.AGENT, 2)
+    counts.count_ungenerated(client_prompt(), FailureKind.ABORTED, 2)
     found = counts.take()
     assert {name: count for name, count in found.items() if "failed" in name} == {
         "train/environments/jars/failed/engine_error": 1.0,
@@ -221,7 +227,7 @@ def test_a_single_answer_of_an_episode_shows_what_it_read_and_where_its_time_wen
 def test_a_run_without_an_environment_has_none_of_these() -> None:
     rollout = rollout_of("text", 0, 0, 1, 4)
     counts = EpisodeStatistics()
-    counts.graded(client_prompt(), [(rollout, Failed(FailureKind.UNSCORABLE, ""))])
+    counts.count_graded(client_prompt(), [(rollout, Failed(FailureKind.UNSCORABLE, ""))])
     assert counts.take() == {}
     assert transcript(rollout) == "text"
 

@@ -26,13 +26,13 @@ def test_the_first_failure_of_a_reason_shows_the_authors_frames_and_others_are_c
     now = 0.0
     log = FailureLog(lambda: now)
     for number in range(500):
-        log.failed(failure(f"row{number}"), f"prompt {number}")
+        log.note_failure(failure(f"row{number}"), f"prompt {number}")
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("prompt 0: unscorable: KeyError: 'row0'")
     assert caplog.messages[0].endswith(f"; at {FRAMES[0]}")
     now = COUNT_EVERY_S
-    log.failed(failure("last"), "prompt 500")
-    log.failed(failure("last"), "prompt 501")
+    log.note_failure(failure("last"), "prompt 500")
+    log.note_failure(failure("last"), "prompt 501")
     (_, counted) = caplog.messages
     assert counted == (
         "unscorable: KeyError: 'last' in compute_score (mine.py:2): 501 samples so far"
@@ -41,8 +41,8 @@ def test_the_first_failure_of_a_reason_shows_the_authors_frames_and_others_are_c
 
 def test_each_reason_has_its_own_line(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
-    log.failed(failure("a"), "prompt 1")
-    log.failed(Failed(FailureKind.SCORER_TIMEOUT, "no answer within 10 s"), "prompt 2")
+    log.note_failure(failure("a"), "prompt 1")
+    log.note_failure(Failed(FailureKind.SCORER_TIMEOUT, "no answer within 10 s"), "prompt 2")
     log.note("a.parquet, row 3: prompt: 45016 tokens", "prompts left out", "prompt 3")
     assert len(caplog.messages) == 3
 

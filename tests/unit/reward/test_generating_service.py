@@ -61,7 +61,7 @@ async def generate(
     prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
     request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), purpose, 0)
     client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20, **settings)
-    await client.announced([info, ReplicaInfo("s", "s-1", "127.0.0.1:1", fleet_slots)])
+    await client.adopt_fleet([info, ReplicaInfo("s", "s-1", "127.0.0.1:1", fleet_slots)])
     async with client, aclosing(client.generate(info, request, (0,), ())) as events:
         assert len([event async for event in events]) == 1
 
@@ -100,5 +100,5 @@ async def test_an_announcement_leaves_the_wait_for_the_backlog_alone() -> None:
     has_ended = asyncio.Event()
     async with RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20) as client:
         client.after_backlog(has_ended.set)
-        await client.announced([])
+        await client.adopt_fleet([])
         await asyncio.wait_for(has_ended.wait(), 60)  # else no stream would ever stall again

@@ -178,16 +178,16 @@ async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
     wanted = ReplicaRequirement(4, 0)
     member = fleet.choose(wanted, 0.0)
     assert member is not None
-    until = fleet.failed(member, 0.0)
+    until = fleet.pause(member, 0.0)
     assert fleet.choose(wanted, until - 0.01) is None
     assert fleet.choose(wanted, until) is member
     reservation = fleet.reservation(member, 4)
     assert fleet.choose(wanted, until) is None
-    fleet.sequences_ended(reservation, 1)
-    fleet.answered(member)
+    fleet.release_sequences(reservation, 1)
+    fleet.end_probation(member)
     assert fleet.choose(wanted, until) is member
-    later = fleet.failed(member, until)
-    again = fleet.failed(member, later)
+    later = fleet.pause(member, until)
+    again = fleet.pause(member, later)
     assert again - later > later - until  # longer each time
 
 
@@ -196,10 +196,10 @@ def test_a_trial_that_ends_without_an_answer_gives_its_place_to_another_group() 
     fleet.announce([replica("a", slots=8)])
     (member,) = fleet._members.values()
     old, wanted = fleet.reservation(member, 4), ReplicaRequirement(2, 0)
-    until = fleet.failed(member, 0.0)
+    until = fleet.pause(member, 0.0)
     assert fleet.choose(wanted, until) is member
     trial = fleet.reservation(member, 2)
-    fleet.sequences_ended(old, 1)
+    fleet.release_sequences(old, 1)
     assert fleet.choose(wanted, until) is None
     assert fleet.num_free(0, until) == 0
     fleet.give_back(old)
@@ -214,12 +214,12 @@ async def test_an_older_stream_ends_no_pause() -> None:
     queue.announce([replica("a", slots=8)])
     (member,) = queue.fleet._members.values()
     queue.pause(member)
-    queue.answered(member)
+    queue.note_answer(member)
     assert member.on_probation
     assert queue.num_free_sequences(0) == 0
     member.paused_until = 0.0
     assert queue.num_free_sequences(0) == 8
-    queue.answered(member)
+    queue.note_answer(member)
     assert not member.on_probation
 
 
@@ -338,10 +338,10 @@ def test_an_error_that_may_mean_a_sick_replica_counts_while_it_pauses_for_anothe
     fleet = ReplicaRouter(1.0)
     fleet.announce([replica("a")])
     (member,) = fleet._members.values()
-    until = fleet.failed(member, 0.0, may_be_sick=False)
+    until = fleet.pause(member, 0.0, may_be_sick=False)
     assert fleet.num_free(0, 0.0) == 0
     assert not member.on_probation
-    assert fleet.failed(member, until / 2) > until
+    assert fleet.pause(member, until / 2) > until
     assert member.on_probation
 
 

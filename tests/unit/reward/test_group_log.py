@@ -189,5 +189,5 @@ def test_dumps_hold_the_ground_truth_as_the_row_does(
     prompt = Prompt("p", 0, messages, "mine", text, PromptOrigin.DATASET, 0, truth_is_json=is_json)
     group = RolloutGroup(prompt, PROMPT_TOKENS, (rollout_of("text", 0, 0, 0, 3),))
     dumps = SampleDumps(None, Path("unused"))
-    (sample,) = dumps.of_validation(group, (Scored(1.0, 1.0, {}),))
+    (sample,) = dumps.validation_rows(group, (Scored(1.0, 1.0, {}),))
     assert sample.gts == value

@@ -12,7 +12,7 @@ import pytest
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.group_table import GroupState
-from services.reward.groups.run import joined
+from services.reward.groups.run import merge_groups
 from sluice.algorithm.groups.filter import GroupNeeds, filter_probes
 from sluice.config.run import RunConfig
 from sluice.data.scoring import ScorerInput
@@ -87,7 +87,7 @@ def group_of(*outcomes: Outcome, first_index: int = 0, greedy: int = 0) -> Grade
 
 def test_the_parts_of_a_group_are_joined_in_the_order_of_samples() -> None:
     rest, first = group_of(WRONG, UNSCORED, greedy=5), group_of(RIGHT, first_index=2)
-    whole = joined(first, rest)
+    whole = merge_groups(first, rest)
     assert [r.sample_index for r in whole.group.rollouts] == [0, 1, 2]
     assert whole.outcomes == (WRONG, UNSCORED, RIGHT)
     assert [r.num_tokens for r in whole.group.rollouts] == [2, 3, 4]

@@ -66,7 +66,7 @@ class World:
         return group
 
     def keep(self, group: Group, version: int = 5) -> None:
-        self.groups.generated(group)
+        self.groups.note_generated(group)
         self.groups.keep(group, graded(group.prompt, version))
 
     def waited_for(self) -> tuple[int, ...]:
@@ -80,9 +80,9 @@ def graded(prompt: Prompt, version: int = 5) -> GradedGroup:
 
 EVENTS: dict[EventKind, Callable[[World, Group], None]] = {
     EventKind.ADMITTED: lambda world, group: world.groups.admit(group, Attempt("k", 1, None, 4), 4),
-    EventKind.GENERATED: lambda world, group: world.groups.generated(group),
-    EventKind.GRADED: lambda world, group: world.groups.graded(group, graded(group.prompt)),
-    EventKind.CONTINUED: lambda world, group: world.groups.continued(group, is_sure=True),
+    EventKind.GENERATED: lambda world, group: world.groups.note_generated(group),
+    EventKind.GRADED: lambda world, group: world.groups.note_graded(group, graded(group.prompt)),
+    EventKind.CONTINUED: lambda world, group: world.groups.note_more(group, is_sure=True),
     EventKind.KEPT: lambda world, group: world.groups.keep(group, graded(group.prompt)),
     EventKind.LEASED: lambda world, group: world.groups.lease("batch", 5, [group]),
     EventKind.REQUEUED: lambda world, group: world.groups.requeue(group, CancelReason.NO_SLOT),
@@ -249,7 +249,7 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     world.groups.set_oldest_version(reserved, 5)
     world.groups.set_oldest_version(reserved, None)  # its replica is gone
     assert world.ages.without_slot(5) == ("other",)
-    world.groups.continued(reserved, is_sure=False)
+    world.groups.note_more(reserved, is_sure=False)
     counts = world.groups.of_source[""]
     assert (counts.num_sure, counts.num_reserved) == (1, 1)
     world.groups.end(reserved, GroupEnding(PromptEnd.DROPPED_FAILED))

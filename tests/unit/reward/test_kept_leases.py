@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.__main__ import until_stopped
+from services.reward.__main__ import run_until_stopped
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.groups.run import with_greedy
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
@@ -105,13 +105,13 @@ def opened(path: Path, *prompt_ids: str) -> PromptLedger:
 
 
 def keep(ledger: PromptLedger, record: LeaseRecord) -> None:
-    assert ledger.leases.taken(replace(record, turns={}, end=None, limit=None))
+    assert ledger.leases.add_lease(replace(record, turns={}, end=None, limit=None))
     for number, (digest, committed) in enumerate(record.turns.items()):
-        ledger.leases.committed(record.lease_id, number, digest, committed)
+        ledger.leases.add_turn(record.lease_id, number, digest, committed)
     if record.limit is not None:
-        ledger.leases.reached(record.lease_id, record.limit)
+        ledger.leases.set_limit(record.lease_id, record.limit)
     if record.end is not None:
-        ledger.leases.ended(record.lease_id, record.end)
+        ledger.leases.set_end(record.lease_id, record.end)
 
 
 def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_leases_leave_with_their_prompt_its_attempt_or_its_trainer(
 
 def test_a_sample_whose_prompt_the_ledger_does_not_know_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path / "ledger.sqlite", "p0") as ledger:
-        assert not ledger.leases.taken(LeaseRecord("one", "validation-0", 0, LATER))
+        assert not ledger.leases.add_lease(LeaseRecord("one", "validation-0", 0, LATER))
 
 
 @asynccontextmanager
@@ -506,7 +506,7 @@ async def test_a_service_that_an_error_ends_refuses_programs_only_for_now() -> N
     app: Any = SimpleNamespace(loop=loop, end=lambda: ended.append("app"))
     ledger: Any = SimpleNamespace(has_file=True, failure=failure)
     with pytest.raises(ExceptionGroup, match="unhandled errors"):
-        await until_stopped(app, asyncio.Event(), ledger)
+        await run_until_stopped(app, asyncio.Event(), ledger)
     assert ended == ["app"]
 
 
@@ -515,7 +515,7 @@ async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
 
         async def taking() -> None:
             with pytest.raises(NotReadyError):
-                async with run.desk.taking(1, 600.0):
+                async with run.desk.leasing(1, 600.0):
                     pass
 
         waiting = tasks.create_task(taking())

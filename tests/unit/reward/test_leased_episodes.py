@@ -185,9 +185,9 @@ async def test_few_requests_of_a_lease_wait_and_another_is_refused_until_one_is_
     async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
         request = group_request(1)
         driver = run.desk.begin(EpisodeTask("e", "", request.prompt, 0, 60.0))
-        tasks.create_task(driver.taken())
+        tasks.create_task(driver.wait_until_taken())
         await asyncio.sleep(0)
-        async with run.desk.taking(1, 1.0):
+        async with run.desk.leasing(1, 1.0):
             pass
 
         async def ask(digest: str) -> None:

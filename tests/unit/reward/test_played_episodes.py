@@ -423,8 +423,8 @@ async def test_the_turns_of_a_lone_sample_share_what_the_replica_keeps(
 async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:
     async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
         for number in range(400):
-            played.generator.notes.offered([Tool(f"tool{number}", "", "")])
-        played.generator.notes.offered([Tool("tool3", "", "")])
+            played.generator.notes.note_tools([Tool(f"tool{number}", "", "")])
+        played.generator.notes.note_tools([Tool("tool3", "", "")])
         assert len(played.generator.notes.tool_names) == 256
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.prompts.history import APPLICATION_ID, PromptMemoryStore
-from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, update_history
 from sluice.errors import DataError
 from tests.support.source_tree import ROOT
 
@@ -33,7 +33,7 @@ def test_what_was_saved_is_read_by_the_next_process(tmp_path: Path) -> None:
     with PromptMemoryStore(path) as store:
         assert store.read(KEY) is None
         store.add([(KEY, SEEN)])
-    assert stored(path, KEY, OTHER) == [remembered(None, SEEN), None]
+    assert stored(path, KEY, OTHER) == [update_history(None, SEEN), None]
 
 
 def test_attempts_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_file_remembers_what_memory_would_to_the_last_bit(
     path = tmp_path_factory.mktemp("memory") / "memory.sqlite"
     expected: dict[str, PromptHistory] = {}
     for key, attempt in seen:
-        expected[key] = remembered(expected.get(key), attempt)
+        expected[key] = update_history(expected.get(key), attempt)
     with PromptMemoryStore(path) as store:
         store.add(seen)
     with PromptMemoryStore(path) as store:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.episodes.worker_main import loaded
+from services.reward.episodes.worker_main import load_checked
 from sluice.config.schema.reward import SandboxFusionConfig
 from sluice.config.schema.service import SandboxConfig
 from sluice.environment.source import EnvironmentSource
@@ -38,4 +38,4 @@ def test_a_worker_refuses_the_python_tool_where_no_sandbox_works(
     monkeypatch.setenv(VARIABLE, config)
 
     with pytest.raises(SluiceError, match=reason):
-        loaded(EnvironmentSource(str(file), "World"))
+        load_checked(EnvironmentSource(str(file), "World"))

@@ -36,9 +36,9 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
 ) -> None:
     path = tmp_path / "reward" / "quarantine.jsonl"
     quarantine = Quarantine(PromptLedger(), 3, path)
-    assert [quarantine.struck(POISON, CRASHED) for _ in range(2)] == [None, None]
+    assert [quarantine.add_strike(POISON, CRASHED) for _ in range(2)] == [None, None]
     assert (quarantine.reason(POISON), len(quarantine)) == (None, 0)
-    reason = quarantine.struck(POISON, CRASHED)
+    reason = quarantine.add_strike(POISON, CRASHED)
     assert reason is not None
     assert reason.startswith(
         "quarantined: 3 attempts in a row failed, the last: scorer_crash: exit"
@@ -52,21 +52,21 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
 def test_an_attempt_that_ends_well_takes_strikes_back() -> None:
     quarantine = Quarantine(PromptLedger(), 2)
     for _ in range(5):
-        assert quarantine.struck(POISON, CRASHED) is None
-        quarantine.cleared(POISON)
+        assert quarantine.add_strike(POISON, CRASHED) is None
+        quarantine.clear_strikes(POISON)
     assert len(quarantine) == 0
 
 
 def test_without_a_bound_no_prompt_is_quarantined() -> None:
     quarantine = Quarantine(PromptLedger(), None)
-    assert [quarantine.struck(POISON, CRASHED) for _ in range(9)] == [None] * 9
+    assert [quarantine.add_strike(POISON, CRASHED) for _ in range(9)] == [None] * 9
 
 
 def test_strikes_and_quarantine_survive_the_service(tmp_path: Path) -> None:
     ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
     for attempt in range(3):
         with PromptLedger(ledger) as opened:
-            reason = Quarantine(opened, 3, path).struck(POISON, CRASHED)
+            reason = Quarantine(opened, 3, path).add_strike(POISON, CRASHED)
             assert (reason is not None) == (attempt == 2)
     with PromptLedger(ledger) as opened:
         assert Quarantine(opened, 3, path).reason(POISON) is not None
@@ -77,14 +77,14 @@ def test_a_prompt_whose_line_was_deleted_begins_without_strikes(tmp_path: Path) 
     with PromptLedger(ledger) as opened:
         quarantine = Quarantine(opened, 2, path)
         for prompt in (POISON, POISON, SOUND, SOUND):
-            quarantine.struck(prompt, CRASHED)
+            quarantine.add_strike(prompt, CRASHED)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[1])
     with PromptLedger(ledger) as opened:
         quarantine = Quarantine(opened, 2, path)
         assert quarantine.reason(POISON) is None
         assert quarantine.reason(SOUND) is not None
-        assert quarantine.struck(POISON, CRASHED) is None
+        assert quarantine.add_strike(POISON, CRASHED) is None
 
 
 def test_a_line_that_a_killed_service_left_unfinished_is_passed_by(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_is_appended_to_a_file_without_a_last_line_end_is_a_line_of_its_own
 ) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_bytes(b'{"key":"a"}\n' + last)
-    Quarantine(PromptLedger(), 1, path).struck(POISON, CRASHED)
+    Quarantine(PromptLedger(), 1, path).add_strike(POISON, CRASHED)
     found = ["a", *(["b"] if last.endswith(b"}") else []), prompt_key(POISON)]
     assert list(read_quarantine(path)) == found
     assert len(Quarantine(PromptLedger(), 1, path)) == len(found)

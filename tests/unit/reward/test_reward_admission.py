@@ -192,7 +192,7 @@ async def test_a_version_whose_announcement_is_repeated_counts_once_for_the_pace
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released, noted = threading.Event(), list[float]()
-    monkeypatch.setattr(FinishForecast, "announced", lambda _self, now_s: noted.append(now_s))
+    monkeypatch.setattr(FinishForecast, "note_announced", lambda _self, now_s: noted.append(now_s))
     with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
         monkeypatch.setattr(memory, "add", lambda _attempts: released.wait(30))
         files = RunFiles(memory)

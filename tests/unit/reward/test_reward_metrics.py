@@ -39,7 +39,7 @@ MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
 
 def metrics_of(app: RewardApp) -> RewardMetrics:
     history = BatchHistory(1)
-    app.counters.on_batch = history.formed
+    app.counters.on_batch = history.note_batch
     demand = DemandMeter(lambda: fleet_status(app, history.num_formed))
     return RewardMetrics(app, history, demand, 2)
 
@@ -53,11 +53,11 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
         metrics = metrics_of(app)
         submit(app, [MIXED, MIXED, RIGHT])
         await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
-        metrics.demand.look(0.0)
+        metrics.demand.measure(0.0)
         await settled(lambda: app.groups.num_kept == 2)
         batch = await app.loop.batches.take(1, 0, 60)
         app.loop.batches.acknowledge(batch.batch_id, 1)
-        metrics.demand.look(1.0)
+        metrics.demand.measure(1.0)
         found, status = reported(metrics), app.statistics()
         accounts = app.ledger
     values = {key: one.value for key, one in found.items()}
@@ -97,7 +97,7 @@ def test_responses_at_the_bound_are_counted_where_there_is_one(
     rollouts = [SimpleNamespace(oldest_version=version) for version in (5, 6, 7, None)]
     group: Any = SimpleNamespace(rollouts=rollouts)
     history = BatchHistory(max_staleness)
-    history.formed([group], 7, 1.0)
+    history.note_batch([group], 7, 1.0)
     assert history.num_at_bound == count
 
 

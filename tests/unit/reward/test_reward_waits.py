@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.reward.generation.request import for_prompt
-from services.reward.groups.loop import LoopStatus, awaited_now
+from services.reward.groups.loop import LoopStatus, waits_by_kind
 from services.reward.groups.settings import training_sampling, validation_sampling
 from services.reward.records.failures import YieldGuard
 from sluice.config.run import RunConfig
@@ -71,7 +71,7 @@ def test_the_nearest_cause_is_named(
     changes: dict[str, object], waits: list[tuple[str, str]]
 ) -> None:
     facts = replace(IDLE, **changes)  # type: ignore[arg-type]
-    assert list(awaited_now(facts).values()) == waits
+    assert list(waits_by_kind(facts).values()) == waits
 
 
 async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
@@ -89,11 +89,11 @@ async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
         submit(app, ["answer=1 right=1"])
         await publish(app, client, 0)
         await settled(lambda: app.groups.counts["generating"] == 1)
-        (kind, before), *_ = app.loop.awaited().items()
+        (kind, before), *_ = app.loop.waits().items()
         now[0] = 12.0
         submit(app, ["answer=1 right=1"], first=1)
         await settled(lambda: app.groups.counts["generating"] == 2)
-        ((kind_after, after),) = app.loop.awaited().items()
+        ((kind_after, after),) = app.loop.waits().items()
         assert (kind, 2.0) == (kind_after, after.seconds)
         assert before.phase != after.phase
         gate.set()
@@ -102,19 +102,19 @@ async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
 def test_the_yield_is_judged_over_a_full_window_of_the_last_groups() -> None:
     guard = YieldGuard(0.25, 4)
     for _ in range(3):
-        guard.ended(PromptEnd.FILTERED_ALL_WRONG, "")
+        guard.note_end(PromptEnd.FILTERED_ALL_WRONG, "")
     guard.check_yield()
-    guard.ended(None, "")
+    guard.note_end(None, "")
     guard.check_yield()
     for _ in range(4):
-        guard.ended(PromptEnd.DROPPED_FAILED, "scorer_crash")
+        guard.note_end(PromptEnd.DROPPED_FAILED, "scorer_crash")
     with pytest.raises(BatchUnfillableError, match=r"0.00% of the last 4.*scorer_crash.*n\)"):
         guard.check_yield()
 
 
 def test_a_yield_bound_of_zero_never_gives_up() -> None:
     guard = YieldGuard(0.0, 1)
-    guard.ended(PromptEnd.FILTERED_ALL_WRONG, "")
+    guard.note_end(PromptEnd.FILTERED_ALL_WRONG, "")
     guard.check_yield()
 
 

@@ -139,7 +139,7 @@ async def test_an_agent_works_as_long_as_it_may_and_a_replica_only_as_long_as_it
         assert not work().has_work
         assert peers() == {"agent"}
         assert phases() == ["taking samples"]
-        async with desk.taking(2, 1.0) as (first, _):
+        async with desk.leasing(2, 1.0) as (first, _):
             pass
         await settled(lambda: phases() == ["working on samples"])
         assert not work().has_work

@@ -130,7 +130,7 @@ async def leasing(
 async def play(desk: LeaseManager, *, is_whole: bool) -> None:
     """Let a program play every sample; a group that is not whole waits for one end."""
     await settled(lambda: desk.num_offered == 4)
-    async with desk.taking(4, 5.0) as leases:
+    async with desk.leasing(4, 5.0) as leases:
         pass
     for number, lease in enumerate(leases):
         await desk.chat(lease.lease_id, "digest", (ChatMessage("user", MIXED),), (), 1)

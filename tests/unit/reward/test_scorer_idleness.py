@@ -59,19 +59,21 @@ def test_processes_that_ended_take_nothing_away(left: dict[ProcessKey, float]) -
 def test_a_process_that_was_asked_between_two_looks_is_judged_afresh() -> None:
     watch = IdleWatch()
     for at_s in range(20):  # a core at full load, for a request each time
-        assert watch.burning({"a": reading(at_s, {SCORER: at_s}, num_uses=at_s)}) == {}
-    assert watch.burning({"a": reading(20, {SCORER: 20}, num_uses=19)}) == {"a": IdleCpu(1.0, 1.0)}
+        assert watch.find_busy({"a": reading(at_s, {SCORER: at_s}, num_uses=at_s)}) == {}
+    assert watch.find_busy({"a": reading(20, {SCORER: 20}, num_uses=19)}) == {
+        "a": IdleCpu(1.0, 1.0)
+    }
 
 
 def test_a_share_too_small_for_one_look_is_found_within_the_window() -> None:
     watch, step = IdleWatch(), MAX_IDLE_CPU_S / 3
-    found = [watch.burning({"a": reading(i, {SCORER: i * step})}) for i in range(5)]
+    found = [watch.find_busy({"a": reading(i, {SCORER: i * step})}) for i in range(5)]
     assert [bool(each) for each in found] == [False] * 4 + [True]
 
 
 def test_a_trickle_is_borne_for_ever() -> None:
     watch, share = IdleWatch(), 0.9 * MAX_IDLE_CPU_S / (WINDOW_S + 1)
-    assert not any(watch.burning({"a": reading(i, {SCORER: i * share})}) for i in range(1000))
+    assert not any(watch.find_busy({"a": reading(i, {SCORER: i * share})}) for i in range(1000))
 
 
 async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 from services.reward.grading.scorers.reward_model import (
     LAST_NUMBER,
     RewardModelScorer,
-    filled,
-    number_in,
+    fill_template,
+    parse_score,
 )
 from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
@@ -29,7 +29,7 @@ CALL = {
 
 def number(reply: str, **changes: Any) -> float:
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    return number_in(reply, re.compile(settings.score_pattern or LAST_NUMBER), settings)
+    return parse_score(reply, re.compile(settings.score_pattern or LAST_NUMBER), settings)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_a_pattern_may_choose_the_number_by_its_group() -> None:
 def test_what_is_filled_in_is_not_filled_again() -> None:
     template = "{question} {response} {extra_info.level} {data_source} {other} {{}}"
     call = {**CALL, "response": "{ground_truth}"}
-    assert filled(template, call) == "2+2? {ground_truth} 3 sums {other} {{}}"
+    assert fill_template(template, call) == "2+2? {ground_truth} 3 sums {other} {{}}"
 
 
 def test_a_row_that_lacks_what_the_template_asks_for_is_reported() -> None:
     with pytest.raises(DataError, match=r"\{extra_info\.rubric\}, which the row lacks"):
-        filled("{extra_info.rubric}", CALL)
+        fill_template("{extra_info.rubric}", CALL)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest
-from services.reward.groups.sources import SourceLoad, interleaved
+from services.reward.groups.sources import SourceLoad, interleave
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import training_stream
 from services.reward.prompts.source import prompt_key
@@ -266,7 +266,7 @@ async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None
     async with running_app(run, client, open_prompt_sets(run)) as app:
         await publish(app, client, 0)
         await settled(lambda: app.sources["fast"].groups.num_kept > 8)
-        wait, *_ = app.loop.awaited().values()
+        wait, *_ = app.loop.waits().values()
         gate.set()
     assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase
 
@@ -294,7 +294,7 @@ def test_every_part_of_the_order_has_the_sources_in_their_shares(
     counts: list[int], num_parts: int
 ) -> None:
     groups = [[f"{number}-{index:02}" for index in range(n)] for number, n in enumerate(counts)]
-    found = interleaved(groups)
+    found = interleave(groups)
     assert Counter(found) == Counter(group for own in groups for group in own)
     for number, own in enumerate(groups):
         assert [one for one in found if one.startswith(f"{number}-")] == own

@@ -129,4 +129,4 @@ def test_the_benchmarks_of_two_files_begin_where_the_files_do(tmp_path: Path) ->
         BenchmarkFile(0, tmp_path / "responses" / "first.jsonl"),
         BenchmarkFile(3, tmp_path / "responses" / "second.jsonl"),
     ]
-    assert asyncio.run(asyncio.to_thread(opened.finished, 1)) == {}
+    assert asyncio.run(asyncio.to_thread(opened.load_finished, 1)) == {}

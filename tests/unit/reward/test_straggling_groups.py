@@ -112,15 +112,15 @@ class Parts:
             else:
                 yield item
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
+    def after_backlog(self, callback: Callable[[], None]) -> None:
         """Nothing lies unread, or the test says when it has been read."""
         if self.reads_late:
-            self.marks.append(then)
+            self.marks.append(callback)
         else:
-            then()
+            callback()
 
 
 class Setting:

@@ -72,9 +72,9 @@ def test_samples_in_whose_places_others_were_generated_have_failed() -> None:
 
 def test_an_interval_ends_and_the_totals_continue() -> None:
     statistics = GroupStatistics(Counter(), round_size=1, scorers=InlineScorer())
-    statistics.validated(5)
+    statistics.note_validated(5)
     assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 5
-    statistics.validated(2)
+    statistics.note_validated(2)
     assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 2
     assert statistics.totals()["reward/tokens/evaluation"] == 7
 

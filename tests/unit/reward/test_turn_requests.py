@@ -32,7 +32,7 @@ ADDED = 50
 
 def turn_request(**changes: Any) -> GroupRequest:
     progress = GroupProgress()
-    progress.started(EARLIER[:1], 0.0)
+    progress.note_started(EARLIER[:1], 0.0)
     turn = TurnRequest(1, (ChatMessage("tool", "6"),), EARLIER)
     request = group_request(1, progress=progress, turn=turn)
     return replace(request, sample_indexes=(2,), **changes)
@@ -79,12 +79,12 @@ class TurnReplicas:
         )
         yield GenerateEvent(None, (rollout,))
 
-    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+    async def adopt_fleet(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
-    def after_backlog(self, then: Callable[[], None]) -> None:
+    def after_backlog(self, callback: Callable[[], None]) -> None:
         """Nothing lies unread."""
-        then()
+        callback()
 
 
 async def collected(replicas: TurnReplicas, request: GroupRequest) -> CollectedSamples:

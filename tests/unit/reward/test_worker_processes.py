@@ -15,7 +15,12 @@ from services.reward.episodes import workers
 from services.reward.episodes.drivers import EpisodeFailedError
 from services.reward.grading import pool, scorer_worker
 from services.reward.grading.messages import ScorerAnswer, ScorerNumber
-from services.reward.grading.scorer_worker import PEER, LoadingEndedError, ScorerFault, loaded
+from services.reward.grading.scorer_worker import (
+    PEER,
+    LoadingEndedError,
+    ScorerFault,
+    start_with_retries,
+)
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.config.schema.service import EnvironmentConfig
 from sluice.data.scoring import ScorerInput
@@ -46,7 +51,7 @@ async def test_an_environment_worker_starts_once_the_system_has_a_process_for_it
         """It has loaded the environment."""
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
-    monkeypatch.setattr(workers, "_started", started)
+    monkeypatch.setattr(workers, "_wait_until_started", started)
     monkeypatch.setattr(workers, "_FIRST_BACKOFF_S", 0.0)
     source = EnvironmentSource("world.py", None, None, None)
     found = workers.EnvironmentWorkers(source, EnvironmentConfig(workers=1), tmp_path, "f", {})
@@ -71,7 +76,7 @@ async def test_a_scorer_starts_once_the_system_has_a_process_for_it(
             raise failures.pop()
         return "a scorer"
 
-    assert await loaded(start) == "a scorer"
+    assert await start_with_retries(start) == "a scorer"
 
 
 async def test_an_error_that_no_waiting_mends_is_raised_at_once() -> None:
@@ -79,7 +84,7 @@ async def test_an_error_that_no_waiting_mends_is_raised_at_once() -> None:
         raise OSError(errno.ENOEXEC, "Exec format error")
 
     with pytest.raises(OSError, match="Exec format error"):
-        await loaded(start)
+        await start_with_retries(start)
 
 
 class Stuck:

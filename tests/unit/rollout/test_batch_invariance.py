@@ -119,7 +119,9 @@ def test_an_engine_whose_largest_shape_fails_is_refused() -> None:
 
 def test_rows_and_lengths_are_padded_to_the_next_proven_shape() -> None:
     shapes = DecodeShapes((4, 8, 10), (16, 32, 40))
-    assert [shapes.padded(*shape) for shape in ((1, 1), (4, 16), (5, 17), (9, 33), (10, 40))] == [
+    assert [
+        shapes.padded_shape(*shape) for shape in ((1, 1), (4, 16), (5, 17), (9, 33), (10, 40))
+    ] == [
         (4, 16),
         (4, 16),
         (8, 32),

@@ -186,4 +186,4 @@ async def test_more_conversations_than_slots_are_all_served_without_loss(
         for task, (tokens, logprobs) in zip(running, alone, strict=True):
             assert task.result()[0] == tokens
             np.testing.assert_allclose(task.result()[1], logprobs, atol=1e-5)
-        assert engine._in_thread()[1].loop._kept.num_tokens <= 48
+        assert engine._in_thread()[1].loop._prefix_cache.num_tokens <= 48

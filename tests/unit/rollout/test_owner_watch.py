@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.vendor_engines.owner_watch import OWNER_VARIABLE, own_processes
+from services.rollout.engines.vendor_engines.owner_watch import (
+    OWNER_VARIABLE,
+    end_children_with_owner,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system watches no pid")
 
@@ -69,7 +72,7 @@ def test_a_process_whose_owner_is_gone_does_not_begin() -> None:
 
 def test_the_owner_and_processes_without_one_watch_nobody() -> None:
     environment: dict[str, str] = {}
-    own_processes(environment)
+    end_children_with_owner(environment)
     assert environment == {OWNER_VARIABLE: str(os.getpid())}
     code = f"import os; os.environ[{OWNER_VARIABLE!r}] = str(os.getpid()); {_ENGINE}"
     for watcher in (_start(code), _start(f"import os; os.environ.clear(); {_ENGINE}")):

@@ -11,7 +11,7 @@ from services.rollout.engines.vendor_engines.share_recorder import (
     ShareLoading,
     _cuts,
     meta_copy,
-    recorded_share,
+    record_share,
 )
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
@@ -39,7 +39,7 @@ def _reads(*reads: Callable[[Mapping[str, torch.Tensor]], object]) -> WeightShar
         for read in reads:
             read(tensors)
 
-    return recorded_share(load, _SPECS, _same)
+    return record_share(load, _SPECS, _same)
 
 
 def _copy(view: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_a_copy_without_memory_loads_like_the_model_and_leaves_it_alone() -> Non
         model, lambda module, _: ({n: p.to("meta") for n, p in module._parameters.items()}, {})
     )
     assert copy[0] is copy[1] is not layer
-    share = recorded_share(copy[0].load_weights, _SPECS, _same)
+    share = record_share(copy[0].load_weights, _SPECS, _same)
     assert cuts_by_name(share)["w"] == (Cut(0, ((4, 4),)),)
     assert bool((layer.weight == 1).all())
     assert not layer.weight.is_meta
@@ -206,13 +206,13 @@ def test_copies_that_files_are_made_of_are_views_unless_they_are_written_to() ->
         for _, tensor in weights:
             torch.empty(2, 3).copy_(tensor[:2])
 
-    share = recorded_share(load, [spec], _split)
+    share = record_share(load, [spec], _split)
     assert cuts_by_name(share)[_EXPERTS] == (Cut(1, ((0, 2), (4, 2))),)
 
     def changed(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return {"doubled": weights[_EXPERTS].clone().mul_(2.0)}
 
-    assert recorded_share(load, [spec], changed) == WHOLE
+    assert record_share(load, [spec], changed) == WHOLE
     weights = {_EXPERTS: torch.randn(4, 8, 3)}
     found = dict(ShareLoading([spec], WHOLE, changed).tensors(weights))
     assert torch.equal(found["doubled"], 2 * weights[_EXPERTS])

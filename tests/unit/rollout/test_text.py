@@ -11,7 +11,7 @@ from services.rollout.engines.text import (
     Decode,
     IncrementalDetokenizer,
     StopStringWatch,
-    before_stop,
+    cut_at_stop,
     stable_prefix,
 )
 from services.rollout.generation import StreamedText
@@ -109,7 +109,7 @@ def test_what_is_sent_of_a_growing_text_stays_and_ends_before_the_stop_string(
         grown = stable_prefix(text[:size], stops)
         assert grown.startswith(reported)
         reported = grown
-        assert before_stop(text[:size], stops).startswith(reported)
+        assert cut_at_stop(text[:size], stops).startswith(reported)
         if any(stop in text[:size] for stop in stops):
             return  # it has ended
 
@@ -121,7 +121,7 @@ def test_what_is_sent_of_a_growing_text_stays_and_ends_before_the_stop_string(
 def test_the_string_that_begins_first_cuts_the_text(
     text: str, stops: tuple[str, ...], before: str
 ) -> None:
-    assert before_stop(text, stops) == before
+    assert cut_at_stop(text, stops) == before
 
 
 # Characters of one to four bytes, and bytes that are none.

@@ -129,18 +129,22 @@ class _VllmClient(_Client):
         priority: int,
         *,
         images: None,
-        known: Callable[[], int] | None,
+        count_known: Callable[[], int] | None,
     ) -> AsyncIterator[EngineDelta]:
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
-        return self._deltas() if known is None or not self.held else self._at_the_end(known)
+        return (
+            self._deltas()
+            if count_known is None or not self.held
+            else self._at_the_end(count_known)
+        )
 
-    async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[EngineDelta]:
+    async def _at_the_end(self, count_known: Callable[[], int]) -> AsyncIterator[EngineDelta]:
         await self.may_end.wait()
-        rest = self.held[known() :]
+        rest = self.held[count_known() :]
         yield EngineDelta(rest, [-0.5] * len(rest), "stop", 0)
 
-    def so_far(self, _name: str, known: int) -> EngineDelta | None:
-        rest = self.held[known:]
+    def so_far(self, _name: str, num_known: int) -> EngineDelta | None:
+        rest = self.held[num_known:]
         return EngineDelta(rest, [-0.5] * len(rest), None, 0) if rest else None
 
     async def sleep(self) -> None:

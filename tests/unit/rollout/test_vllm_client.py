@@ -252,7 +252,7 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
     assert client.so_far("1", 0) is None, "its first token is still to come"
     flat = SimpleNamespace(start_indices=[0, 1, 2], logprobs=[-0.5, -0.25, -0.75])
     client._llm.outputs = (_output([6, 7, 8], flat),)
-    stream = client.generate("0", [5], "3", _CHOICE, known=lambda: 2)
+    stream = client.generate("0", [5], "3", _CHOICE, count_known=lambda: 2)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         assert [one async for one in deltas] == [EngineDelta([8], [-0.75], "length", 2)]
     await _sampled(client)  # wants every token
@@ -295,7 +295,7 @@ async def test_a_pause_fails_at_once_when_nothing_hands_tokens_out_any_more(inst
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
     install(_OldEngine)
     client = VllmClient({"model": "m"})
-    stream = client.generate("0", [5], "3", _CHOICE, known=lambda: 0)
+    stream = client.generate("0", [5], "3", _CHOICE, count_known=lambda: 0)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         assert [one async for one in deltas] == []
     assert client._llm.sampling[0].kind == 1

@@ -89,7 +89,7 @@ async def test_a_version_is_staged_in_the_background_and_proven(
     assert worker.sluice_check_staged(4)["kind"] == "WeightSyncError"
     inbox = worker.sluice_inbox
     assert inbox is not None
-    staged = inbox.staged(1, 3, digest)
+    staged = inbox.staged_weights(1, 3, digest)
     assert torch.equal(staged["a"], _WEIGHTS["a"])
     inbox.release(staged)
     assert "nothing is staged" in str(worker.sluice_check_staged(3)["error"])
@@ -203,7 +203,7 @@ class Recording:
     def get_model(self) -> torch.nn.Module:
         return torch.nn.Identity()
 
-    def staged(self, epoch: int, version: int) -> Any:
+    def staged_weights(self, epoch: int, version: int) -> Any:
         return TENSORS
 
     def release(self, staged: Any) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vendor_engines.share_recorder import recorded_share
+from services.rollout.engines.vendor_engines.share_recorder import record_share
 from services.rollout.engines.vendor_engines.worker_group import WorkerBegin, WorkerGroup
 from services.rollout.engines.vllm.worker_extension import VllmWorker, WorkerFeatures, keep_buffers
 from sluice.errors import ConfigError
@@ -162,9 +162,9 @@ def test_a_loader_gets_the_parameters_as_they_were_before_vllm_processed_them(
     runner, specs = _RunnerV1(), (TensorSpec("w", "float32", (4, 3)),)
     runner.model = _Lower()  # type: ignore[assignment]
     features = WorkerFeatures(_worker(runner))
-    assert recorded_share(features.load_without_memory, specs, dict) == WHOLE, "no such vLLM"
+    assert record_share(features.load_without_memory, specs, dict) == WHOLE, "no such vLLM"
     install(_reload_of(runner.model, torch.zeros(2, 3)))
-    share = recorded_share(features.load_without_memory, specs, dict)
+    share = record_share(features.load_without_memory, specs, dict)
     assert share == WeightShare((("w", (Cut(0, ((2, 2),)),)),))
     assert runner.model.weight.shape == (0,)
 

@@ -79,8 +79,8 @@ class WatchedLoop(SimulatedLoop):
     def __init__(self, settings: SimulationSettings) -> None:
         self.most, self.given_back, self.sampled = 0, [], []
         super().__init__(settings, SmallWorkload(), SimulationRecorder())
-        self._strategy.restarted = self._note_restart  # type: ignore[method-assign]
-        self._strategy.started = self._note_start  # type: ignore[method-assign]
+        self._strategy.note_restarted = self._note_restart  # type: ignore[method-assign]
+        self._strategy.note_started = self._note_start  # type: ignore[method-assign]
 
     def _note_start(self, attempt: Attempt) -> None:
         self.sampled.append(attempt)
@@ -111,7 +111,7 @@ def test_a_group_that_is_broken_off_gives_back_the_attempt_it_was_sampled_as() -
     loop = WatchedLoop(small(StrategyName.STAGED))
     loop._in_flight[0] = group
     group.start_version = 0
-    loop._batching.started(group)
+    loop._batching.note_started(group)
     group.attempt = replace(attempt, probability=0.5)  # it continued by chance
     loop._cancel_without_slot([group])
     assert loop.given_back == [attempt]

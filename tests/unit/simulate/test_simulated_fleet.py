@@ -27,7 +27,7 @@ class World:
             pass
 
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
-        group.graded(is_right=is_right)
+        group.record_grade(is_right=is_right)
         rest = len(group.samples.tokens) - group.num_needed
         if rest and group.differs:
             self.asked_at = self.events.now

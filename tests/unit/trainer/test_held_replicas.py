@@ -13,13 +13,13 @@ import pytest
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase
 from sluice.algorithm.accounting import ReplicaCounters
-from sluice.algorithm.publishing import held_for_validation
+from sluice.algorithm.publishing import num_held_for_validation
 from sluice.algorithm.routing import ReplicaUse
 from sluice.types import ReplicaInfo
 from tests.support.loop_world import World, run, until
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 
-HELD = partial(held_for_validation, max_staleness=1)
+HELD = partial(num_held_for_validation, max_staleness=1)
 STALL_S = 20.0
 
 

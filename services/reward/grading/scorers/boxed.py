@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.reward.grading.scorers.latex import braced, last_boxed, same_answer
+from services.reward.grading.scorers.latex import braced_text, last_boxed, same_answer
 from sluice.errors import DataError
 
 _COMMAND = "\\boxed"
@@ -29,7 +29,7 @@ def boxed_answer(solution: str) -> str | None:
     start = solution.rfind(_COMMAND) + len(_COMMAND)
     if start < len(_COMMAND) or solution[start : start + 1] != "{":
         return None
-    return braced(solution, start)
+    return braced_text(solution, start)
 
 
 def choice_score(solution: str, ground_truth: str) -> float:
@@ -40,15 +40,15 @@ def choice_score(solution: str, ground_truth: str) -> float:
     Raises:
         DataError: the reference holds no letter, so a box without letters would be right.
     """
-    reference = chosen(ground_truth)
+    reference = choice_letters(ground_truth)
     if not reference:
         raise DataError(
             f"ground_truth {ground_truth!r:.80} holds none of the letters {CHOICES}; repair the row"
         )
     boxed = last_boxed(solution)
-    return float(boxed is not None and chosen(boxed) == reference)
+    return float(boxed is not None and choice_letters(boxed) == reference)
 
 
-def chosen(text: str) -> str:
+def choice_letters(text: str) -> str:
     """Return the capital letters A to G that occur in `text`, in order."""
     return "".join(letter for letter in CHOICES if letter in text)

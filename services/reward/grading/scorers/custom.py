@@ -73,10 +73,13 @@ def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Sc
         module = file_module(path.removeprefix(FILE_PREFIX), f"{KEY}.path")
     function: object = getattr(module, name, None)
     if not callable(function):
-        own = [n for n, one in vars(module).items() if _is_own_function(one, module)]
-        has = f", but {', '.join(own[:_MAX_NAMED])}" if own else ""
+        own_functions = [
+            n for n, member in vars(module).items() if _is_own_function(member, module)
+        ]
+        functions_text = f", but {', '.join(own_functions[:_MAX_NAMED])}" if own_functions else ""
         raise ConfigError(
-            f"{KEY}.name: {path} defines no function '{name}'{has}; define it or change the name"
+            f"{KEY}.name: {path} defines no function '{name}'{functions_text}; define it or change "
+            "the name"
         )
     _check_signature(function, path, name, kwargs)
     return CustomScorer(cast("Callable[..., object]", function), kwargs)

@@ -69,6 +69,6 @@ def targets(ground_truth: str) -> Sequence[str]:
     target = value.get(TARGET)
     if isinstance(target, str):
         return [target]
-    if isinstance(target, list) and all(isinstance(one, str) for one in target):
+    if isinstance(target, list) and all(isinstance(answer, str) for answer in target):
         return target
     return [ground_truth]

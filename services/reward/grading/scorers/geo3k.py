@@ -18,7 +18,7 @@ import re
 from services.reward.grading.scorers import math_expression
 from services.reward.grading.scorers.latex import (
     MalformedLatexError,
-    braced,
+    braced_text,
     last_boxed,
     normal_form,
 )
@@ -54,8 +54,8 @@ _FORM_REST = ("</think>", "\\boxed{", "}")
 def compute_score(solution: str, ground_truth: str) -> float:
     """``0.9 * right + 0.1 * well formed``, in [0, 1]."""
     answer = last_boxed(solution)
-    right = answer is not None and same_value(answer.strip(), ground_truth)
-    return (1.0 - FORM_SHARE) * right + FORM_SHARE * has_form(solution)
+    is_right = answer is not None and same_value(answer.strip(), ground_truth)
+    return (1.0 - FORM_SHARE) * is_right + FORM_SHARE * has_form(solution)
 
 
 def has_form(solution: str) -> bool:
@@ -78,17 +78,17 @@ def same_value(answer: str, reference: str) -> bool:
     """Return whether `answer` is right. Never raise; an overlong answer must match literally."""
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
         return answer == reference
-    if _spelled(answer) == _spelled(reference):
+    if _spell_out(answer) == _spell_out(reference):
         return True
-    mine, its = _plain(answer), _plain(reference)
-    if mine == its:
+    plain_answer, plain_reference = _plain(answer), _plain(reference)
+    if plain_answer == plain_reference:
         return True
-    if not mine or not its:
+    if not plain_answer or not plain_reference:
         return False
-    return _same_elements(mine, its)
+    return _same_elements(plain_answer, plain_reference)
 
 
-def _spelled(answer: str) -> str:
+def _spell_out(answer: str) -> str:
     inner = _TEXT.fullmatch(answer.strip())
     answer = inner[1].strip() if inner else answer.strip()
     try:
@@ -108,7 +108,7 @@ def _plain(answer: str) -> str:
         answer = answer.replace(sign, "")
     answer = _BARE_ROOT.sub(r"\\sqrt{\1}", answer.replace("{,}", ","))
     answer = _EMPTY.sub("", _THOUSANDS.sub("", answer).strip()).strip()
-    while answer.startswith("{") and braced(answer, 0) == answer[1:-1]:
+    while answer.startswith("{") and braced_text(answer, 0) == answer[1:-1]:
         answer = answer[1:-1].strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
     answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()
@@ -117,12 +117,12 @@ def _plain(answer: str) -> str:
 
 
 def _same_elements(answer: str, reference: str) -> bool:
-    mine, its = _elements(answer), _elements(reference)
-    if len(mine) != len(its):
+    answer_elements, reference_elements = _elements(answer), _elements(reference)
+    if len(answer_elements) != len(reference_elements):
         return False
-    if len(its) > 1 and (answer[0], answer[-1]) != (reference[0], reference[-1]):
+    if len(reference_elements) > 1 and (answer[0], answer[-1]) != (reference[0], reference[-1]):
         return False
-    return all(map(_same_element, mine, its))
+    return all(map(_same_element, answer_elements, reference_elements))
 
 
 def _elements(text: str) -> list[str]:
@@ -145,15 +145,20 @@ def _same_element(answer: str, reference: str) -> bool:
 
 def _equal_in_value(answer: str, reference: str) -> bool:
     try:
-        mine, its = math_expression.tokens(answer), math_expression.tokens(reference)
-        names = sorted(math_expression.unknowns(mine) | math_expression.unknowns(its))
+        answer_tokens, reference_tokens = (
+            math_expression.tokens(answer),
+            math_expression.tokens(reference),
+        )
+        names = sorted(
+            math_expression.unknowns(answer_tokens) | math_expression.unknowns(reference_tokens)
+        )
         if len(names) > MAX_UNKNOWNS:
             return False
         points = [dict(zip(names, point, strict=False)) for point in POINTS]
         return all(
             math.isclose(
-                math_expression.value(mine, point),
-                math_expression.value(its, point),
+                math_expression.value(answer_tokens, point),
+                math_expression.value(reference_tokens, point),
                 rel_tol=RELATIVE_TOLERANCE,
             )
             for point in points

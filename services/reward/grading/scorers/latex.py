@@ -16,10 +16,10 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}``; ``None`` if there is none or its braces are
     not closed."""
     start = text.rfind(OPENING)
-    return None if start < 0 else braced(text, start + len(OPENING) - 1)
+    return None if start < 0 else braced_text(text, start + len(OPENING) - 1)
 
 
-def braced(text: str, start: int) -> str | None:
+def braced_text(text: str, start: int) -> str | None:
     """Return the text between the brace at `start` and its closing brace; ``None`` without one."""
     depth = 0
     for end in range(start, len(text)):
@@ -82,10 +82,10 @@ def same_answer(answer: str, reference: str) -> bool:
 
 
 def _without_unit(answer: str) -> str:
-    before, *units = answer.split(_UNIT)
+    number, *units = answer.split(_UNIT)
     if len(units) > 1:
         raise MalformedLatexError(f"two units in {answer!r:.80}")
-    return before
+    return number
 
 
 def _right_side(answer: str) -> str:
@@ -95,8 +95,8 @@ def _right_side(answer: str) -> str:
 
 
 def _braced_roots(answer: str) -> str:
-    head, *rest = answer.split(r"\sqrt")
-    return head + "".join(rf"\sqrt{_braced_first(part)}" for part in rest)
+    head, *parts = answer.split(r"\sqrt")
+    return head + "".join(rf"\sqrt{_braced_first(part)}" for part in parts)
 
 
 def _braced_first(part: str) -> str:
@@ -106,9 +106,9 @@ def _braced_first(part: str) -> str:
 
 
 def _braced_fractions(answer: str) -> str:
-    head, *rest = answer.split(r"\frac")
+    head, *parts = answer.split(r"\frac")
     spelled = [head]
-    for part in rest:
+    for part in parts:
         if not part:
             raise MalformedLatexError(r"\frac without argument")
         if part.startswith("{"):

@@ -75,10 +75,10 @@ def compute_score(
     boxed = last_boxed(tail[-BOXED_CHARACTERS:])
     line = normalize_answer(_last_answer_line(tail))
     if strict_box_verify or (boxed_fallback and line == NO_ANSWER and boxed is not None):
-        prediction, right = boxed, boxed == ground_truth
+        prediction, is_right = boxed, boxed == ground_truth
     else:
-        prediction, right = line, line == normalize_answer(ground_truth)
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+        prediction, is_right = line, line == normalize_answer(ground_truth)
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": prediction}
 
 
 def normalize_answer(answer: str) -> str:

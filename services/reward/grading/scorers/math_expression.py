@@ -55,13 +55,13 @@ def unknowns(symbols: list[str]) -> frozenset[str]:
     return frozenset(symbol for symbol in symbols if len(symbol) == 1 and symbol.isalpha())
 
 
-def value(symbols: list[str], given: Mapping[str, float]) -> float:
+def value(symbols: list[str], values: Mapping[str, float]) -> float:
     """Evaluate in double precision.
 
     Raises:
         NotAnExpressionError: wrong syntax, a division by zero, or no finite real value.
     """
-    reader = _Reader(symbols, given)
+    reader = _Reader(symbols, values)
     try:
         result = reader.sum(0)
     except (ArithmeticError, IndexError, KeyError, ValueError) as error:
@@ -74,8 +74,8 @@ def value(symbols: list[str], given: Mapping[str, float]) -> float:
 class _Reader:
     """Recursive descent; every method reads one construct and returns its value."""
 
-    def __init__(self, symbols: list[str], given: Mapping[str, float]) -> None:
-        self._symbols, self._given, self._at = symbols, given, 0
+    def __init__(self, symbols: list[str], values: Mapping[str, float]) -> None:
+        self._symbols, self._values, self._at = symbols, values, 0
 
     @property
     def at_end(self) -> bool:
@@ -132,7 +132,7 @@ class _Reader:
             return self._root(depth)
         if symbol == "pi":
             return math.pi
-        return self._given[symbol] if symbol.isalpha() else float(symbol)
+        return self._values[symbol] if symbol.isalpha() else float(symbol)
 
     def _root(self, depth: int) -> float:
         if self._peek() != "[":

@@ -72,33 +72,33 @@ def main() -> None:
     ends_s = time.monotonic() + job["total_s"]
     namespace: dict[str, object] = {}
     exec(PREAMBLE, namespace)  # noqa: S102 - imports once what every test's process then has
-    _say(STARTED)
+    _print_line(STARTED)
     num_tests = len(job["inputs"])
-    for test, given in enumerate(job["inputs"]):
+    for test, test_input in enumerate(job["inputs"]):
         left_s = ends_s - time.monotonic()
         if left_s <= 0:
             break
         # An even share of the remaining time: a program that hangs on one test may solve others.
-        end, output = run_test(job, given, min(job["test_s"], left_s / (num_tests - test)))
-        _say(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
+        end, output = run_test(job, test_input, min(job["test_s"], left_s / (num_tests - test)))
+        _print_line(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def run_test(job: Job, given: object, limit_s: float) -> tuple[str, str]:
+def run_test(job: Job, test_input: object, limit_s: float) -> tuple[str, str]:
     """Run the program once, in a separate process; return how it ended and its answer."""
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as file:
         if job["fn_name"] is None:
-            text = "\n".join(given) if isinstance(given, list) else str(given)
+            text = "\n".join(test_input) if isinstance(test_input, list) else str(test_input)
             file.write(text.encode("utf-8", "replace"))
             file.seek(0)
         child = os.fork()
         if child == 0:
-            _be_program(job, given, file.fileno(), writer)
+            _become_program(job, test_input, file.fileno(), writer)
         os.close(writer)
         try:
             return _answer(child, reader, limit_s, job["output_bytes"])
@@ -140,7 +140,7 @@ def _end(child: int, is_running: bool) -> None:
             os.waitpid(child, 0)
 
 
-def _be_program(job: Job, given: object, file: int, writer: int) -> None:
+def _become_program(job: Job, test_input: object, file: int, writer: int) -> None:
     """Become the program; never return."""
     code = 1
     try:
@@ -150,15 +150,15 @@ def _be_program(job: Job, given: object, file: int, writer: int) -> None:
         os.dup2(null if is_call else file, 0)
         os.dup2(null if is_call else writer, 1)
         os.dup2(null, 2)
-        sys.stdin, sys.stdout = own = open(0), open(1, "w")  # noqa: SIM115 - as a script's, with modes
+        sys.stdin, sys.stdout = streams = open(0), open(1, "w")  # noqa: SIM115 - as a script's, with modes
         namespace = _module("solution" if is_call else "__main__")
         if is_call:
-            result = _called(job, given, namespace)
+            result = _call_function(job, test_input, namespace)
             with os.fdopen(writer, "w", encoding="utf-8") as answer:
                 json.dump(result, answer)
         else:
-            _scripted(job["program"], namespace)
-        for stream in filter(None, (sys.stdout, own[1], sys.__stdout__)):
+            _run_script(job["program"], namespace)
+        for stream in filter(None, (sys.stdout, streams[1], sys.__stdout__)):
             with suppress(ValueError):  # the program has closed it, or put another in its place
                 stream.flush()
         code = 0
@@ -174,7 +174,7 @@ def _module(name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _scripted(program: str, namespace: dict[str, Any]) -> None:
+def _run_script(program: str, namespace: dict[str, Any]) -> None:
     builtins.open = namespace["open"] = _open_or_input
     with suppress(SystemExit):
         exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
@@ -197,13 +197,13 @@ def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any
         return _OPEN(0, mode, *args, closefd=False, **kwargs)
 
 
-def _called(job: Job, given: object, namespace: dict[str, Any]) -> object:
+def _call_function(job: Job, test_input: object, namespace: dict[str, Any]) -> object:
     """Return what the function returns; tuples become lists on their way out."""
     program, name = job["program"], job["fn_name"] or ""
     namespace.pop(name, None)  # the preamble's own, such as add
     exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
-    lines = given.split("\n") if isinstance(given, str) else None
-    arguments: Any = given if lines is None else [json.loads(line) for line in lines]
+    lines = test_input.split("\n") if isinstance(test_input, str) else None
+    arguments: Any = test_input if lines is None else [json.loads(line) for line in lines]
     if arguments and isinstance(arguments[0], dict):
         # JSON has text for keys.
         with suppress(ValueError):

@@ -75,13 +75,13 @@ class ProgramTests:
         if not program.strip():
             return 0.0
         ends_s = time.monotonic() + _BUDGET_SHARE * self._timeout_s
-        first, later = _split(cases, FIRST_TESTS)
-        passed = [verdict is True for verdict in self._verdicts(program, first, ends_s)]
+        first_cases, later_cases = _split(cases, FIRST_TESTS)
+        passed = [verdict is True for verdict in self._verdicts(program, first_cases, ends_s)]
         considered = len(passed)
         if (
             all(passed)
-            and later.inputs
-            and not all(verdict is True for verdict in self._verdicts(program, later, ends_s))
+            and later_cases.inputs
+            and not all(verdict is True for verdict in self._verdicts(program, later_cases, ends_s))
         ):
             considered += 1
         return sum(passed) / considered
@@ -109,12 +109,12 @@ class ProgramTests:
         first_line, *lines = result.stdout.split(b"\n")
         if first_line.decode(errors="replace").strip() != program_runner.STARTED:
             # However it ended, the program has not run yet.
-            said = result.stderr[-300:].decode(errors="replace").strip()
+            stderr_text = result.stderr[-300:].decode(errors="replace").strip()
             raise SandboxUnavailableError(
                 f"Python did not start the tests ({result.end}, exit code {result.exit_code}): "
-                f"{said or 'no message'}"
+                f"{stderr_text or 'no message'}"
             )
-        return _judged(lines, cases)
+        return _parse_verdicts(lines, cases)
 
 
 def cases_of(ground_truth: str) -> ProgramCases:
@@ -128,7 +128,7 @@ def cases_of(ground_truth: str) -> ProgramCases:
         cases = json.loads(ground_truth)  # integers of any size
     except (ValueError, RecursionError) as error:
         raise DataError(f"ground_truth is no JSON: {error}; {_FORM}") from error
-    inputs, outputs = _lists(cases)
+    inputs, outputs = _input_output_lists(cases)
     if not inputs or len(inputs) != len(outputs):
         raise DataError(
             f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; {_FORM}"
@@ -142,7 +142,7 @@ _FORM = (
 )
 
 
-def _lists(cases: object) -> tuple[list[object], list[object]]:
+def _input_output_lists(cases: object) -> tuple[list[object], list[object]]:
     if isinstance(cases, Mapping):
         inputs, outputs = cases.get("inputs"), cases.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list):
@@ -170,7 +170,7 @@ def _split(cases: ProgramCases, number: int) -> tuple[ProgramCases, ProgramCases
     )
 
 
-def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
+def _parse_verdicts(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
     """Grade the runner's lines. The program may have written some, so the first of each test
     counts."""
     verdicts: dict[int, bool | None] = {}
@@ -203,31 +203,35 @@ def is_same_output(output: str, expected: str) -> bool:
     number, and not all are integers, each may differ by a relative 1e-5.
     """
     lines = output.splitlines()
-    whole = expected.strip()
-    if "\n".join(lines).strip() == whole or "\n".join(map(str.strip, lines)).strip() == whole:
+    expected_text = expected.strip()
+    if (
+        "\n".join(lines).strip() == expected_text
+        or "\n".join(map(str.strip, lines)).strip() == expected_text
+    ):
         return True
-    wanted = [line.strip() for line in expected.split("\n") if line]
+    expected_lines = [line.strip() for line in expected.split("\n") if line]
     filled = [line for line in lines if line]
-    if wanted in (lines, filled):
+    if expected_lines in (lines, filled):
         return True
-    return len(filled) == len(wanted) and _are_close(filled, wanted)
+    return len(filled) == len(expected_lines) and _are_close(filled, expected_lines)
 
 
-def _are_close(printed: Sequence[str], wanted: Sequence[str]) -> bool:
-    if all(map(str.isdigit, (*printed, *wanted))):
+def _are_close(printed: Sequence[str], expected: Sequence[str]) -> bool:
+    if all(map(str.isdigit, (*printed, *expected))):
         return False  # integers have to be equal
     try:
         return all(
-            _is_close(float(one), float(other)) for one, other in zip(printed, wanted, strict=True)
+            _is_close(float(printed_text), float(expected_text))
+            for printed_text, expected_text in zip(printed, expected, strict=True)
         )
     except ValueError:
         return False
 
 
-def _is_close(printed: float, wanted: float) -> bool:
-    if math.isinf(printed) or math.isinf(wanted):
-        return printed == wanted
-    return abs(printed - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
+def _is_close(printed: float, expected: float) -> bool:
+    if math.isinf(printed) or math.isinf(expected):
+        return printed == expected
+    return abs(printed - expected) <= _ABSOLUTE + _RELATIVE * abs(expected)
 
 
 def is_same_value(answer: str, expected: object) -> bool:
@@ -235,15 +239,19 @@ def is_same_value(answer: str, expected: object) -> bool:
     list."""
     try:
         value = json.loads(answer)
-        wanted = json.loads(expected) if isinstance(expected, str) else expected
+        expected_value = json.loads(expected) if isinstance(expected, str) else expected
     except (ValueError, RecursionError):
         return False
-    if value == wanted:
+    if value == expected_value:
         return True
-    return isinstance(wanted, list) and bool(wanted) and bool(value == wanted[0])
+    return (
+        isinstance(expected_value, list)
+        and bool(expected_value)
+        and bool(value == expected_value[0])
+    )
 
 
-def refused(_response: str, _ground_truth: str) -> float:
+def refuse_to_score(_response: str, _ground_truth: str) -> float:
     """Replace the scorer if there is no sandbox: always raise.
 
     Raises:

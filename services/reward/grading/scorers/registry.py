@@ -50,7 +50,7 @@ RULES: Mapping[str, Rule] = {
     "multiple_choice": boxed.choice_score,
     EXACT_MATCH: exact_match.compute_score,
     MATH_VERIFY: symbolic_math.compute_score,
-    PROGRAM_TESTS: program_tests.refused,
+    PROGRAM_TESTS: program_tests.refuse_to_score,
 }
 """Built-in scorers, by the name that routes use."""
 

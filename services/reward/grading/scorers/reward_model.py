@@ -52,8 +52,8 @@ class RewardModelScorer:
     """Grades a response by a model's reply.
 
     The last match of `score_pattern` in the reply counts (its first group, if it has one). A number
-    outside `min_score`..`max_score` is refused. In the template, only the placeholders of `filled`
-    are replaced; other braces stay.
+    outside `min_score`..`max_score` is refused. In the template, only the placeholders of
+    `fill_template` are replaced; other braces stay.
 
     Args:
         settings: address, name and question of the model.
@@ -82,9 +82,9 @@ class RewardModelScorer:
             DataError: the template names a key that the row lacks.
         """
         values = {**call, "response": solution_str, "question": question}
-        prompt = filled(self._settings.prompt_template or DEFAULT_TEMPLATE, values)
+        prompt = fill_template(self._settings.prompt_template or DEFAULT_TEMPLATE, values)
         reply = self._ask(msgspec.json.encode(self._request(prompt)))
-        return number_in(reply, self._pattern, self._settings)
+        return parse_score(reply, self._pattern, self._settings)
 
     def _request(self, prompt: str) -> Mapping[str, object]:
         return {
@@ -111,7 +111,7 @@ class RewardModelScorer:
         return _content(answer)
 
 
-def filled(template: str, values: Mapping[str, object]) -> str:
+def fill_template(template: str, values: Mapping[str, object]) -> str:
     """Return `template` with its placeholders replaced, once: inserted text is not replaced again.
 
     They are ``{question}``, ``{response}``, ``{ground_truth}``, ``{data_source}`` and
@@ -137,7 +137,7 @@ def filled(template: str, values: Mapping[str, object]) -> str:
     return _PLACEHOLDER.sub(value, template)
 
 
-def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelConfig) -> float:
+def parse_score(reply: str, pattern: re.Pattern[str], settings: RewardModelConfig) -> float:
     """Return the last number that `pattern` finds.
 
     Raises:
@@ -175,10 +175,10 @@ def _content(answer: bytes) -> str:
 
 def _completions_endpoint(settings: RewardModelConfig) -> Endpoint:
     if not settings.base_url or not settings.model_path:
-        missing = "base_url" if not settings.base_url else "model_path"
+        missing_key = "base_url" if not settings.base_url else "model_path"
         raise ConfigError(
-            f"{KEY}.{missing} is not set although {KEY}.enable is true; set it, or turn the reward "
-            "model off"
+            f"{KEY}.{missing_key} is not set although {KEY}.enable is true; set it, or turn the "
+            "reward model off"
         )
     base = endpoint(settings.base_url, key=f"{KEY}.base_url")
     return base._replace(path=base.path.rstrip("/") + "/chat/completions")

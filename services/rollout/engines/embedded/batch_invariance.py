@@ -45,7 +45,7 @@ class DecodeShapes:
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
 
-    def padded(self, rows: int, length: int) -> tuple[int, int]:
+    def padded_shape(self, rows: int, length: int) -> tuple[int, int]:
         """Return the smallest allowed shape that holds so many rows and positions."""
         return (
             self.widths[bisect_left(self.widths, rows)],
@@ -124,12 +124,14 @@ class _Proof:
     def holds(self, width: int, length: int, trials: int) -> bool:
         """Return whether contents give their expected bits in this shape, in `trials` places."""
         # Contents beyond this attention length cannot be decoded in the shape.
-        fitting = np.flatnonzero(self._positions < length)
+        fitting_positions = np.flatnonzero(self._positions < length)
         places = np.arange(width)
         with torch.inference_mode():
             for trial in range(trials):
                 # An odd stride that changes with the trial also changes the rows' neighbours.
-                contents = fitting[(places * (2 * trial + 1) + 5 * trial) % len(fitting)]
+                contents = fitting_positions[
+                    (places * (2 * trial + 1) + 5 * trial) % len(fitting_positions)
+                ]
                 logits = self._decode(contents, length)
                 chosen = torch.from_numpy(contents).to(logits.device)
                 if not torch.equal(logits, self._expected[chosen]):

@@ -97,12 +97,12 @@ class Decoder(ABC):
         """
 
     def extend(
-        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
+        self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
     ) -> PrefilledPrompts:
         """Compute the state of the tokens after each prompt's known prefix.
 
         Args:
-            known: the known prefix of each prompt, from `keep`.
+            prefixes: the known prefix of each prompt, from `keep`.
             prompts: each longer than its known prefix.
         """
         raise NotImplementedError("a decoder that keeps no prefix gets none")

@@ -44,7 +44,7 @@ def choose_decoder(
             which recomputation would read at each step.
     """
     # Candidates are in the order of their speed.
-    _scramble(model)
+    _randomize_weights(model)
     trial = _Trial(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
         name = getattr(candidate, "__name__", str(candidate))
@@ -82,7 +82,7 @@ def choose_decoder(
     return RecomputeDecoder(model)
 
 
-def _scramble(model: PreTrainedModel) -> None:
+def _randomize_weights(model: PreTrainedModel) -> None:
     """Set random weights, so that every part affects the logits: initial ones contain zeros and
     ones."""
     generator = torch.Generator(model.device).manual_seed(_SEED)
@@ -127,9 +127,9 @@ class _Trial:
                 for row, prompt in enumerate(prompts)
                 if prompt.size > 1
             ]
-            known = [prefix for prefix in halves if prefix is not None]
-            if len(known) == len(prompts):
-                decoder.insert(decoder.extend(known, prompts), rows, rows)
+            prefixes = [prefix for prefix in halves if prefix is not None]
+            if len(prefixes) == len(prompts):
+                decoder.insert(decoder.extend(prefixes, prompts), rows, rows)
             for step in range(self._steps):
                 positions = self._starts + step
                 batch = DecodeBatch(

@@ -159,13 +159,13 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self._check_works()
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        return await self._received(self._inbox.join(spec), f"joining epoch {spec.epoch}")
+        return await self._await_result(self._inbox.join(spec), f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         received = self._inbox.stage(epoch, version)
-        return await self._received(received, f"staging version {version}")
+        return await self._await_result(received, f"staging version {version}")
 
-    async def _received(self, result: Future[_T], phase: str) -> _T:
+    async def _await_result(self, result: Future[_T], phase: str) -> _T:
         epoch, received = self._inbox.epoch, asyncio.wrap_future(result)
         self._receiving.add(received)
         try:
@@ -182,7 +182,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """Swap the staged version in between two steps; return the seconds without a token."""
         if (self.loop.version, self.loop.digest) == (version, digest):  # by a cancelled call
             return 0.0
-        staged = self._inbox.staged(epoch, version, digest)
+        staged = self._inbox.staged_weights(epoch, version, digest)
         stall_s = await self.swap(staged, version, digest)
         self._inbox.release(staged)
         return stall_s
@@ -232,26 +232,26 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             if not self.loop.slots_busy:
                 self._gather_until_s = time.monotonic() + _MAX_GATHER_S
                 self._num_gathered = 0
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._run_turn)
 
-    def _turn(self) -> None:
+    def _run_turn(self) -> None:
         """Run a step, and plan the next one."""
         self._has_turn = self.loop.has_work and not self._is_closed and self._broken is None
         if not self._has_turn:
             return
         events = asyncio.get_running_loop()
-        if self._gathers():
+        if self._waits_for_more():
             # Two turns of the event loop, as a command that came meanwhile needs: the first turn
             # begins its coroutine, and the second runs it.
-            events.call_soon(events.call_soon, self._turn)
+            events.call_soon(events.call_soon, self._run_turn)
             return
         try:
             self.loop.step()
         except Exception as error:  # noqa: BLE001 - the loop ends: callers get the error
             self._break(error)
-        events.call_soon(self._turn)
+        events.call_soon(self._run_turn)
 
-    def _gathers(self) -> bool:
+    def _waits_for_more(self) -> bool:
         """Make an idle engine wait for requests that arrive together, as for a train batch.
 
         Steps and prefills of a few rows take nearly as long as those of many, and would slow the

@@ -109,24 +109,24 @@ def _fuse(linears: Sequence[nn.Linear]) -> None:
             setattr(linear, name, nn.Parameter(view, requires_grad=False))
 
 
-def _fused(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _fuse_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return one weight and bias for `linears`: views if the parts are neighbours in memory."""
-    weight = _whole([linear.weight.data for linear in linears])
-    return weight, _whole([x.bias.data for x in linears]) if _has_bias(linears[0]) else None
+    weight = _merge_parts([linear.weight.data for linear in linears])
+    return weight, _merge_parts([x.bias.data for x in linears]) if _has_bias(linears[0]) else None
 
 
-def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, place = parts[0], parts[0].data_ptr()
+def _merge_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first_part, place = parts[0], parts[0].data_ptr()
     # Neighbours in one storage are one matrix already; everything else has to be copied.
     for part in parts:
         if part.data_ptr() != place or not part.is_contiguous():
             return torch.cat(list(parts))
         place += part.nbytes
-    storage = first.untyped_storage()
+    storage = first_part.untyped_storage()
     if place > storage.data_ptr() + storage.nbytes():
         return torch.cat(list(parts))
     rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return first_part.as_strided((rows, *first_part.shape[1:]), first_part.stride())
 
 
 def _has_bias(linear: nn.Linear) -> bool:
@@ -134,9 +134,9 @@ def _has_bias(linear: nn.Linear) -> bool:
     return bias is not None
 
 
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise NotImplementedError(what)
+def _require(condition: bool, requirement: str) -> None:
+    if not condition:
+        raise NotImplementedError(requirement)
 
 
 class FusedDecoder(SlotDecoder):
@@ -178,8 +178,8 @@ class FusedDecoder(SlotDecoder):
         super().__init__(shape, slots, max_model_len, model)
 
     def _norms(self, module: nn.Module) -> _Norms:
-        before: Any = module.input_layernorm
-        after: Any = module.post_attention_layernorm
+        input_norm: Any = module.input_layernorm
+        output_norm: Any = module.post_attention_layernorm
         attention: Any = module.self_attn
         qk_norm = None
         if hasattr(attention, "q_norm"):
@@ -189,16 +189,16 @@ class FusedDecoder(SlotDecoder):
             )
             qk_norm = RmsNorm(parts, self._eps)
         return _Norms(
-            RmsNorm([(before.weight, None)], self._eps),
+            RmsNorm([(input_norm.weight, None)], self._eps),
             qk_norm,
-            RmsNorm([(after.weight, None)], self._eps),
+            RmsNorm([(output_norm.weight, None)], self._eps),
         )
 
     def _layer(self, module: nn.Module, norms: _Norms) -> _Layer:
         attention: Any = module.self_attn
         mlp: Any = module.mlp
-        qkv, qkv_bias = _fused([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up, gate_up_bias = _fused([mlp.gate_proj, mlp.up_proj])
+        qkv, qkv_bias = _fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up, gate_up_bias = _fuse_linears([mlp.gate_proj, mlp.up_proj])
         return _Layer(
             norms=norms,
             qkv=qkv,
@@ -218,8 +218,8 @@ class FusedDecoder(SlotDecoder):
         head with its first half negated. The sign is moved into the table.
         """
         positions = torch.arange(max_model_len, device=self._device)[None]
-        like = torch.empty(0, dtype=self._layers[0].qkv.dtype, device=self._device)
-        cos, sin = self._model.model.rotary_emb(like, positions)
+        reference = torch.empty(0, dtype=self._layers[0].qkv.dtype, device=self._device)
+        cos, sin = self._model.model.rotary_emb(reference, positions)
         _require(cos.shape[-1] == self._head_dim, "partial rotary embedding")
         sign = torch.ones_like(sin)
         sign[..., : self._head_dim // 2] = -1
@@ -277,10 +277,12 @@ class FusedDecoder(SlotDecoder):
                 for part in self._project(layer, hidden, cos, sin)
             )
             keys, values = keys_values.chunk(2, 1)
-            keys, values, seen = forward.add(keys, values, None)
+            keys, values, visible = forward.add(keys, values, None)
             # The last layer's output would only give logits, which most prefills do not need.
             if to_end or number < len(self._layers):
-                attended = prefill_attention(queries, keys, values, scaling=self._scale, seen=seen)
+                attended = prefill_attention(
+                    queries, keys, values, scaling=self._scale, visible=visible
+                )
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
         if not to_end:
             return hidden
@@ -294,7 +296,7 @@ class FusedDecoder(SlotDecoder):
         # Index, mask and views are the same for all layers: computed once a step.
         bias = self._bias.rows(positions, batch.length, self._kv_heads)
         index = self._cache.append_index(positions)
-        caches = self._cache.used(len(positions), batch.length)
+        caches = self._cache.views(len(positions), batch.length)
         hidden = F.embedding(token_ids, self._embedding)
         for number, layer in enumerate(self._layers):
             queries, keys_values = self._project(layer, hidden, cos, sin)

@@ -140,7 +140,7 @@ class GenericDecoder(SlotDecoder):
             raise NotImplementedError(
                 f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
             )
-        shapes = {one.shape for pair in forward.layers for one in pair}
+        shapes = {tensor.shape for pair in forward.layers for tensor in pair}
         if len(shapes) > 1:
             raise NotImplementedError(f"keys and values of shapes {shapes}")
         ((_, heads, _, dim),) = shapes

@@ -105,7 +105,7 @@ class SlotCache:
         tokens = self._tokens[layer]
         tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
 
-    def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def views(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values of the first rows by layer: [rows * kv heads, length, dim]."""
         # One view of all layers: slicing each would cost as much as a small matrix product.
         per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
@@ -120,8 +120,8 @@ class SlotCache:
         device = self._stack.device
         source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
         for layer, pair in zip(self._layers, prefilled.layers, strict=True):
-            for kind, new in enumerate(pair):
-                layer[:, :, kind, : new.shape[2]][target] = new[source]
+            for kind, new_states in enumerate(pair):
+                layer[:, :, kind, : new_states.shape[2]][target] = new_states[source]
 
     def copy(self, row: int, length: int) -> torch.Tensor:
         """Return a copy of a row's first positions, [layers, kv heads, 2, length, dim]."""
@@ -145,7 +145,7 @@ class CausalBias:
     """
 
     def __init__(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._last = max_model_len - 1
+        self._last_position = max_model_len - 1
         steps = torch.zeros(2 * max_model_len, dtype=dtype, device=device)
         steps[max_model_len:] = -torch.inf
         self._windows = steps.as_strided((max_model_len, max_model_len), (1, 1))
@@ -153,7 +153,7 @@ class CausalBias:
     def rows(self, positions: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
         """Return [rows * kv heads, 1, length] for [rows] positions below `length`."""
         # Window w is zero up to index last - w, so a row at position p is window last - p.
-        windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
+        windows = (self._last_position - positions)[:, None].expand(-1, kv_heads).reshape(-1)
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
 
 
@@ -197,9 +197,9 @@ class SlotDecoder(Decoder):
         return PrefilledPrompts(tuple(forward.layers)), logits.flatten(0, -2)
 
     def extend(
-        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
+        self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow]
     ) -> PrefilledPrompts:
-        extension = PrefixExtension(known, prompts, self._device)
+        extension = PrefixExtension(prefixes, prompts, self._device)
         forward = PrefillForward(extension=extension)
         self._compute(extension.token_ids, extension.positions, forward)
         return PrefilledPrompts(tuple(forward.layers))
@@ -256,7 +256,7 @@ def pad_right(
     return torch.from_numpy(token_ids).to(device), positions
 
 
-def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+def causal_mask(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
     """Return which of `length` places tokens at [..., tokens] positions see, [..., tokens, length].
 
     Args:
@@ -265,15 +265,15 @@ def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> t
         window: how many tokens each sees, itself included; ``None`` for all.
     """
     places = torch.arange(length, device=positions.device)
-    seen = places <= positions[..., None]
-    return seen if window is None else seen & (places > positions[..., None] - window)
+    visible = places <= positions[..., None]
+    return visible if window is None else visible & (places > positions[..., None] - window)
 
 
 class PrefixExtension:
     """New tokens of prompts after their known prefixes.
 
     Args:
-        known: the known prefix of each prompt.
+        prefixes: the known prefix of each prompt.
         prompts: each longer than its known prefix.
         device: the model's device.
 
@@ -283,22 +283,22 @@ class PrefixExtension:
     """
 
     def __init__(
-        self, known: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
+        self, prefixes: Sequence[CachedPrefix], prompts: Sequence[TokenRow], device: torch.device
     ) -> None:
-        self._known = known
-        starts = np.array([len(prefix.tokens) for prefix in known])
+        self._prefixes = prefixes
+        starts = np.array([len(prefix.tokens) for prefix in prefixes])
         news = [prompt[start:] for start, prompt in zip(starts, prompts, strict=True)]
         self._length = max(map(len, prompts))
         self.token_ids, steps = pad_right(news, device)
         places = torch.from_numpy(starts).to(device)[:, None] + steps
         self.positions = places.clamp(max=self._length - 1)
-        sizes = torch.tensor([len(new) for new in news], device=device)
+        sizes = torch.tensor([len(new_tokens) for new_tokens in news], device=device)
         # Padding must not be written over the last tokens of the longest prompt.
         self._row, self._step = (steps < sizes[:, None]).nonzero(as_tuple=True)
         self._place = places[self._row, self._step]
-        self._seen: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, torch.Tensor] = {}
 
-    def whole(
+    def join_layer(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values of whole prompts, [prompts, kv heads, longest, dim].
@@ -307,24 +307,24 @@ class PrefixExtension:
             layer: its number.
             keys: of the new tokens, [prompts, kv heads, most new tokens, dim]; values alike.
         """
-        first = self._known[0].layers[layer]
+        first_prefix = self._prefixes[0].layers[layer]
         # Zeros, as in `SlotCache`.
-        size = (len(self._known), first.shape[0], 2, self._length, first.shape[3])
-        joined = first.new_zeros(size)
-        for row, prefix in zip(joined, self._known, strict=True):
+        size = (len(self._prefixes), first_prefix.shape[0], 2, self._length, first_prefix.shape[3])
+        joined = first_prefix.new_zeros(size)
+        for row, prefix in zip(joined, self._prefixes, strict=True):
             row[:, :, : len(prefix.tokens)] = prefix.layers[layer]
         parts = []
-        for kind, new in enumerate((keys, values)):
+        for kind, new_tensor in enumerate((keys, values)):
             part = joined[:, :, kind]
-            part[self._row, :, self._place] = new[self._row, :, self._step]
+            part[self._row, :, self._place] = new_tensor[self._row, :, self._step]
             parts.append(part)
         return parts[0], parts[1]
 
-    def seen(self, window: int | None = None) -> torch.Tensor:
+    def visibility(self, window: int | None = None) -> torch.Tensor:
         """Return which tokens of its prompt each new token sees; see `prefill_attention`."""
-        if window not in self._seen:
-            self._seen[window] = causally_seen(self.positions, self._length, window)
-        return self._seen[window]
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self.positions, self._length, window)
+        return self._masks[window]
 
 
 def prefill_attention(
@@ -334,24 +334,24 @@ def prefill_attention(
     *,
     scaling: float,
     window: int | None = None,
-    seen: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within prompts, causally; padding on the right needs no mask.
 
     Args:
         queries: [prompts, heads, tokens, head dim]; keys and values have kv heads.
         window: how many tokens each sees, itself included; ``None`` for all.
-        seen: [prompts, tokens, keys] bool, where there are more keys than queries: which of them
+        visible: [prompts, tokens, keys] bool, where there are more keys than queries: which of them
             each sees, by the window too.
 
     Returns:
         [prompts, heads, tokens, head dim].
     """
     heads, tokens = queries.shape[1:3]
-    if seen is None and window is not None and window < tokens:
+    if visible is None and window is not None and window < tokens:
         steps = torch.arange(tokens, device=queries.device)
-        seen = causally_seen(steps[None], tokens, window)
-    mask = None if seen is None else seen[:, None]
+        visible = causal_mask(steps[None], tokens, window)
+    mask = None if visible is None else visible[:, None]
     return F.scaled_dot_product_attention(
         queries,
         keys,
@@ -375,13 +375,13 @@ class PrefillForward:
         self, keys: torch.Tensor, values: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Take a layer's keys and values; return those of whole prompts, and what is seen."""
-        seen = None
+        visible = None
         if self.extension is not None:
-            keys, values = self.extension.whole(len(self.layers), keys, values)
-            seen = self.extension.seen(window)
+            keys, values = self.extension.join_layer(len(self.layers), keys, values)
+            visible = self.extension.visibility(window)
         self.layers.append((keys, values))
         self.windowed |= window is not None
-        return keys, values, seen
+        return keys, values, visible
 
 
 @dataclass(slots=True, eq=False)
@@ -394,19 +394,19 @@ class DecodeForward:
     length: int
     layer: int = 0
     _index: torch.Tensor = field(init=False)
-    _used: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+    _views: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
     _biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._index = self.cache.append_index(self.positions)
-        self._used = self.cache.used(self.positions.shape[0], self.length)
+        self._views = self.cache.views(self.positions.shape[0], self.length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the next layer's tokens, [rows, kv heads, dim]; return all its keys and values."""
         # Attention calls come in the order of the layers; transformers does not pass the number.
         layer, self.layer = self.layer, self.layer + 1
         self.cache.append(layer, self._index, torch.cat((keys, values), 1))
-        return self._used[layer]
+        return self._views[layer]
 
     def bias(self, window: int | None) -> torch.Tensor:
         """Return the mask for layers with a sliding window, if any."""
@@ -417,8 +417,8 @@ class DecodeForward:
             bias = self.causal_bias.rows(self.positions, self.length, heads)
             if window is not None:
                 places = torch.arange(self.length, device=bias.device)
-                gone = places <= self.positions.repeat_interleave(heads)[:, None] - window
-                bias = bias.masked_fill(gone[:, None], -torch.inf)
+                too_old = places <= self.positions.repeat_interleave(heads)[:, None] - window
+                bias = bias.masked_fill(too_old[:, None], -torch.inf)
             self._biases[window] = bias
         return self._biases[window]
 
@@ -458,8 +458,10 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = _running.forward
     if isinstance(forward, PrefillForward):
-        key, value, seen = forward.add(key, value, sliding_window)
-        out = prefill_attention(query, key, value, scaling=scale, window=sliding_window, seen=seen)
+        key, value, visible = forward.add(key, value, sliding_window)
+        out = prefill_attention(
+            query, key, value, scaling=scale, window=sliding_window, visible=visible
+        )
         return out.transpose(1, 2).contiguous(), None
     if forward is None:
         raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")
@@ -503,9 +505,9 @@ class PrefixCache:
 
         A prefix that is used to its end leaves: the sample's own will take its place.
         """
-        kept = self._by_name.get(name, ())
+        candidates = self._by_name.get(name, ())
         shared, best = max(
-            ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in kept),
+            ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in candidates),
             key=lambda candidate: candidate[0],
             default=(0, None),
         )

@@ -65,8 +65,8 @@ class EmbeddedEngineSettings(EngineSettings):
     @property
     def kept_tokens(self) -> int:
         """Most tokens of kept prefixes: as many as the slots hold."""
-        keeps = self.keeps_prefixes and not self.batch_invariant
-        return self.slots * self.max_model_len if keeps else 0
+        is_caching = self.keeps_prefixes and not self.batch_invariant
+        return self.slots * self.max_model_len if is_caching else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +198,7 @@ class GenerationLoop:
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
         self._table = RowTable(settings.slots, settings.max_model_len)
         self._queue = PrefillQueue(settings.slots)
-        self._kept = PrefixCache(settings.kept_tokens)
+        self._prefix_cache = PrefixCache(settings.kept_tokens)
         self._plan = SamplingPlan()
         self._next_due = math.inf
         self.version: int | None = None
@@ -233,7 +233,7 @@ class GenerationLoop:
         request = run.request
         prompt = request.prompt_token_ids.astype(np.int64)
         partials = {partial.sample_index: partial for partial in request.partials}
-        fresh = deque[RunningSample]()
+        unfinished = deque[RunningSample]()
         keys = sample_keys(request.sampling.seed, request.sample_indexes)
         for index, key in zip(request.sample_indexes, keys, strict=True):
             partial = partials.get(index)
@@ -241,13 +241,13 @@ class GenerationLoop:
             sample = self._sample(run, index, key, np.concatenate((prompt, sampled)))
             # Samples without earlier tokens share the prompt's prefill; others have their own.
             if not sampled.size:
-                fresh.append(sample)
-            elif (reason := _end_of(sample, sampled)) is not None:
+                unfinished.append(sample)
+            elif (reason := _finish_reason(sample, sampled)) is not None:
                 self._deliver(sample, reason)
             else:
                 self._queue.append(PrefillUnit(sample.tokens, deque((sample,)), run))
-        if fresh:
-            self._queue.append(PrefillUnit(prompt, fresh, run))
+        if unfinished:
+            self._queue.append(PrefillUnit(prompt, unfinished, run))
 
     def _sample(
         self, run: EmbeddedRun, index: int, key: np.uint64, tokens: TokenRow
@@ -301,7 +301,7 @@ class GenerationLoop:
             self._decoder.refresh()
             self._queue.forget_prefilled()
             if self._settings.recompute_kv:
-                self._kept.clear()
+                self._prefix_cache.clear()
                 self._recompute()
         self.version, self.digest = version, digest
 
@@ -310,10 +310,10 @@ class GenerationLoop:
         # All tokens but the newest, which the next decode step feeds.
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
         # A row with one token has no state: the next decode step feeds that token.
-        known = [index for index, prefix in enumerate(prefixes) if prefix.size]
-        images = [self._table.images(rows[index]) for index in known]
-        for prefilled, members in self._prefill([prefixes[index] for index in known], images):
-            targets = np.array([rows[known[member]] for member in members], dtype=np.int64)
+        nonempty = [index for index, prefix in enumerate(prefixes) if prefix.size]
+        images = [self._table.images(rows[index]) for index in nonempty]
+        for prefilled, members in self._prefill([prefixes[index] for index in nonempty], images):
+            targets = np.array([rows[nonempty[member]] for member in members], dtype=np.int64)
             self._decoder.insert(prefilled, np.arange(len(members)), targets)
 
     def _prefill(
@@ -321,11 +321,11 @@ class GenerationLoop:
     ) -> list[_Prefilled]:
         """Return prefilled batches, each with the indexes of its prompts."""
         prefill = self._decoder.prefill
-        return self._in_batches(
+        return self._prefill_in_batches(
             prompts, lambda m: prefill([prompts[i] for i in m], [images[i] for i in m])
         )
 
-    def _in_batches(
+    def _prefill_in_batches(
         self, prompts: Sequence[TokenRow], compute: Callable[[list[int]], PrefilledPrompts]
     ) -> list[_Prefilled]:
         batches = prefill_batches([len(prompt) for prompt in prompts], self._prefill_tokens)
@@ -349,8 +349,10 @@ class GenerationLoop:
         self._score_prompts(admissions)
         # A prompt of one token has no state before its last token.
         units = (unit for unit, _ in admissions)
-        new = [unit for unit in units if unit.prefilled is None and len(unit.tokens) > 1]
-        self._prefill_units(new)
+        units_to_prefill = [
+            unit for unit in units if unit.prefilled is None and len(unit.tokens) > 1
+        ]
+        self._prefill_units(units_to_prefill)
         self._enter(admissions)
 
     def _score_prompts(self, admissions: Sequence[Admitted]) -> None:
@@ -363,38 +365,43 @@ class GenerationLoop:
 
     def _score(self, unit: PrefillUnit, prompt_length: int) -> PromptLogprobs:
         if prompt_length == 1:
-            none = np.empty(0, np.float32)
-            return PromptLogprobs(none, np.empty(0, np.uint32), none)
+            no_logprobs = np.empty(0, np.float32)
+            return PromptLogprobs(no_logprobs, np.empty(0, np.uint32), no_logprobs)
         prefilled, logits = self._decoder.score(unit.tokens[:-1])
         unit.prefilled = (prefilled, 0)
         self.prompt_tokens += len(unit.tokens) - 1
         # A continued sample's tokens follow the prompt.
         return prompt_logprobs(logits[: prompt_length - 1], unit.tokens[1:prompt_length])
 
-    def _prefill_units(self, new: Sequence[PrefillUnit]) -> None:
+    def _prefill_units(self, units: Sequence[PrefillUnit]) -> None:
         """Compute the states of units, each from its longest kept prefix."""
-        whole: list[PrefillUnit] = []
+        without_prefix: list[PrefillUnit] = []
         continued: list[tuple[PrefillUnit, CachedPrefix]] = []
-        for unit in new:
+        for unit in units:
             self.prompt_tokens += len(unit.tokens) - 1
             # Equal image tokens do not imply equal images.
             name = "" if unit.run.images is not None else unit.run.request.affinity
-            known = self._kept.take(name, unit.tokens[:-1])
-            if known is None:
-                whole.append(unit)
+            prefix = self._prefix_cache.take(name, unit.tokens[:-1])
+            if prefix is None:
+                without_prefix.append(unit)
             else:
-                continued.append((unit, known))
-        tokens, images = [unit.tokens[:-1] for unit in whole], [unit.run.images for unit in whole]
-        _hand_over(self._prefill(tokens, images), whole)
-        self.reused_tokens += sum(len(known.tokens) for _, known in continued)
+                continued.append((unit, prefix))
+        tokens, images = (
+            [unit.tokens[:-1] for unit in without_prefix],
+            [unit.run.images for unit in without_prefix],
+        )
+        _assign_prefilled(self._prefill(tokens, images), without_prefix)
+        self.reused_tokens += sum(len(prefix.tokens) for _, prefix in continued)
         longer, extend = [unit.tokens[:-1] for unit, _ in continued], self._decoder.extend
-        extended = self._in_batches(
+        extended = self._prefill_in_batches(
             longer, lambda m: extend([continued[i][1] for i in m], [longer[i] for i in m])
         )
-        _hand_over(extended, [unit for unit, _ in continued])
+        _assign_prefilled(extended, [unit for unit, _ in continued])
 
     def _enter(self, admissions: Sequence[Admitted]) -> None:
-        samples = [(sample, unit.prefilled) for unit, own in admissions for sample in own]
+        samples = [
+            (sample, unit.prefilled) for unit, unit_samples in admissions for sample in unit_samples
+        ]
         if not samples:
             return
         rows = self._table.enter([sample for sample, _ in samples])
@@ -431,9 +438,9 @@ class GenerationLoop:
             self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
         for row in table.streaming_rows():
             self._hand_out(row)
-        now = time.perf_counter()
-        if now >= self._next_due:
-            self._hand_out_partials(now)
+        now_s = time.perf_counter()
+        if now_s >= self._next_due:
+            self._hand_out_partials(now_s)
 
     def _plan_partials(self, entered: Iterable[EmbeddedRun]) -> None:
         """Schedule the hand-out of unfinished samples' tokens for requests whose samples enter."""
@@ -442,15 +449,15 @@ class GenerationLoop:
                 run.due = time.perf_counter() + run.pace.interval_s
             self._next_due = min(self._next_due, run.due)
 
-    def _hand_out_partials(self, now: float) -> None:
+    def _hand_out_partials(self, now_s: float) -> None:
         """Hand out the tokens of unfinished samples whose request is due."""
-        due = {run for run in self.runs if run.due <= now}
+        due = {run for run in self.runs if run.due <= now_s}
         for row in self._table.occupied():
             sample = self._table.samples[row]
             if sample is not None and sample.owner in due:
                 self._hand_out(row)
         for run in due:
-            run.due = now + (run.pace.interval_s or math.inf)
+            run.due = now_s + (run.pace.interval_s or math.inf)
         self._next_due = min((run.due for run in self.runs), default=math.inf)
 
     def _finish(self, row: int, reason: FinishReason) -> None:
@@ -462,14 +469,14 @@ class GenerationLoop:
         if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
             routing = self._routing(row)
         if sample.owner.request.affinity and reason is not FinishReason.ABORTED:
-            self._keep(row, sample)
+            self._keep_prefix(row, sample)
         self._table.leave(row)
         self._deliver(sample, reason, tokens, logprobs, routing)
 
-    def _keep(self, row: int, sample: RunningSample) -> None:
+    def _keep_prefix(self, row: int, sample: RunningSample) -> None:
         """Keep the state of an ended sample for the next turn of its conversation."""
         length = int(self._table.position[row])
-        if not 0 < length <= self._kept.max_tokens or sample.owner.images is not None:
+        if not 0 < length <= self._prefix_cache.max_tokens or sample.owner.images is not None:
             return
         prefix = self._decoder.keep(row, self._table.history[row, :length].copy())
         if prefix is not None:
@@ -477,7 +484,7 @@ class GenerationLoop:
             name = request.affinity
             if len(request.sample_indexes) > 1:
                 name = f"{name}.{sample.sample_index}"
-            self._kept.put(name, prefix)
+            self._prefix_cache.put(name, prefix)
 
     def _routing(self, row: int) -> RoutedExperts | None:
         """Return the experts of all tokens of a row but the newest."""
@@ -524,14 +531,14 @@ class GenerationLoop:
         run.stream.end(None)
 
 
-def _hand_over(batches: Sequence[_Prefilled], units: Sequence[PrefillUnit]) -> None:
+def _assign_prefilled(batches: Sequence[_Prefilled], units: Sequence[PrefillUnit]) -> None:
     """Give units the states that were computed for them together."""
     for prefilled, members in batches:
         for place, member in enumerate(members):
             units[member].prefilled = (prefilled, place)
 
 
-def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
+def _finish_reason(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
     """Return why a continued sample is complete already; its watch sees the earlier tokens."""
     if int(sample.tokens[-1]) in sample.stop_ids:
         return FinishReason.STOP

@@ -158,10 +158,10 @@ class RowTable:
         self._streaming[row] = sample.owner.pace.every_token
         self._watched[row] = sample.watch is not None
         self._shift[row] = 0 if images is None else images.positions.shift
-        missing = len(sample.stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:  # the table is as wide as the longest list so far
+        num_missing = len(sample.stop_ids) - self._stop_ids.shape[1]
+        if num_missing > 0:  # the table is as wide as the longest list so far
             self._stop_ids = np.pad(
-                self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN
+                self._stop_ids, ((0, 0), (0, num_missing)), constant_values=_NO_TOKEN
             )
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(sample.stop_ids)] = sample.stop_ids
@@ -209,7 +209,7 @@ class RowTable:
         rows = width = self.rows
         length = int(self.position[:rows].max()) + 1
         if shapes is not None:
-            width, length = shapes.padded(rows, length)
+            width, length = shapes.padded_shape(rows, length)
         positions = np.zeros(width, dtype=np.int64)
         positions[:rows] = self.position[:rows]
         tokens = self.history.reshape(-1)[self._row_start[:width] + positions]

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.engines.settings import installed, refuse_unknown
+from services.rollout.engines.settings import installed_version, refuse_unknown
 from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokenizer, run_scheduler
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor_engines.request import EngineDelta, SamplingChoice
@@ -70,12 +70,12 @@ def sampling_parameters(choice: SamplingChoice, *, every_token: bool) -> dict[st
     }
 
 
-def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> EngineDelta:
+def read_delta(request_id: str, output: Mapping[str, Any], num_known: int) -> EngineDelta:
     """Return the new tokens of an output of SGLang; some outputs repeat an earlier token.
 
     Args:
         request_id: for errors.
-        known: earlier tokens of the sample.
+        num_known: earlier tokens of the sample.
 
     Raises:
         EngineError: SGLang refused the sample, or tokens are missing.
@@ -84,22 +84,22 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Engine
     reason = reported.get("finish_reason") or {}
     if reason.get("type") == "abort" and reason.get("status_code") is not None:
         raise EngineError(f"SGLang: sample {request_id} was refused: {reason.get('message')}")
-    new = int(reported["completion_tokens"]) - known
-    tokens = list(output["output_ids"])[-new:] if new else []
-    logprobs = [float(one[0]) for one in reported.get("output_token_logprobs", ())][-new:]
-    if len(tokens) != new or (new and len(logprobs) != new):
+    num_new = int(reported["completion_tokens"]) - num_known
+    tokens = list(output["output_ids"])[-num_new:] if num_new else []
+    logprobs = [float(entry[0]) for entry in reported.get("output_token_logprobs", ())][-num_new:]
+    if len(tokens) != num_new or (num_new and len(logprobs) != num_new):
         raise EngineError(
-            f"SGLang: {new} tokens of sample {request_id} came as {len(tokens)} token ids with "
+            f"SGLang: {num_new} tokens of sample {request_id} came as {len(tokens)} token ids with "
             f"{len(logprobs)} logprobs"
         )
     return EngineDelta(
         tokens,
-        logprobs if new else [],
+        logprobs if num_new else [],
         reason.get("type"),
         reported.get("cached_tokens"),
         tuple(
-            (one["version"], one["start"], one["end"])
-            for one in reported.get("weight_versions", ())
+            (entry["version"], entry["start"], entry["end"])
+            for entry in reported.get("weight_versions", ())
         ),
     )
 
@@ -108,9 +108,9 @@ def read_prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
     """Return the logprobs of the prompt of the first output of a sample."""
     reported = output["meta_info"]
     # The first token has none.
-    own, tops = reported["input_token_logprobs"][1:], reported["input_top_logprobs"][1:]
+    own_logprobs, tops = reported["input_token_logprobs"][1:], reported["input_top_logprobs"][1:]
     return PromptLogprobs(
-        np.array([logprob for logprob, *_ in own], np.float32),
+        np.array([logprob for logprob, *_ in own_logprobs], np.float32),
         np.array([token for ((_, token, *_),) in tops], np.uint32),
         np.array([logprob for ((logprob, *_),) in tops], np.float32),
     )
@@ -125,8 +125,8 @@ def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
     """
     offsets, place = [], 0
     for count in images.num_tokens.tolist():
-        own = images.places[place : place + count]
-        offsets.append((int(own[0]), int(own[-1])))
+        image_places = images.places[place : place + count]
+        offsets.append((int(image_places[0]), int(image_places[-1])))
         place += count
     positions = images.positions
     return {
@@ -145,32 +145,34 @@ def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
 
 def installed_sglang() -> str | None:
     """Return the version of SGLang in this environment; import nothing."""
-    return installed("sglang")
+    return installed_version("sglang")
 
 
 def engine_environment(
-    given: Mapping[str, str], *, on_cpu: bool, threads: int, ranks: int = 1
+    environment: Mapping[str, str], *, on_cpu: bool, threads: int, ranks: int = 1
 ) -> dict[str, str]:
     """Return variables that SGLang and its processes read when they are imported; set ones stay."""
     # SGLang keeps some tokens of its context for itself; see `SglangSettings.engine_arguments`.
-    wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not on_cpu:
         # SGLang would set 0. Then NCCL connects no GPU of this process to one of the trainer's,
         # where its own choice holds, as with -2.
-        wanted["NCCL_CUMEM_ENABLE"] = "-2"
+        variables["NCCL_CUMEM_ENABLE"] = "-2"
     else:
-        wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+        variables |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
         if ranks > 1:  # SGLang itself takes no more of them than the machine has memory nodes
-            wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_by_rank(ranks)
-    return {name: value for name, value in wanted.items() if name not in given}
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_by_rank(ranks)
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def _cores_by_rank(ranks: int) -> str:
     """Return the cores of each rank as SGLang reads them; ranks share cores if these are few."""
     cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // ranks)
-    firsts = [rank * each % len(cores) for rank in range(ranks)]
-    return "|".join(",".join(map(str, cores[first : first + each])) for first in firsts)
+    cores_per_rank = max(1, len(cores) // ranks)
+    firsts = [rank * cores_per_rank % len(cores) for rank in range(ranks)]
+    return "|".join(
+        ",".join(map(str, cores[first_core : first_core + cores_per_rank])) for first_core in firsts
+    )
 
 
 class SglangClient:
@@ -210,23 +212,23 @@ class SglangClient:
                 "another torch than vLLM does), or set actor_rollout_ref.rollout.name=torch"
             ) from error
         self.version = installed_sglang() or "of unknown version"
-        known = inspect.signature(engines.ServerArgs).parameters
-        refuse_unknown("SGLang", self.version, arguments, known)
-        before = set(multiprocessing.active_children())
+        parameters = inspect.signature(engines.ServerArgs).parameters
+        refuse_unknown("SGLang", self.version, arguments, parameters)
+        processes_before = set(multiprocessing.active_children())
         sockets = _sockets()
         self._schedulers = SchedulerCalls(ranks)
         try:
             self._engine: Any = _start(engines, arguments, self._schedulers)
         except Exception as error:
             self._schedulers.close()
-            _end(_children_since(before))
+            _end(_new_children(processes_before))
             _close(_sockets() - sockets)
             kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
             raise kind(
                 f"SGLang {self.version} did not start: {error}; see the output of its processes "
                 "above; check actor_rollout_ref.rollout and its engine_kwargs.sglang"
             ) from error
-        self._processes = _children_since(before)
+        self._processes = _new_children(processes_before)
         self._sockets = _sockets() - sockets
         self._manager: Any = self._engine.tokenizer_manager
         _stop_watchdog(self._manager)
@@ -234,8 +236,8 @@ class SglangClient:
         self._is_broken = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._loop = asyncio.get_running_loop()
-        for one in self._processes:
-            self._loop.add_reader(one.sentinel, self._note_death)
+        for process in self._processes:
+            self._loop.add_reader(process.sentinel, self._note_death)
 
     def _note_death(self) -> None:
         self._unwatch()
@@ -245,8 +247,8 @@ class SglangClient:
         self.on_death()
 
     def _unwatch(self) -> None:
-        for one in self._processes:
-            self._loop.remove_reader(one.sentinel)
+        for process in self._processes:
+            self._loop.remove_reader(process.sentinel)
 
     @property
     def kv_tokens(self) -> int:
@@ -279,7 +281,7 @@ class SglangClient:
         Raises:
             EngineError: SGLang failed.
         """
-        asked = self._requests.GenerateReqInput(
+        request = self._requests.GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt),
             image_data=None if images is None else [image_data(images, len(prompt))],
@@ -291,14 +293,14 @@ class SglangClient:
             priority=priority,
             cache_salt=salt,
         )
-        known = 0
+        num_known = 0
         try:
-            async with aclosing(self._manager.generate_request(asked, None)) as outputs:
+            async with aclosing(self._manager.generate_request(request, None)) as outputs:
                 async for output in outputs:
-                    delta = read_delta(request_id, output, known)
-                    if choice.prompt_logprobs and not known:
+                    delta = read_delta(request_id, output, num_known)
+                    if choice.prompt_logprobs and not num_known:
                         delta = replace(delta, prompt_logprobs=read_prompt_logprobs(output))
-                    known += len(delta.token_ids)
+                    num_known += len(delta.token_ids)
                     yield delta
         except EngineError:
             raise
@@ -341,10 +343,10 @@ class SglangClient:
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         called = self._schedulers.call(method, arguments)
         if method == "sluice_apply":
-            called = self._loaded(called, str(arguments[0]))
+            called = self._call_load(called, str(arguments[0]))
         return list(await self._answer(called, method, timeout_s))
 
-    async def _loaded(
+    async def _call_load(
         self, called: Coroutine[Any, Any, list[object]], version: str
     ) -> list[object]:
         """Return the answers to a call that the schedulers' loops do for a request of SGLang's."""
@@ -357,7 +359,7 @@ class SglangClient:
             await self._manager.update_weights_from_disk(update, None)
         return answers.result()
 
-    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
+    async def _answer(self, call: Awaitable[Any], action: str, timeout_s: float) -> Any:
         """Return SGLang's answer; raise EngineError for its errors, its silence and its end."""
         deadline = asyncio.timeout(0 if self._is_broken else timeout_s)
         self._deadlines.add(deadline)
@@ -366,10 +368,10 @@ class SglangClient:
                 return await call
         except TimeoutError as error:
             why = "one of its processes has ended" if self._is_broken else f"{timeout_s:g} s"
-            raise EngineError(f"SGLang: no answer to {what} ({why})") from error
+            raise EngineError(f"SGLang: no answer to {action} ({why})") from error
         except Exception as error:
             cause = leaves(error)[0] if isinstance(error, ExceptionGroup) else error
-            raise EngineError(f"SGLang: {what} failed: {cause!r}") from error
+            raise EngineError(f"SGLang: {action} failed: {cause!r}") from error
         finally:
             self._deadlines.discard(deadline)
 
@@ -389,9 +391,9 @@ class SglangClient:
 
 
 def _start(engines: Any, arguments: Mapping[str, object], schedulers: SchedulerCalls) -> Any:
-    missing = [name for name in _NEEDED if not hasattr(engines.TokenizerManager, name)]
-    if missing:
-        raise TypeError(f"it has no {', '.join(missing)}; install 0.5.23")
+    missing_names = [name for name in _NEEDED if not hasattr(engines.TokenizerManager, name)]
+    if missing_names:
+        raise TypeError(f"it has no {', '.join(missing_names)}; install 0.5.23")
     processes = {
         "run_scheduler_process_func": staticmethod(partial(run_scheduler, schedulers.theirs)),
         "run_detokenizer_process_func": staticmethod(run_detokenizer),
@@ -400,23 +402,25 @@ def _start(engines: Any, arguments: Mapping[str, object], schedulers: SchedulerC
     return kind(**arguments)
 
 
-def _children_since(before: set[BaseProcess]) -> list[BaseProcess]:
-    return [one for one in multiprocessing.active_children() if one not in before]
+def _new_children(processes_before: set[BaseProcess]) -> list[BaseProcess]:
+    return [
+        process for process in multiprocessing.active_children() if process not in processes_before
+    ]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    for one in processes:
-        one.kill()
-    for one in processes:
-        one.join(_END_TIMEOUT_S)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(_END_TIMEOUT_S)
 
 
 def _sockets() -> set[Any]:
     """Return the sockets of SGLang's messages, which nothing lists, without second handles."""
     kind: Any = importlib.import_module("zmq").Socket
     # Not `isinstance`: it asks objects for their class, and some objects act on that.
-    sockets = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return {one for one in sockets if not one._shadow}
+    sockets = [socket for socket in gc.get_objects() if issubclass(type(socket), kind)]
+    return {socket for socket in sockets if not socket._shadow}
 
 
 def _close(sockets: Iterable[Any]) -> None:
@@ -424,8 +428,8 @@ def _close(sockets: Iterable[Any]) -> None:
 
     It may take their context first, and the end of a context waits for its sockets for ever.
     """
-    for one in sockets:
-        one.close(linger=0)
+    for socket in sockets:
+        socket.close(linger=0)
 
 
 def _stop_watchdog(manager: Any) -> None:

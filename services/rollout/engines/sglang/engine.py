@@ -27,7 +27,7 @@ from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
-from services.rollout.engines.vendor_engines.owner_watch import own_processes
+from services.rollout.engines.vendor_engines.owner_watch import end_children_with_owner
 from services.rollout.engines.vendor_engines.request import EngineDelta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
@@ -67,7 +67,7 @@ class SglangCore(VendorCore):
             threads=settings.torch_threads,
             ranks=settings.workers,
         )
-        own_processes(os.environ)
+        end_children_with_owner(os.environ)
         client = SglangClient(
             settings.engine_arguments(kind),
             ranks=settings.workers,
@@ -103,7 +103,7 @@ class SglangCore(VendorCore):
 
     async def check_alive(self, timeout_s: float) -> None:
         """Wait for an answer of SGLang's scheduler."""
-        await self.swapped()  # it has a longer deadline of its own
+        await self.wait_until_swapped()  # it has a longer deadline of its own
         await self.client.check_alive(timeout_s)
 
     async def _note_weights(self, _version: int) -> None:

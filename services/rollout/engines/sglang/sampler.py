@@ -16,7 +16,7 @@ _BITS = 12  # of 64, which a number in [0, 1) does not need
 _NO_CUT = 2.0  # above any mass
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     """Return the 64-bit integer with the same bits."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
@@ -29,10 +29,10 @@ def stream_seed(seed: int, sample_index: int, prompt_tokens: int) -> int:
     before it, `prompt_tokens` + *t* - 1: the same one as `sampling.uniforms`.
     """
     key = int(sample_keys(seed, [sample_index])[0])
-    return _signed(key + (2 - prompt_tokens) * _GAMMA)
+    return _to_signed(key + (2 - prompt_tokens) * _GAMMA)
 
 
-def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
     """Return `state` shifted right with zeros from the left, which int64 cannot do."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -44,11 +44,11 @@ def uniform_rows(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         seeds: [rows] int64, of `stream_seed`.
         positions: [rows] integers, of the newest tokens.
     """
-    state = seeds + positions.to(torch.int64) * _signed(_GAMMA)
-    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
-    state = state ^ _shifted(state, 31)
-    return _shifted(state, _BITS).to(torch.float64) * 2.0**-52
+    state = seeds + positions.to(torch.int64) * _to_signed(_GAMMA)
+    state = (state ^ _shift_right(state, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _to_signed(0x94D049BB133111EB)
+    state = state ^ _shift_right(state, 31)
+    return _shift_right(state, _BITS).to(torch.float64) * 2.0**-52
 
 
 def sample_rows(
@@ -74,13 +74,13 @@ def sample_rows(
     """
     vocab = logits.shape[1]
     greedy = top_ks == 1
-    kept = torch.where(greedy, vocab, top_ks.to(torch.int64)).clamp(max=vocab)
-    whole = greedy | (top_ps >= 1)
-    mass = torch.where(whole, _NO_CUT, top_ps.to(torch.float64))
+    num_candidates = torch.where(greedy, vocab, top_ks.to(torch.int64)).clamp(max=vocab)
+    is_uncut = greedy | (top_ps >= 1)
+    mass = torch.where(is_uncut, _NO_CUT, top_ps.to(torch.float64))
     plan = SamplingPlan(
         temperature=temperatures,
         greedy=greedy,
-        top_k=kept[:, None],
+        top_k=num_candidates[:, None],
         top_p=mass[:, None],
         candidates=min(max_candidates or vocab, vocab),
     )

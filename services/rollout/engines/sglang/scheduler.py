@@ -27,7 +27,7 @@ from services.rollout.engines.sglang.scheduler_calls import serve_calls
 from services.rollout.engines.vendor_engines.share_recorder import (
     AsInFiles,
     meta_copy,
-    recorded_share,
+    record_share,
 )
 from services.rollout.engines.vendor_engines.weight_worker import Outcome, WeightWorker
 from sluice.errors import ConfigError, WeightSyncError
@@ -55,9 +55,9 @@ def run_scheduler(sockets: Sequence[socket.socket], *arguments: Any) -> None:
         arguments: SGLang's own.
     """
     rank = int(arguments[_RANK])
-    for place, one in enumerate(sockets):
+    for place, link in enumerate(sockets):
         if place != rank:
-            one.close()
+            link.close()
     _install_sampler()
     _install_hold()
     _install_weights(rank, sockets[rank])
@@ -83,13 +83,13 @@ class SchedulerModel:
     def __init__(self, runner: Any) -> None:
         loading: Any = importlib.import_module("sglang.srt.model_loader.loader")
         self._loader: Any = getattr(loading, "DefaultModelLoader", None)
-        needed = ("restore_weights_before_loading", "load_weights_and_postprocess")
-        missing = [name for name in needed if not hasattr(self._loader, name)]
-        missing += [
+        needed_names = ("restore_weights_before_loading", "load_weights_and_postprocess")
+        missing_names = [name for name in needed_names if not hasattr(self._loader, name)]
+        missing_names += [
             name for name in ("model", "device", "model_config") if not hasattr(runner, name)
         ]
-        if missing:
-            raise ConfigError(f"SGLang has no {', '.join(missing)}; install 0.5.23")
+        if missing_names:
+            raise ConfigError(f"SGLang has no {', '.join(missing_names)}; install 0.5.23")
         self._runner = runner
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -101,8 +101,8 @@ class SchedulerModel:
             self._loader.load_weights_and_postprocess(model, weights, device)
 
     def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
-        """Return which part of the weights this rank's model reads; see `recorded_share`."""
-        return recorded_share(self.load_without_memory, tensors, as_in_files)
+        """Return which part of the weights this rank's model reads; see `record_share`."""
+        return record_share(self.load_without_memory, tensors, as_in_files)
 
     def load_without_memory(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Give weights without memory to the model's loader; the model itself stays as it is."""
@@ -128,8 +128,8 @@ def _loadable(
         return copied
 
     return (
-        {name: without_memory(one) for name, one in module._parameters.items()},
-        {name: without_memory(one) for name, one in module._buffers.items()},
+        {name: without_memory(tensor) for name, tensor in module._parameters.items()},
+        {name: without_memory(tensor) for name, tensor in module._buffers.items()},
     )
 
 
@@ -157,17 +157,17 @@ class SchedulerWorker(WeightWorker):
         """Answer one call; a load is done by the scheduler's loop."""
         if method != _APPLY:
             return getattr(self, method)(*arguments)
-        done: Future[Outcome] = Future()
-        self._loads.put((arguments, done))
+        outcome: Future[Outcome] = Future()
+        self._loads.put((arguments, outcome))
         try:
-            return done.result(_CALL_TIMEOUT_S)
+            return outcome.result(_CALL_TIMEOUT_S)
         except TimeoutError:
-            if done.cancel():  # a later `take` skips it
+            if outcome.cancel():  # a later `take` skips it
                 return {
                     "error": f"SGLang's loop took no new weights within {_CALL_TIMEOUT_S:g} s",
                     "kind": WeightSyncError.__name__,
                 }
-        return done.result(_LOAD_TIMEOUT_S)
+        return outcome.result(_LOAD_TIMEOUT_S)
 
     def take(self, finish: Callable[[], str | None]) -> str | None:
         """Load the weights that the replica calls for; return what went wrong.
@@ -179,19 +179,19 @@ class SchedulerWorker(WeightWorker):
         """
         while True:
             try:
-                arguments, done = self._loads.get(timeout=_CALL_TIMEOUT_S)
+                arguments, future = self._loads.get(timeout=_CALL_TIMEOUT_S)
             except queue.Empty:
                 return f"no call for new weights came within {_CALL_TIMEOUT_S:g} s"
-            if done.set_running_or_notify_cancel():  # else its caller has given up
+            if future.set_running_or_notify_cancel():  # else its caller has given up
                 break
         outcome = self.sluice_apply(*arguments)
         if "error" not in outcome and (failure := finish()) is not None:
             outcome = {"error": failure, "kind": "EngineError", "broken": True}
-        done.set_result(outcome)
+        future.set_result(outcome)
         return str(outcome["error"]) if "error" in outcome else None
 
 
-def _install_weights(rank: int, own: socket.socket) -> None:
+def _install_weights(rank: int, replica_socket: socket.socket) -> None:
     """Answer the replica's calls once the scheduler runs; give new weights to SGLang's request."""
     managers: Any = importlib.import_module(
         "sglang.srt.managers.scheduler_components.weight_updater"
@@ -206,16 +206,19 @@ def _install_weights(rank: int, own: socket.socket) -> None:
         worker = SchedulerWorker(rank, scheduler.tp_worker.model_runner)
         workers.append(worker)
         threading.Thread(
-            target=serve_calls, args=(own, worker.answer), name="sluice-calls", daemon=True
+            target=serve_calls,
+            args=(replica_socket, worker.answer),
+            name="sluice-calls",
+            daemon=True,
         ).start()
         run(scheduler)
 
-    def update(manager: Any, asked: Any) -> Any:
+    def update(manager: Any, request: Any) -> Any:
         def finish() -> str | None:
-            manager.record_weight_version_after_update(asked.weight_version)
+            manager.record_weight_version_after_update(request.weight_version)
             if encoded.embedding_cache is not None:  # images that the old weights encoded
                 encoded.embedding_cache.clear()
-            flushed, message = manager.flush_cache_after_weight_update(asked, True, "")
+            flushed, message = manager.flush_cache_after_weight_update(request, True, "")
             return None if flushed else str(message)
 
         failure = workers[0].take(finish)
@@ -242,9 +245,9 @@ def _install_sampler() -> None:
         return sampler
 
     def enter(info: Any, batch: Any, _: int) -> None:
-        for one in batch.reqs:
-            one.eos_token_ids = None  # only a request's stop tokens end it
-        seeds = [one.sampling_params.sampling_seed or 0 for one in batch.reqs]
+        for request in batch.reqs:
+            request.eos_token_ids = None  # only a request's stop tokens end it
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(
             info.device, non_blocking=True
         )
@@ -273,7 +276,7 @@ class StreamThrottle:
         In between only those that ended, whose tokens are wanted one by one, or that have their
         first token: it says that the prompt is in the cache.
         """
-        chosen = [one for one in samples if not _may_wait(one)]
+        chosen = [sample for sample in samples if not _may_wait(sample)]
         now_s = self._now_s()
         if len(chosen) == len(samples) or now_s < self._due_s:
             return chosen
@@ -299,11 +302,13 @@ def held_samples(scheduler: Any) -> list[Any]:
     samples = [*scheduler.waiting_queue]
     if scheduler.chunked_req is not None:
         samples.append(scheduler.chunked_req)
-    samples += [one for batch in batches if batch is not None for one in batch.reqs]
+    samples += [sample for batch in batches if batch is not None for sample in batch.reqs]
     return [
-        one
-        for one in {id(one): one for one in samples}.values()
-        if one.stream and not one.finished() and len(one.output_ids) > one.send_token_offset
+        sample
+        for sample in {id(sample): sample for sample in samples}.values()
+        if sample.stream
+        and not sample.finished()
+        and len(sample.output_ids) > sample.send_token_offset
     ]
 
 
@@ -317,14 +322,14 @@ def _install_hold() -> None:
     send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
     hold = StreamThrottle()
 
-    def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
+    def stream(streamer: Any, samples: Any, *arguments: Any, **keywords: Any) -> None:
         if chosen := hold.choose(samples):
-            send(streamer, chosen, *rest, **more)
+            send(streamer, chosen, *arguments, **keywords)
 
-    def send_then_answer(scheduler: Any, asked: Any) -> Any:
-        if held := held_samples(scheduler):
-            send(scheduler.output_streamer, held, True)
-        return answer(scheduler, asked)
+    def send_then_answer(scheduler: Any, request: Any) -> Any:
+        if samples_to_send := held_samples(scheduler):
+            send(scheduler.output_streamer, samples_to_send, True)
+        return answer(scheduler, request)
 
     streamers.SchedulerOutputStreamer.stream_output = stream
     kind.get_internal_state = send_then_answer
@@ -342,17 +347,19 @@ def send_in_one_order() -> None:
     create = channels.create
 
     def create_with_one(**settings: Any) -> Any:
-        made = create(**settings)
-        if (unused := made.send_to_detokenizer.socket) is not None:  # ranks above 0 have none
+        ipc = create(**settings)
+        if (unused := ipc.send_to_detokenizer.socket) is not None:  # ranks above 0 have none
             unused.close()
-        return replace(made, send_to_detokenizer=made.send_to_tokenizer)
+        return replace(ipc, send_to_detokenizer=ipc.send_to_tokenizer)
 
     channels.create = create_with_one
 
 
 def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
-    def forward(output: Any, info: Any, return_logprob: bool, *rest: Any, **_: Any) -> torch.Tensor:
-        positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
+    def forward(
+        output: Any, info: Any, return_logprob: bool, *arguments: Any, **_: Any
+    ) -> torch.Tensor:
+        positions = arguments[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
         logits = sampler._preprocess_logits(output.next_token_logits, info)
         uniform = uniform_rows(info.sampling_seed, positions)
         max_top_k = info.max_top_k if info.need_top_k_sampling else None
@@ -361,7 +368,7 @@ def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
         )
         if return_logprob:
             output.next_token_logprobs = logprobs
-            if any(rest[0]):  # for logprobs of the prompt; those of the response are not read
+            if any(arguments[0]):  # for logprobs of the prompt; those of the response are not read
                 output.next_token_top_logprobs_val = list(logprobs[:, None])
                 output.next_token_top_logprobs_idx = list(tokens[:, None])
         return tokens.to(torch.int32)

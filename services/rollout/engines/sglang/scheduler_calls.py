@@ -46,7 +46,7 @@ class SchedulerCalls:
 
     def __init__(self, ranks: int) -> None:
         pairs = [socket.socketpair() for _ in range(ranks)]
-        self._own = [own for own, _ in pairs]
+        self._own_ends = [own_end for own_end, _ in pairs]
         self.theirs = [their for _, their in pairs]
         self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._turns: list[asyncio.Lock] = []
@@ -56,8 +56,8 @@ class SchedulerCalls:
         """Begin, as the first call does; the processes have `theirs` by then."""
         for their in self.theirs:
             their.close()  # with the process then ends the stream
-        for own in self._own:
-            opened = await asyncio.open_connection(sock=own, limit=_LINE_BYTES)
+        for own_end in self._own_ends:
+            opened = await asyncio.open_connection(sock=own_end, limit=_LINE_BYTES)
             self._streams.append(opened)
             self._turns.append(asyncio.Lock())
 
@@ -76,7 +76,7 @@ class SchedulerCalls:
                 tasks.create_task(self._ask(rank, line, self._number))
                 for rank in range(len(self._streams))
             ]
-        return [one.result() for one in waiting]
+        return [result.result() for result in waiting]
 
     async def _ask(self, rank: int, line: bytes, number: int) -> object:
         reader, writer = self._streams[rank]
@@ -85,10 +85,10 @@ class SchedulerCalls:
                 writer.write(line)
                 await writer.drain()
                 while True:
-                    read = await reader.readline()
-                    if not read.endswith(b"\n"):
+                    reply_line = await reader.readline()
+                    if not reply_line.endswith(b"\n"):
                         raise EngineError(f"SGLang: the process of its rank {rank} has ended")
-                    answer = _read(read, _MethodResult)
+                    answer = _read(reply_line, _MethodResult)
                     if answer.number == number:  # else of a call that was cancelled
                         return answer.result
             except OSError as error:
@@ -100,19 +100,19 @@ class SchedulerCalls:
         """Close all ends. Repeating it is harmless."""
         for _, writer in self._streams:
             writer.close()
-        for one in (*self._own, *self.theirs) if not self._streams else ():
-            one.close()
+        for end in (*self._own_ends, *self.theirs) if not self._streams else ():
+            end.close()
 
 
-def serve_calls(own: socket.socket, answer: Callable[[str, list[object]], object]) -> None:
+def serve_calls(connection: socket.socket, answer: Callable[[str, list[object]], object]) -> None:
     """Answer calls, one after the other, until the replica closes its end.
 
     Args:
-        own: of this process.
+        connection: of this process.
         answer: takes a method's name and arguments.
     """
     # A replica that closes its end, or has ended, may leave calls behind.
-    with suppress(ConnectionError), own, own.makefile("rwb") as stream:
+    with suppress(ConnectionError), connection, connection.makefile("rwb") as stream:
         while (line := stream.readline()).endswith(b"\n"):
             call = _read(line, _MethodCall)
             stream.write(_line(_MethodResult(call.number, answer(call.method, call.arguments))))

@@ -84,11 +84,15 @@ def check_files(folder: Path, described: CausalLM) -> None:
     """
     names = tensor_names(folder).keys()
     in_files, state = checkpoint_names(described.model), described.model.state_dict()
-    known = in_files(state).keys()
-    own = in_files({spec.name: state[spec.name] for spec in described.layout.tensors})
-    missing = own.keys() - names
-    if not names or (missing and names <= known):
-        lacks = f"{len(missing)} weights, first {min(missing)}" if names else "*.safetensors"
+    known_names = in_files(state).keys()
+    expected_names = in_files({spec.name: state[spec.name] for spec in described.layout.tensors})
+    missing_names = expected_names.keys() - names
+    if not names or (missing_names and names <= known_names):
+        lacks = (
+            f"{len(missing_names)} weights, first {min(missing_names)}"
+            if names
+            else "*.safetensors"
+        )
         raise ConfigError(
             f"actor_rollout_ref.model.path={str(folder)!r} lacks {lacks}; copy the complete "
             "checkpoint"
@@ -241,11 +245,13 @@ class VendorCore(EngineCore[RequestRun]):
                 f"{self.name}: version spans of {len(reported)} tokens for a sample of "
                 f"{len(sample.versions)}"
             )
-        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
-            if known != version:
+        for posted_version, version in zip(
+            sample.versions[: sample.num_posted], reported, strict=False
+        ):
+            if posted_version != version:
                 raise EngineError(
-                    f"{self.name}: a token handed on as version {known} was sampled by version "
-                    f"{version}"
+                    f"{self.name}: a token handed on as version {posted_version} was sampled by "
+                    f"version {version}"
                 )
         sample.versions = reported
 
@@ -319,7 +325,7 @@ class VendorCore(EngineCore[RequestRun]):
             self._epoch = None
             await self.workers.abort(reason)
 
-    async def swapped(self) -> None:
+    async def wait_until_swapped(self) -> None:
         async with self._swapping:
             self._check_works()
 

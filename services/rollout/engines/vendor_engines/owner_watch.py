@@ -22,7 +22,7 @@ _WATCHING: set[int] = set()
 _TAKES_PARENT: set[int] = set()
 
 
-def own_processes(environment: MutableMapping[str, str]) -> None:
+def end_children_with_owner(environment: MutableMapping[str, str]) -> None:
     """Make the processes that this one starts from here on end with it."""
     environment[OWNER_VARIABLE] = str(os.getpid())
 

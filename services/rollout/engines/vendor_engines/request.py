@@ -169,7 +169,7 @@ class RequestRun(EngineRun):
         self.number = number
         self._vendor = vendor
         self._open: dict[int, VendorSample] = {}
-        self._first: VendorSample | None = None
+        self._first_open: VendorSample | None = None
         self._prompt_is_cached = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
         self._is_cancelled = False
@@ -210,7 +210,7 @@ class RequestRun(EngineRun):
     def give_up(self) -> None:
         """End all samples as aborted with the tokens that they have."""
         self.catch_up()
-        self._hand_on(self.open, FinishReason.ABORTED)
+        self._post_tokens(self.open, FinishReason.ABORTED)
         self.cancel()
 
     async def run(self) -> None:
@@ -225,13 +225,13 @@ class RequestRun(EngineRun):
         for index in self.request.sample_indexes:
             self._enter(index)
         if self._vendor.first_goes_ahead:
-            self._first = next(iter(self.open), None)
-        if self._first is None:
+            self._first_open = next(iter(self.open), None)
+        if self._first_open is None:
             self._prompt_is_cached.set()
         try:
             async with asyncio.TaskGroup() as tasks:
-                generating = [tasks.create_task(self._in_turn(sample)) for sample in self.open]
-                ticking = tasks.create_task(self._tick())
+                generating = [tasks.create_task(self._run_sample(sample)) for sample in self.open]
+                ticking = tasks.create_task(self._post_regularly())
                 # Not the group's own wait: the ticking task would never end.
                 if generating:
                     await asyncio.wait(generating)
@@ -254,9 +254,9 @@ class RequestRun(EngineRun):
         watch = request.watch()
         is_ended = watch is not None and watch.push(partial) is not None
         if is_ended or (partial and partial[-1] in stops):
-            self.stream.post([self._end_of(index, FinishReason.STOP)])
+            self.stream.post([self._end_chunk(index, FinishReason.STOP)])
         elif capacity < 1:
-            self.stream.post([self._end_of(index, FinishReason.LENGTH)])
+            self.stream.post([self._end_chunk(index, FinishReason.LENGTH)])
         else:
             choice = SamplingChoice(
                 temperature=sampling.temperature,
@@ -269,7 +269,7 @@ class RequestRun(EngineRun):
             )
             self._open[index] = VendorSample(index, prompt, choice, watch)
 
-    async def _tick(self) -> None:
+    async def _post_regularly(self) -> None:
         if self.pace.every_token:
             return
         interval_s = self.pace.interval_s
@@ -278,10 +278,10 @@ class RequestRun(EngineRun):
             await asyncio.sleep(_COUNT_INTERVAL_S if interval_s is None else interval_s / counts)
             self.catch_up()
             if interval_s is not None and number % counts == 0:
-                self._hand_on(self.open, None)
+                self._post_tokens(self.open, None)
 
-    async def _in_turn(self, sample: VendorSample) -> None:
-        if sample is not self._first:
+    async def _run_sample(self, sample: VendorSample) -> None:
+        if sample is not self._first_open:
             await self._prompt_is_cached.wait()
         try:
             await self._vendor.wait_to_begin()
@@ -309,7 +309,7 @@ class RequestRun(EngineRun):
         if sample.index not in self._open:  # given up while these tokens were on their way
             return True
         if delta.prompt_logprobs is not None:
-            self.stream.post([self._scored(sample.index, delta.prompt_logprobs)])
+            self.stream.post([self._prompt_chunk(sample.index, delta.prompt_logprobs)])
         end = None if sample.watch is None else sample.watch.push(delta.token_ids)
         tokens = delta.token_ids[:end]
         if tokens:
@@ -317,14 +317,14 @@ class RequestRun(EngineRun):
             sample.logprobs += delta.logprobs[:end]
             sample.versions += [self._vendor.serving_version()] * len(tokens)
         if end is not None:
-            self._hand_on([sample], FinishReason.STOP)
+            self._post_tokens([sample], FinishReason.STOP)
         elif delta.finish_reason is not None:
             # Before the last tokens go out: this may still correct their versions.
             self._vendor.check_versions(sample, delta.version_spans)
             reason = _REASONS.get(delta.finish_reason, FinishReason.ABORTED)
-            self._hand_on([sample], reason, self._routing(sample, delta, reason))
+            self._post_tokens([sample], reason, self._routing(sample, delta, reason))
         elif self.pace.every_token:
-            self._hand_on([sample], None)
+            self._post_tokens([sample], None)
         return end is not None
 
     def _count(self, sample: VendorSample, delta: EngineDelta) -> None:
@@ -352,7 +352,7 @@ class RequestRun(EngineRun):
         tokens = len(sample.versions)
         return routing if tokens and len(routing) == len(sample.prompt) + tokens - 1 else None
 
-    def _hand_on(
+    def _post_tokens(
         self,
         samples: Sequence[VendorSample],
         reason: FinishReason | None,
@@ -361,28 +361,37 @@ class RequestRun(EngineRun):
         """Post the samples' new tokens; with a `reason` the samples end."""
         chunks: list[SampleChunk] = []
         for sample in samples:
-            taken = _new_chunks(sample, singly=self.pace.every_token)
+            new_chunks = _new_chunks(sample, singly=self.pace.every_token)
             if reason is not None:
-                last = taken.pop() if taken else self._end_of(sample.index, reason)
-                taken.append(replace(last, finish_reason=reason, routing=routing))
+                last_chunk = (
+                    new_chunks.pop() if new_chunks else self._end_chunk(sample.index, reason)
+                )
+                new_chunks.append(replace(last_chunk, finish_reason=reason, routing=routing))
                 del self._open[sample.index]
-            chunks += taken
+            chunks += new_chunks
         if chunks:
             self.stream.post(chunks)
 
-    def _scored(self, index: int, sent: PromptLogprobs) -> SampleChunk:
+    def _prompt_chunk(self, index: int, all_logprobs: PromptLogprobs) -> SampleChunk:
         """Return a chunk with the prompt's logprobs, without those of continued tokens after it."""
-        own = slice(self.request.prompt_token_ids.size - 1)
+        own_part = slice(self.request.prompt_token_ids.size - 1)
         prompt_logprobs = PromptLogprobs(
-            sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own]
+            all_logprobs.logprobs[own_part],
+            all_logprobs.top_token_ids[own_part],
+            all_logprobs.top_logprobs[own_part],
         )
         version = self._vendor.serving_version()
-        none = np.zeros(0, np.float32)
+        no_logprobs = np.zeros(0, np.float32)
         return SampleChunk(
-            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=prompt_logprobs
+            index,
+            np.zeros(0, np.uint32),
+            no_logprobs,
+            version,
+            None,
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _end_of(self, index: int, reason: FinishReason) -> SampleChunk:
+    def _end_chunk(self, index: int, reason: FinishReason) -> SampleChunk:
         version = self._vendor.serving_version()
         return SampleChunk(index, np.zeros(0, np.uint32), np.zeros(0, np.float32), version, reason)
 

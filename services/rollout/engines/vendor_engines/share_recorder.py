@@ -86,28 +86,29 @@ def meta_copy(model: torch.nn.Module, tensors_of: TensorsOf) -> torch.nn.Module:
     copies: dict[int, Any] = {}
 
     def copied(module: torch.nn.Module) -> Any:
-        known = copies.get(id(module))
-        if known is not None:  # a module with two names
-            return known
+        existing = copies.get(id(module))
+        if existing is not None:  # a module with two names
+            return existing
         copy: Any = object.__new__(type(module))
         copies[id(module)] = copy
         copy.__dict__.update(module.__dict__)
         parameters, buffers = tensors_of(module, copy)
-        own = {
+        own_attributes = {
             "_parameters": dict(parameters),
             "_buffers": dict(buffers),
             "_modules": {
-                name: None if one is None else copied(one) for name, one in module._modules.items()
+                name: None if child is None else copied(child)
+                for name, child in module._modules.items()
             },
         }
-        copy.__dict__.update(own)
+        copy.__dict__.update(own_attributes)
         return copy
 
     copied_model: torch.nn.Module = copied(model)
     return copied_model
 
 
-def recorded_share(
+def record_share(
     load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], as_in_files: AsInFiles
 ) -> WeightShare:
     """Return what a loader reads of the weights; all of them if it cannot be found out.
@@ -149,7 +150,7 @@ class _WithoutCopies(TorchDispatchMode):
     """Gives the tensor itself in place of its copy, as long as nothing is written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = _in_parts(self, func, args, kwargs or {})
+        parts = _run_parts(self, func, args, kwargs or {})
         if parts is not NotImplemented:
             return parts
         if func is torch.ops.aten.clone.default:
@@ -182,15 +183,15 @@ class _Reads(TorchDispatchMode):
         return WeightShare(tuple((name, cuts) for name, cuts in sorted(cuts_of.items()) if cuts))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = _in_parts(self, func, args, kwargs or {})
+        parts = _run_parts(self, func, args, kwargs or {})
         if parts is not NotImplemented:
             return parts
-        given = tree_leaves((args, kwargs or {}))
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        arguments = tree_leaves((args, kwargs or {}))
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         if not func.is_view:
             for tensor in tensors:
                 self._read(tensor)
-        if func._schema.is_mutable and not all(one.is_meta for one in tensors):
+        if func._schema.is_mutable and not all(argument.is_meta for argument in tensors):
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -198,15 +199,15 @@ class _Reads(TorchDispatchMode):
         name = self._names.get(_storage(tensor)) if tensor.is_meta else None
         if name is None or tensor.numel() == 0:
             return
-        whole = self.tensors[name]
-        box = _box(tensor, tuple(whole.shape)) if tensor.dtype == whole.dtype else None
+        weight = self.tensors[name]
+        box = _box(tensor, tuple(weight.shape)) if tensor.dtype == weight.dtype else None
         if box is None:
             self._whole.add(name)
         else:
             self._boxes.setdefault(name, set()).add(box)
 
 
-def _in_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Return an operation's result if it consists of others, which `mode` then sees one by one.
 
     In inference mode torch does not take such operations apart: `contiguous` would hide a copy.
@@ -225,23 +226,23 @@ def _box(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
     steps = [1] * len(shape)
     for dimension in reversed(range(len(shape) - 1)):
         steps[dimension] = steps[dimension + 1] * shape[dimension + 1]
-    rest, first = view.storage_offset(), []
+    offset, starts = view.storage_offset(), []
     for step in steps:
-        first.append(rest // step)
-        rest %= step
-    last = list(first)
+        starts.append(offset // step)
+        offset %= step
+    ends = list(starts)
     for size, stride in zip(view.shape, view.stride(), strict=True):
         if size == 1:
             continue
         for dimension, step in enumerate(steps):
             if shape[dimension] > 1 and stride >= step and stride % step == 0:
-                last[dimension] += (size - 1) * (stride // step)
+                ends[dimension] += (size - 1) * (stride // step)
                 break
         else:
             return None
-    if any(end >= size for end, size in zip(last, shape, strict=True)):
+    if any(end >= size for end, size in zip(ends, shape, strict=True)):
         return None  # it runs over the end of a row
-    return tuple((start, end + 1) for start, end in zip(first, last, strict=True))
+    return tuple((start, end + 1) for start, end in zip(starts, ends, strict=True))
 
 
 def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
@@ -290,11 +291,11 @@ class ShareLoading:
                 layer = name.removesuffix(A_SUFFIX)
                 layers.setdefault(adapted_part(layer).weight, []).append(layer)
         for name, views in self._views.items():
-            whole = self._whole(name, parts, layers.get(name, ()))
+            weight = self._whole(name, parts, layers.get(name, ()))
             for file_name, view in views:
-                offset = whole.storage_offset() + int(view.storage_offset())
-                yield file_name, whole.as_strided(view.shape, view.stride(), offset)
-            del whole  # the loader keeps what it needs
+                offset = weight.storage_offset() + int(view.storage_offset())
+                yield file_name, weight.as_strided(view.shape, view.stride(), offset)
+            del weight  # the loader keeps what it needs
         computed = {name: self._whole(name, parts, layers.get(name, ())) for name in self._computed}
         yield from self._as_in_files(computed).items() if computed else ()
 
@@ -304,12 +305,12 @@ class ShareLoading:
             spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             for spec in self._specs.values()
         }
-        names = {one.untyped_storage()._cdata: name for name, one in wholes.items()}
+        names = {tensor.untyped_storage()._cdata: name for name, tensor in wholes.items()}
         views: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for file_name, one in file_views(self._as_in_files, wholes).items():
-            name = names.get(one.untyped_storage()._cdata)
-            if name is not None and one.dtype == wholes[name].dtype:
-                views.setdefault(name, []).append((file_name, one))
+        for file_name, tensor in file_views(self._as_in_files, wholes).items():
+            name = names.get(tensor.untyped_storage()._cdata)
+            if name is not None and tensor.dtype == wholes[name].dtype:
+                views.setdefault(name, []).append((file_name, tensor))
         return views, [name for name in wholes if name not in views]
 
     def _whole(
@@ -318,14 +319,14 @@ class ShareLoading:
         cuts = self._cuts.get(name, ())
         if not cuts and not layers:
             return parts[name]
-        whole = _untouched(self._specs[name])
-        unpack(parts[name], cuts, whole)
+        weight = _reserve_memory(self._specs[name])
+        unpack(parts[name], cuts, weight)
         for layer in layers:
-            merge_part(whole, cuts, layer, parts[layer + A_SUFFIX], parts[layer + B_SUFFIX])
-        return whole
+            merge_part(weight, cuts, layer, parts[layer + A_SUFFIX], parts[layer + B_SUFFIX])
+        return weight
 
 
-def _untouched(spec: TensorSpec) -> torch.Tensor:
+def _reserve_memory(spec: TensorSpec) -> torch.Tensor:
     """Return memory that takes space only where it is written, until nothing refers to it."""
     dtype = torch_dtype(spec.dtype)
     count = max(1, torch.Size(spec.shape).numel())

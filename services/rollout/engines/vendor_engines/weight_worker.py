@@ -116,18 +116,20 @@ class WeightWorker:
         decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
 
         def join() -> None:
-            self.sluice_call = _begun(self.sluice_inbox).join(rank_in_group(decoded, self.rank))
+            self.sluice_call = _require_begun(self.sluice_inbox).join(
+                rank_in_group(decoded, self.rank)
+            )
 
-        return _answered(join)
+        return _run_and_report(join)
 
     def sluice_stage(self, version: int) -> Outcome:
         """Begin to receive a version."""
 
         def stage() -> None:
-            inbox = _begun(self.sluice_inbox)
+            inbox = _require_begun(self.sluice_inbox)
             self.sluice_call = inbox.stage(inbox.epoch, version)
 
-        return _answered(stage)
+        return _run_and_report(stage)
 
     def sluice_outcome(self) -> Outcome | None:
         """Return how the last join or stage ended; ``None`` while it runs, and after its result.
@@ -151,8 +153,8 @@ class WeightWorker:
 
     def sluice_check_staged(self, version: int) -> Outcome:
         """Check that `sluice_apply` can begin; change nothing."""
-        inbox = _begun(self.sluice_inbox)
-        return _answered(lambda: inbox.staged(inbox.epoch, version))
+        inbox = _require_begun(self.sluice_inbox)
+        return _run_and_report(lambda: inbox.staged_weights(inbox.epoch, version))
 
     def sluice_apply(self, version: int) -> Outcome:
         """Make the model compute with the staged weights; call it only while nothing is sampled.
@@ -160,9 +162,9 @@ class WeightWorker:
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
         """
-        inbox = _begun(self.sluice_inbox)
+        inbox = _require_begun(self.sluice_inbox)
         try:
-            staged = inbox.staged(inbox.epoch, version)
+            staged = inbox.staged_weights(inbox.epoch, version)
         except SluiceError as error:
             return _failure(error)
         npu = self.device if self.device is not None and self.device.type == "npu" else None
@@ -170,8 +172,8 @@ class WeightWorker:
         try:
             # vllm-ascend's reload uses the default device; others name theirs.
             with npu or nullcontext():
-                weights = _begun(self.sluice_loading).tensors(staged)
-                _begun(self.sluice_features).load(weights)
+                weights = _require_begun(self.sluice_loading).tensors(staged)
+                _require_begun(self.sluice_features).load(weights)
             if npu is not None:  # the next version overwrites the memory that the NPU copies from
                 torch.get_device_module(npu).synchronize()
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
@@ -181,11 +183,11 @@ class WeightWorker:
 
     def sluice_abort(self, reason: str) -> None:
         """Discard the staged weights and leave the epoch."""
-        _begun(self.sluice_inbox).leave(reason)
+        _require_begun(self.sluice_inbox).leave(reason)
 
     def sluice_close(self) -> None:
         """Leave the group permanently."""
-        _begun(self.sluice_inbox).close()
+        _require_begun(self.sluice_inbox).close()
 
 
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
@@ -204,7 +206,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     return share
 
 
-def _begun(part: _T | None) -> _T:
+def _require_begun(part: _T | None) -> _T:
     if part is None:
         raise RuntimeError("sluice_begin was not called")
     return part
@@ -216,7 +218,7 @@ def _own_device(kind: str | None, device: torch.device | None) -> str | None:
     return kind if index is None else f"{kind}:{index}"
 
 
-def _answered(call: Callable[[], object]) -> Outcome:
+def _run_and_report(call: Callable[[], object]) -> Outcome:
     try:
         call()
     except SluiceError as error:

@@ -86,7 +86,7 @@ class WorkerGroup:
         self._calls = calls
         self._vendor = vendor
         self.staged = _NOTHING_STAGED
-        self._begun = 0  # joins and stages
+        self._num_begun = 0  # joins and stages
 
     async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
         """Prepare every worker; return the share of each.
@@ -98,8 +98,8 @@ class WorkerGroup:
         answers = await self._call("sluice_begin", msgspec.json.encode(reported))
         for failure in _errors(answers):
             raise ConfigError(str(failure["error"]))
-        begun = [msgspec.convert(answer, Answer) for answer in answers]
-        return tuple(msgspec.convert(one["share"], WeightShare) for one in begun)
+        begin_answers = [msgspec.convert(answer, Answer) for answer in answers]
+        return tuple(msgspec.convert(answer["share"], WeightShare) for answer in begin_answers)
 
     async def check_alive(self, timeout_s: float) -> int:
         """Return how many samples the workers hold; answered in the engine's loop."""
@@ -129,16 +129,20 @@ class WorkerGroup:
         """
         phase, self.staged = f"staging version {version}", _NOTHING_STAGED
         outcomes = await self._outcomes(phase, "sluice_stage", version)
-        staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
+        staged = [msgspec.convert(staged_part, StagedVersion) for staged_part in outcomes]
         try:
-            parts = _together(staged)
+            parts = _merge_digests(staged)
         except ValueError as error:
             await self.abort(str(error))
             raise WeightSyncError("trainer", phase, str(error)) from error
-        digest = combined_digest({name: bytes.fromhex(one) for name, one in parts.items()})
+        digest = combined_digest(
+            {name: bytes.fromhex(staged_part) for name, staged_part in parts.items()}
+        )
         self.staged = (version, digest)
-        max_bytes = max(one.received_bytes for one in staged)
-        return StagedVersion(version, digest, max_bytes, max(one.seconds for one in staged), parts)
+        max_bytes = max(staged_part.received_bytes for staged_part in staged)
+        return StagedVersion(
+            version, digest, max_bytes, max(staged_part.seconds for staged_part in staged), parts
+        )
 
     async def _outcomes(self, phase: str, method: str, *arguments: object) -> list[Answer]:
         """Begin a join or a stage and wait for the workers' threads; after a failure of one, all
@@ -146,26 +150,26 @@ class WorkerGroup:
 
         A later join or stage ends this call; what workers report then is the later one's.
         """
-        self._begun = number = self._begun + 1
-        pause_s, known = _FIRST_POLL_S, dict[int, Answer]()
+        self._num_begun = number = self._num_begun + 1
+        pause_s, answers_by_rank = _FIRST_POLL_S, dict[int, Answer]()
         try:
             _check(await self._call(method, *arguments), phase)
-            while self._begun == number:
+            while self._num_begun == number:
                 answers = await self._call("sluice_outcome")
-                known |= _check(answers, phase)  # each worker reports its result once
-                if self._begun == number and len(known) == len(answers):
-                    return [known[rank] for rank in range(len(answers))]
+                answers_by_rank |= _check(answers, phase)  # each worker reports its result once
+                if self._num_begun == number and len(answers_by_rank) == len(answers):
+                    return [answers_by_rank[rank] for rank in range(len(answers))]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         except asyncio.CancelledError:
-            if self._begun == number:
+            if self._num_begun == number:
                 with suppress(EngineError):
                     await self.abort(f"the call was cancelled while {phase}")
             raise
         except EngineError:  # a worker that does not answer cannot leave on request
             raise
         except SluiceError as error:
-            if self._begun == number:
+            if self._num_begun == number:
                 await self.abort(f"one of the workers failed: {error}")
             raise
         raise WeightSyncError("trainer", phase, "another call began meanwhile")
@@ -176,9 +180,9 @@ class WorkerGroup:
         Raises:
             WeightSyncError: something else is staged, or nothing.
         """
-        phase, (held, held_digest) = f"committing version {version}", self.staged
+        phase, (held_version, held_digest) = f"committing version {version}", self.staged
         _check(await self._call("sluice_check_staged", version), phase)
-        if (held, held_digest) != (version, digest):
+        if (held_version, held_digest) != (version, digest):
             raise WeightSyncError(
                 "trainer",
                 phase,
@@ -195,7 +199,7 @@ class WorkerGroup:
         answers = await self._call("sluice_apply", version, timeout_s=_APPLY_TIMEOUT_S)
         failures = _errors(answers)
         # A worker that took the weights cannot give them back.
-        if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
+        if any("broken" in failure for failure in failures) or 0 < len(failures) < len(answers):
             raise EngineError(
                 f"{self._vendor}: loading version {version} failed half-way "
                 f"({failures[0]['error']}); restart the replica"
@@ -216,15 +220,15 @@ class WorkerGroup:
         return list(await self._calls.call_workers(method, *arguments, timeout_s=timeout_s))
 
 
-def _together(staged: Sequence[StagedVersion]) -> dict[str, str]:
+def _merge_digests(staged: Sequence[StagedVersion]) -> dict[str, str]:
     """Return the digests of the parts of all workers.
 
     Raises:
         ValueError: two workers differ in a part; names it and the second of them.
     """
     parts: dict[str, str] = {}
-    for rank, one in enumerate(staged):
-        for name, digest in one.parts.items():
+    for rank, staged_version in enumerate(staged):
+        for name, digest in staged_version.parts.items():
             if parts.setdefault(name, digest) != digest:
                 raise ValueError(
                     f"worker {rank} of {len(staged)}: the digest of its {name} is {digest}, that "
@@ -238,8 +242,8 @@ def _errors(answers: Sequence[object]) -> list[Answer]:
     failures = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and "error" in answer:
-            whose = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
-            failures.append({**answer, "error": f"{whose}{answer['error']}"})
+            prefix = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
+            failures.append({**answer, "error": f"{prefix}{answer['error']}"})
     return failures
 
 

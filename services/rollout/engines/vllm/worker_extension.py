@@ -22,7 +22,7 @@ from services.rollout.engines.vendor_engines.owner_watch import end_with_owner
 from services.rollout.engines.vendor_engines.share_recorder import (
     AsInFiles,
     meta_copy,
-    recorded_share,
+    record_share,
 )
 from services.rollout.engines.vendor_engines.weight_worker import WeightWorker
 from sluice.errors import ConfigError
@@ -56,19 +56,19 @@ class WorkerFeatures:
 
     def __init__(self, worker: Any) -> None:
         runner: Any = getattr(worker, "model_runner", None)
-        held = _held_samples(runner)
-        missing = list(_missing(runner))
-        if not missing:
-            missing = list(_missing_in_layers(runner.get_model()))
-        if missing or held is None:
-            raise ConfigError(_refusal(worker, runner, missing))
+        count_held = _held_counter(runner)
+        missing_names = list(_missing_names(runner))
+        if not missing_names:
+            missing_names = list(_missing_methods(runner.get_model()))
+        if missing_names or count_held is None:
+            raise ConfigError(_refusal(worker, runner, missing_names))
         self._worker = worker
         self._runner = runner
-        self._held = held
+        self._count_held = count_held
 
     def num_samples(self) -> int:
         """Return the number of samples that the worker holds since its last step."""
-        return self._held()
+        return self._count_held()
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by vLLM's layerwise reload, which processes each of them again.
@@ -88,8 +88,8 @@ class WorkerFeatures:
                     module.quant_method.process_weights_after_loading(module)
 
     def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
-        """Return which part of the weights this worker's model reads; see `recorded_share`."""
-        return recorded_share(self.load_without_memory, tensors, as_in_files)
+        """Return which part of the weights this worker's model reads; see `record_share`."""
+        return record_share(self.load_without_memory, tensors, as_in_files)
 
     def load_without_memory(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Give weights without memory to the model's loader; the model itself stays as it is.
@@ -106,17 +106,19 @@ def _loadable(
     module: torch.nn.Module, copy: torch.nn.Module
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's parameters and buffers as vLLM's reload gives them to a loader."""
-    # vLLM's own; what of it is missing in another version ends the recording, see `recorded_share`.
+    # vLLM's own; what of it is missing in another version ends the recording, see `record_share`.
     reload: Any = importlib.import_module(f"{_RELOAD}.layerwise")
     meta: Any = importlib.import_module(f"{_RELOAD}.meta")
     parameters, buffers = reload.get_layerwise_info(module).restore_metadata
 
-    def without_memory(present: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    def without_memory(
+        present: Mapping[str, Any], kept_tensors: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
             name: None
             if tensor is None
             else meta.restore_layer_refs(meta.to_meta_tensor(tensor), copy)
-            for name, tensor in {**present, **kept}.items()
+            for name, tensor in {**present, **kept_tensors}.items()
         }
 
     return (
@@ -135,7 +137,7 @@ def dummy_loader() -> Any:
     return loader if arguments == _LOADER_ARGUMENTS else None
 
 
-def _held_samples(runner: Any) -> Callable[[], int] | None:
+def _held_counter(runner: Any) -> Callable[[], int] | None:
     """Return a function that counts a runner's samples: V1 in `requests`, V2 in `req_states`."""
     if isinstance(getattr(runner, "requests", None), Mapping):
         return lambda: len(runner.requests)
@@ -148,32 +150,34 @@ def _states(runner: Any) -> Any:
     return getattr(runner, "req_states", None)
 
 
-def _missing(runner: Any) -> Iterator[str]:
+def _missing_names(runner: Any) -> Iterator[str]:
     """Yield names of what a runner and vLLM's modules lack."""
     if runner is None:
         yield "model_runner"
         return
-    if _held_samples(runner) is None:
-        wanted = "requests" if _states(runner) is None else "req_states.req_id_to_index"
-        yield f"model_runner.{wanted}"
+    if _held_counter(runner) is None:
+        missing_name = "requests" if _states(runner) is None else "req_states.req_id_to_index"
+        yield f"model_runner.{missing_name}"
     if not callable(getattr(runner, "get_model", None)):
         yield "model_runner.get_model"
     reload = getattr(runner, "reload_weights", None)
     if not callable(reload):
         yield "model_runner.reload_weights"
-    elif not _takes(reload, "weights_iterator"):
+    elif not _accepts_argument(reload, "weights_iterator"):
         yield "model_runner.reload_weights(weights_iterator)"
     if _module("vllm") is not None and dummy_loader() is None:
         yield f"{_LOADER}.DummyModelLoader.load_weights(model, model_config)"
 
 
-def _missing_in_layers(model: torch.nn.Module) -> Iterator[str]:
+def _missing_methods(model: torch.nn.Module) -> Iterator[str]:
     """Yield names of methods without which packed copies of old weights would stay, on the CPU."""
     packed = [_method(layer) for layer in _packed_layers(model)]
-    for method in {type(one): one for one in packed}.values():
+    for method in {type(layer_method): layer_method for layer_method in packed}.values():
         if not callable(getattr(method, "process_weights_after_loading", None)):
             yield f"{type(method).__name__}.process_weights_after_loading"
-    for method in {type(one): one for one in _expert_methods(model)}.values():
+    for method in {
+        type(layer_method): layer_method for layer_method in _expert_methods(model)
+    }.values():
         if not hasattr(method, "moe_kernel"):
             yield f"{type(method).__name__}.moe_kernel"
 
@@ -205,10 +209,10 @@ def _is_matrix(weight: torch.Tensor | None) -> bool:
     return weight is not None and weight.ndim == 2 and weight.numel() > 0
 
 
-def _takes(function: Callable[..., object], name: str) -> bool:
+def _accepts_argument(function: Callable[..., object], name: str) -> bool:
     """Return whether a function takes an argument; up to 0.31, V2 passes all of them on to V1."""
     parameters = inspect.signature(function).parameters
-    kinds = {one.kind for one in parameters.values()}
+    kinds = {parameter.kind for parameter in parameters.values()}
     return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
@@ -225,12 +229,12 @@ def _current_config(worker: Any) -> AbstractContextManager[object]:
     return context
 
 
-def _refusal(worker: Any, runner: Any, missing: Sequence[str]) -> str:
+def _refusal(worker: Any, runner: Any, missing_names: Sequence[str]) -> str:
     is_v2 = getattr(worker, "use_v2_model_runner", _states(runner) is not None)
     kind = type(runner)
     return (
         f"vLLM {_version()}: its worker ({kind.__module__}.{kind.__qualname__}, model runner "
-        f"{'V2' if is_v2 else 'V1'}) has no {', '.join(missing)}, which weight updates need; "
+        f"{'V2' if is_v2 else 'V1'}) has no {', '.join(missing_names)}, which weight updates need; "
         + (f"{_V1_REMEDY}, or {_VERSION_REMEDY}" if is_v2 else _VERSION_REMEDY)
     )
 
@@ -259,12 +263,16 @@ def keep_buffers() -> None:
 
     @functools.wraps(original)
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        made = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         original(self, model, model_config)
         for name, buffer in model.named_buffers():
-            kept = made.get(name)
-            if kept is not None and kept.shape == buffer.shape and kept.device == buffer.device:
-                buffer.data.copy_(kept)
+            buffer_copy = saved.get(name)
+            if (
+                buffer_copy is not None
+                and buffer_copy.shape == buffer.shape
+                and buffer_copy.device == buffer.device
+            ):
+                buffer.data.copy_(buffer_copy)
 
     loader.load_weights = load_weights
     setattr(loader, _PATCHED, True)

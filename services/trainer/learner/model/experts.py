@@ -26,7 +26,7 @@ from transformers.activations import ACT2FN
 from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.model.decoder import own_part
 from services.trainer.learner.rank_shares import all_to_all
-from sluice.algorithm.token_statistics import F, compiled_once
+from sluice.algorithm.token_statistics import F, compile_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
@@ -280,7 +280,7 @@ class Experts(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _expert_products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._add_adapter("gate_proj", gate, rows, ends)
-        gated = compiled_once(_gate) if self._is_compiled else _gate
+        gated = compile_once(_gate) if self._is_compiled else _gate
         inner = gated(self.activation, gate, self._add_adapter("up_proj", up, rows, ends))
         down = _expert_products(inner, own_part(self.down_proj), ends)
         return self._add_adapter("down_proj", down, inner, ends)
@@ -560,7 +560,7 @@ def _gate(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _compiled_if_set(function: F, ctx: _ExpertContext) -> F:
-    return compiled_once(function) if ctx.is_compiled else function
+    return compile_once(function) if ctx.is_compiled else function
 
 
 def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:

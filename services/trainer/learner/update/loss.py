@@ -128,7 +128,7 @@ class LossTerms:
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
         kept = prepared.kept
         if kept is not None:
-            inputs = inputs.keeping(kept)
+            inputs = inputs.select_tokens(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
         kl, entropy = None, _select(outputs.entropy, kept)
         if self._actor.use_kl_loss:

@@ -22,8 +22,8 @@ def _forecast(max_staleness: int = 1) -> FinishForecast:
     """Announcements every 100 s, the last at 200 s; a group of 50 mean tokens takes 25 s."""
     forecast = FinishForecast(max_staleness)
     for now_s in (0.0, 100.0, 200.0):
-        forecast.announced(now_s)
-    forecast.ended("seen", mean_tokens=50.0, seconds=25.0)
+        forecast.note_announced(now_s)
+    forecast.note_ended("seen", mean_tokens=50.0, seconds=25.0)
     return forecast
 
 
@@ -104,27 +104,27 @@ def test_time_left_is_given_in_mean_tokens() -> None:
 
 def test_nothing_is_forecast_before_two_announcements_and_a_group() -> None:
     forecast = FinishForecast(1)
-    forecast.announced(0.0)
-    forecast.ended("seen", mean_tokens=50.0, seconds=25.0)
+    forecast.note_announced(0.0)
+    forecast.note_ended("seen", mean_tokens=50.0, seconds=25.0)
     assert forecast.tokens_in_time(1.0) is None
-    forecast.announced(100.0)
+    forecast.note_announced(100.0)
     assert forecast.tokens_in_time(101.0) is not None
     unseen = FinishForecast(1)
-    unseen.announced(0.0)
-    unseen.announced(1.0)
+    unseen.note_announced(0.0)
+    unseen.note_announced(1.0)
     assert unseen.tokens_in_time(2.0) is None
 
 
 def test_a_prompts_length_is_that_of_its_last_attempt_else_that_of_all() -> None:
     forecast = _forecast()
-    forecast.ended("seen", mean_tokens=70.0, seconds=25.0)
+    forecast.note_ended("seen", mean_tokens=70.0, seconds=25.0)
     assert forecast.tokens("seen") == 70.0
     assert 50.0 < forecast.tokens("unseen") < 70.0
 
 
 def test_a_group_without_tokens_teaches_nothing() -> None:
     forecast = _forecast()
-    forecast.ended("empty", mean_tokens=0.0, seconds=25.0)
+    forecast.note_ended("empty", mean_tokens=0.0, seconds=25.0)
     assert forecast.tokens("empty") == 50.0
 
 
@@ -132,7 +132,7 @@ def test_only_so_many_lengths_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sluice.algorithm.sampling.admission.KNOWN_LENGTHS", 2)
     forecast = FinishForecast(1)
     for key, tokens in (("a", 10.0), ("b", 20.0), ("a", 10.0), ("c", 30.0)):
-        forecast.ended(key, mean_tokens=tokens, seconds=1.0)
+        forecast.note_ended(key, mean_tokens=tokens, seconds=1.0)
     assert forecast.tokens("a") == 10.0
     assert forecast.tokens("c") == 30.0
     assert forecast.tokens("b") not in (20.0, 10.0, 30.0)

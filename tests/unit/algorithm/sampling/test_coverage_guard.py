@@ -27,7 +27,9 @@ def kept_like(
         hardness = {Side.NONE: generator.random() < 0.04, Side.EASY: False, Side.HARD: True}[side]
         probability = guard.probability(side, 0.8)
         if generator.random() < probability:
-            guard = guard.kept(side, hardness=float(hardness), value=0.8, probability=probability)
+            guard = guard.add_kept(
+                side, hardness=float(hardness), value=0.8, probability=probability
+            )
             kept, hard = kept + 1, hard + int(hardness)
     return guard, kept, hard
 
@@ -71,8 +73,8 @@ def test_the_share_of_plain_sampling_is_estimated_though_groups_are_sampled_unev
 def test_too_many_hard_prompts_raise_the_easy_side_instead() -> None:
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.NONE, hardness=0.3, value=1.0, probability=1.0)
-        guard = guard.kept(Side.EASY, hardness=0.0, value=0.9, probability=0.2)
+        guard = guard.add_kept(Side.NONE, hardness=0.3, value=1.0, probability=1.0)
+        guard = guard.add_kept(Side.EASY, hardness=0.0, value=0.9, probability=0.2)
     assert guard.probability(Side.EASY, 0.9) > 0.1
 
 
@@ -80,9 +82,9 @@ def with_plain_prompts() -> CoverageGuard:
     """200 times a hard group that is sure, one of the hard side, and a plain one."""
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.NONE, hardness=1.0, value=1.0, probability=1.0)
-        guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.5)
-        guard = guard.kept(Side.PLAIN, hardness=0.0, value=1.0, probability=0.6)
+        guard = guard.add_kept(Side.NONE, hardness=1.0, value=1.0, probability=1.0)
+        guard = guard.add_kept(Side.HARD, hardness=1.0, value=0.5, probability=0.5)
+        guard = guard.add_kept(Side.PLAIN, hardness=0.0, value=1.0, probability=0.6)
     return guard
 
 
@@ -106,12 +108,12 @@ def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
 def test_plain_prompts_are_all_sampled_where_few_of_the_hard_side_keep_the_share() -> None:
     guard = CoverageGuard(0.1)
     for i in range(400):
-        guard = guard.kept(Side.NONE, hardness=0.5, value=1.0, probability=1.0)
-        guard = guard.kept(Side.PLAIN, hardness=0.45, value=1.0, probability=1.0)
+        guard = guard.add_kept(Side.NONE, hardness=0.5, value=1.0, probability=1.0)
+        guard = guard.add_kept(Side.PLAIN, hardness=0.45, value=1.0, probability=1.0)
         if i % 12 == 0:
-            guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.2)
+            guard = guard.add_kept(Side.HARD, hardness=1.0, value=0.5, probability=0.2)
         if i % 50 in {0, 17, 34}:
-            guard = guard.kept(Side.EASY, hardness=0.0, value=0.5, probability=0.1)
+            guard = guard.add_kept(Side.EASY, hardness=0.0, value=0.5, probability=0.1)
     assert guard.probability(Side.PLAIN) == 1.0
     assert 0.1 < guard.probability(Side.HARD, 1.0) < MAX_HARD_FACTOR
 
@@ -135,6 +137,6 @@ def test_probabilities_lie_between_exploration_and_one(
 ) -> None:
     guard = CoverageGuard(0.05)
     for side, hardness, its_worth, probability in groups:
-        guard = guard.kept(side, hardness=hardness, value=its_worth, probability=probability)
+        guard = guard.add_kept(side, hardness=hardness, value=its_worth, probability=probability)
     for side in Side:
         assert 0.05 <= guard.probability(side, value) <= 1.0

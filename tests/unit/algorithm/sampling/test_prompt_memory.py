@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, update_history
 
 
 def attempt(history: PromptHistory | None, right: int, scored: int, version: int) -> PromptHistory:
-    return remembered(history, RememberedAttempt(right, scored, 100.0, version))
+    return update_history(history, RememberedAttempt(right, scored, 100.0, version))
 
 
 def test_a_first_attempt_is_remembered_as_it_was() -> None:
@@ -22,13 +22,13 @@ def test_attempts_of_the_same_version_add_up() -> None:
 
 
 def test_what_is_old_counts_less() -> None:
-    aged = PromptHistory(8.0, 8.0, 50.0, 0, 1).aged(140)
+    aged = PromptHistory(8.0, 8.0, 50.0, 0, 1).discounted(140)
     assert aged.num_right == pytest.approx(4.0, rel=0.02)
     assert aged.mean_tokens == 50.0
 
 
 def test_attempts_of_a_later_policy_count_less_for_a_run_that_restarts() -> None:
-    restarted = PromptHistory(8.0, 8.0, 50.0, 140, 1).aged(0)
+    restarted = PromptHistory(8.0, 8.0, 50.0, 140, 1).discounted(0)
     assert restarted.num_right == pytest.approx(4.0, rel=0.02)
     assert restarted.num_wrong == pytest.approx(4.0, rel=0.02)
     assert restarted.version == 0
@@ -36,7 +36,7 @@ def test_attempts_of_a_later_policy_count_less_for_a_run_that_restarts() -> None
 
 def test_lengths_are_averaged_by_samples() -> None:
     before = PromptHistory(4.0, 4.0, 100.0, 5, 1)
-    after = remembered(before, RememberedAttempt(0, 8, 200.0, 5))
+    after = update_history(before, RememberedAttempt(0, 8, 200.0, 5))
     assert after.mean_tokens == pytest.approx(150.0)
 
 

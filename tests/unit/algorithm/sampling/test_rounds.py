@@ -12,7 +12,7 @@ from sluice.errors import BatchUnfillableError
 
 def issued(rounds: Rounds, count: int) -> Rounds:
     for _ in range(count):
-        rounds = rounds.issued()
+        rounds = rounds.after_issue()
     return rounds
 
 
@@ -67,7 +67,7 @@ def test_no_bound_on_waves_never_ends_in_an_error(unbounded: int) -> None:
 
 
 def test_a_prompt_given_back_is_sampled_again_in_the_same_wave() -> None:
-    rounds = issued(Rounds(4, 4, 0), 4).gave_back()
+    rounds = issued(Rounds(4, 4, 0), 4).after_return()
     assert to_issue(rounds) == 1
     assert rounds.num_waves == 1
     assert not rounds.has_ended(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, remembered
+from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, update_history
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
@@ -64,7 +64,7 @@ class World:
                     totals.hard += found.hard
             self.strategy.batch_formed()
             for key, seen in self.strategy.new_version():
-                self.memory[key] = remembered(self.memory.get(key), seen)
+                self.memory[key] = update_history(self.memory.get(key), seen)
         return totals
 
     def _attempt_one(self, version: int) -> Totals:
@@ -73,9 +73,9 @@ class World:
         key = str(prompt)
         attempt = self.strategy.attempt(key, self._sequence, self.memory.get(key), version)
         if not attempt.first_samples:
-            self.strategy.skipped(attempt)
+            self.strategy.note_skipped(attempt)
             return Totals()
-        self.strategy.started(attempt)
+        self.strategy.note_started(attempt)
         answers = self._generator.random(N) < self.rates[prompt]
         seen = answers[: attempt.first_samples]
         continued: Attempt | None = attempt
@@ -85,12 +85,12 @@ class World:
             )
             seen = answers if continued else seen
         kept = seen.size == N and 0 < seen.sum() < N
-        self.strategy.ended(
+        self.strategy.note_ended(
             continued or attempt,
             num_right=int(seen.sum()),
             num_scored=seen.size,
             mean_tokens=100.0,
-            kept=bool(kept),
+            is_kept=bool(kept),
             version=version,
             seconds=1.0,
         )
@@ -162,12 +162,12 @@ def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
         chosen = strategy(StrategyName.STAGED_MEMORY)
         attempts = [chosen.attempt(str(i), i, None, 0) for i in range(100)][::order]
         for attempt in attempts:
-            chosen.ended(
+            chosen.note_ended(
                 attempt,
                 num_right=attempt.sequence % 17,
                 num_scored=N,
                 mean_tokens=10.0,
-                kept=attempt.sequence % 17 not in {0, 16},
+                is_kept=attempt.sequence % 17 not in {0, 16},
                 version=0,
                 seconds=1.0,
             )
@@ -180,8 +180,8 @@ def test_nothing_is_learnt_before_a_version_is_announced() -> None:
     chosen = strategy(StrategyName.STAGED)
     before = chosen.statistics()["sampling/price"]
     attempt = chosen.attempt("a", 0, None, 0)
-    chosen.ended(
-        attempt, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+    chosen.note_ended(
+        attempt, num_right=0, num_scored=4, mean_tokens=1.0, is_kept=False, version=0, seconds=1.0
     )
     assert chosen.statistics()["sampling/price"] == before
     assert chosen.new_version() == []  # staged remembers no prompts
@@ -193,7 +193,7 @@ def test_rounds_waits_for_the_whole_wave_and_throws_the_surplus_away() -> None:
     assert chosen.discards_surplus
     assert chosen.num_to_start(load()) == 128
     for i in range(128):
-        chosen.started(chosen.attempt(str(i), i, None, 0))
+        chosen.note_started(chosen.attempt(str(i), i, None, 0))
     assert chosen.num_to_start(load(in_flight=1, kept=70)) == 0
     assert not chosen.may_form(1)
     assert chosen.may_form(0)
@@ -216,8 +216,14 @@ def test_a_group_sure_to_be_kept_takes_a_whole_place() -> None:
     chosen = strategy(StrategyName.STAGED)
     for sequence in range(400):
         attempt = chosen.attempt(str(sequence), sequence, None, 0)
-        chosen.ended(
-            attempt, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+        chosen.note_ended(
+            attempt,
+            num_right=0,
+            num_scored=4,
+            mean_tokens=1.0,
+            is_kept=False,
+            version=0,
+            seconds=1.0,
         )
     unsure = chosen.num_to_start(LoopLoad(100, 0, 0, capacity=10_000))
     sure = chosen.num_to_start(LoopLoad(100, 0, 0, capacity=10_000, num_sure=100))
@@ -274,7 +280,7 @@ def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not(
     assert chosen.attempt("h", 0, hard, 40).side is not Side.PLAIN
     assert all(chosen.attempt(str(i), i, None, 40).first_samples for i in range(100))
     before = chosen.statistics()["sampling/skipped_plain"]
-    chosen.skipped(next(attempt for attempt in plain if not attempt.first_samples))
+    chosen.note_skipped(next(attempt for attempt in plain if not attempt.first_samples))
     assert chosen.statistics()["sampling/skipped_plain"] == before + 1
 
 
