@@ -18,7 +18,7 @@ from sluice.launch.script import (
     RECORDED,
     is_script,
     launch_of,
-    printers_in,
+    printing_programs,
     script_text,
 )
 from sluice.safe_text import printable
@@ -73,7 +73,7 @@ def script_settings(
     Raises:
         ConfigError, DeadlineError: as `launch_of`.
     """
-    printers = printers_in(script_text(script))
+    printers = printing_programs(script_text(script))
     runs = f" Only {', '.join(printers)} and bash itself run." if printers else ""
     _report(f"{script}: bash runs the script to read its arguments; programs are recorded.{runs}")
     if trusted:

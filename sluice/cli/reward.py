@@ -13,7 +13,7 @@ import typer
 from sluice.cli.arguments import AsJsonLines, complete_setting
 from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.run import RunConfig
 from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
@@ -115,9 +115,11 @@ def try_function(
 
 def _config(function: str, settings: Sequence[str], data: Path | None) -> RunConfig:
     is_run = Path(function).suffix in {".yaml", ".yml"}
-    own = [] if is_run else [f"reward.custom_reward_function.path={override_value(function)}"]
+    own = (
+        [] if is_run else [f"reward.custom_reward_function.path={format_override_value(function)}"]
+    )
     if data is not None:
-        own.append(f"{TRAIN_KEY}={override_value(str(data))}")
+        own.append(f"{TRAIN_KEY}={format_override_value(str(data))}")
     return load_config(Path(function) if is_run else None, [*own, *settings])
 
 

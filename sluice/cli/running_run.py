@@ -17,10 +17,10 @@ from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import host_of_pids, process_marks
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
-from sluice.launch.servicer import all_left, launched_processes
+from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.report.run_record import read_progress
 from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME, TRACKER_NAME
@@ -100,7 +100,7 @@ def is_copied(run_dir: Path, config: RunConfig) -> bool:
 
 def folder_setting(run_dir: Path) -> str:
     """Return the override for the run's folder; 2026 is a name there."""
-    return f"sluice.run_dir={override_value(str(run_dir))}"
+    return f"sluice.run_dir={format_override_value(str(run_dir))}"
 
 
 def newest_step(config: RunConfig) -> int | None:
@@ -172,7 +172,7 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
     """
     location = locate_run(run)
     failure: PeerError | DeadlineError | None = None
-    if not await all_left(location.run_dir):
+    if not await have_all_left(location.run_dir):
         async with RunMonitor.of(location) as monitor:
             try:
                 return location, await monitor.snapshot()

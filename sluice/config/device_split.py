@@ -98,7 +98,7 @@ def is_colocated(config: RunConfig, settings: KeySettings) -> bool:
         return True
     if world_size(config) == 1 or settings.is_set("sluice.rollout.replicas"):
         return False
-    return not settings.whole_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
+    return not settings.integer_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
 
 
 def device_split(

@@ -54,7 +54,7 @@ def keys_of_section(path: str) -> list[CatalogueEntry]:
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
     """Return the treatment of every key that was set, by its spelling as written."""
     return {
-        settings.written(path): _status(entry, path, value, settings)
+        settings.spelling(path): _status(entry, path, value, settings)
         for path, value in settings.leaves()
         if (entry := find_key(path)) is not None
     }
@@ -70,7 +70,7 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:
-    entry, spelled, proper = find_key(path), settings.written(path), ".".join(path)
+    entry, spelled, proper = find_key(path), settings.spelling(path), ".".join(path)
     if entry is None or _is_silent(entry, path, value):
         return None
     has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
@@ -108,7 +108,7 @@ def _status(
         return KeyStatus.NOT_APPLICABLE
     if entry.status is KeyStatus.REFUSED:
         return KeyStatus.NOT_APPLICABLE
-    if entry.status is KeyStatus.HONOURED and settings.written(path) != ".".join(path):
+    if entry.status is KeyStatus.HONOURED and settings.spelling(path) != ".".join(path):
         return KeyStatus.MAPPED
     return entry.status
 

@@ -245,10 +245,10 @@ def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
         megatron=megatron,
-        sp=settings.whole(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
+        sp=settings.integer(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
         tp=_megatron_size(settings, "tensor") if megatron else own.tensor_parallel_size,
         pp=_megatron_size(settings, "pipeline") if megatron else own.pipeline_parallel_size,
-        cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
+        cp=settings.integer(f"{MEGATRON}.context_parallel_size"),
     )
 
 
@@ -268,11 +268,11 @@ def is_megatron(settings: KeySettings) -> bool:
 def expert_tensor_parallel(settings: KeySettings) -> int:
     """Return the ranks that share one expert; by default as many as share a dense layer."""
     key = f"{MEGATRON}.expert_tensor_parallel_size"
-    return settings.whole_or_none(key) or _megatron_size(settings, "tensor")
+    return settings.integer_or_none(key) or _megatron_size(settings, "tensor")
 
 
 def _megatron_size(settings: KeySettings, kind: str) -> int:
-    return settings.whole(f"{MEGATRON}.{kind}_model_parallel_size")
+    return settings.integer(f"{MEGATRON}.{kind}_model_parallel_size")
 
 
 def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
@@ -295,13 +295,13 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
     shared = split.cp if split.megatron else split.sp
     sp_key, flag_key = f"{REF}.fsdp_config.{_ULYSSES}", f"{section}.log_prob_use_dynamic_bsz"
     if section == REF and not split.megatron and settings.is_set(sp_key):
-        shared = settings.whole(sp_key)
+        shared = settings.integer(sp_key)
     return LogProbPass(
         section,
         micro_rows=rows_per_device(settings, size_key),
-        global_micro_rows=settings.whole_or_none(size_key),
+        global_micro_rows=settings.integer_or_none(size_key),
         dynamic=settings.flag(flag_key) if settings.is_set(flag_key) else actor.use_dynamic_bsz,
-        token_budget=settings.whole_or_none(f"{section}.log_prob_max_token_len_per_gpu")
+        token_budget=settings.integer_or_none(f"{section}.log_prob_max_token_len_per_gpu")
         or actor.ppo_max_token_len_per_gpu,
         sp=shared,
     )
@@ -313,7 +313,7 @@ def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
     return CriticPass(
         dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
         token_budget=critic.ppo_max_token_len_per_gpu,
-        sp=settings.whole(f"{CRITIC}.{sp_key}"),
+        sp=settings.integer(f"{CRITIC}.{sp_key}"),
         remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding"),
     )
 
@@ -323,4 +323,4 @@ def rows_per_device(settings: KeySettings, key: str) -> int | None:
     per_device = f"{key}_per_gpu"
     if settings.is_set(key) and not settings.is_set(per_device):
         return None
-    return settings.whole_or_none(per_device)
+    return settings.integer_or_none(per_device)

@@ -15,7 +15,7 @@ from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain_run
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.servicer import all_left, launched_processes
+from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.service_contract import CONFIG_NAME
 
 ASK_EVERY_S = 1.0
@@ -104,7 +104,7 @@ class LiveStatus:
             async with deadline(
                 self._answer_within_s, peer="trainer", phase="asking for its status"
             ):
-                if await all_left(self._run_dir):
+                if await have_all_left(self._run_dir):
                     return None
                 run = await monitor.snapshot()
         except SluiceError:

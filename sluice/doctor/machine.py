@@ -122,7 +122,7 @@ def check_npus(examined: DoctorContext) -> Iterator[Finding]:
     config = examined.config
     share = device_share(config, examined.environment)
     demand = AscendDemand(
-        share.wanted(config.sluice.rollout.replicas),
+        share.num_wanted(config.sluice.rollout.replicas),
         config.sluice.weights.backend != "gloo",
         share.devices_per_replica > 0 and config.actor_rollout_ref.rollout.name == "vllm",
     )
@@ -158,7 +158,7 @@ def check_gpus(examined: DoctorContext) -> Iterator[Finding]:
         yield fine(plan.line)
         return
     share = gpu_share(examined.config, examined.environment)
-    wanted, visible = share.wanted(replicas), len(share.numbers)
+    wanted, visible = share.num_wanted(replicas), len(share.numbers)
     if wanted <= visible:
         yield fine(f"the run takes {wanted} GPU(s) of this host, {visible} are visible")
         return

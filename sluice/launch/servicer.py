@@ -109,9 +109,9 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
 def _memory_of(pid: int) -> int:
     """Return the memory of a process and its descendants, bytes, without the files that it maps."""
     num_bytes = 0
-    for one in descendants(pid):
+    for process in descendants(pid):
         with suppress(OSError):  # it has ended, or the system has no such files
-            text = (_PROC / str(one) / "smaps_rollup").read_text(encoding="ascii")
+            text = (_PROC / str(process) / "smaps_rollup").read_text(encoding="ascii")
             num_bytes += int(match[1]) * 1024 if (match := _OWN_MEMORY.search(text)) else 0
     return num_bytes
 
@@ -229,7 +229,7 @@ async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | Non
         return None
 
 
-async def all_left(run_dir: Path) -> bool:
+async def have_all_left(run_dir: Path) -> bool:
     """Return whether all processes of a run have left its folder.
 
     What answers at its addresses is then of another run, such as one that began with its

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 import sluice
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_tree, parse_document
 from sluice.errors import ConfigError
@@ -154,7 +154,7 @@ def own_files(recipe: Recipe) -> list[str]:
 def _override(recipe: Recipe, key: str, value: object) -> str:
     if _is_own(recipe.folder, value):
         value = str((recipe.folder / str(value)).absolute())
-    return f"{key}={override_value(value)}"
+    return f"{key}={format_override_value(value)}"
 
 
 def _is_own(folder: Path, value: object) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
 from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
@@ -41,9 +41,9 @@ def make_files(
         validated.append(data / "contest.parquet")
         write_contest(validated[0], validated[1], made.contest_copies)
     return [
-        f"actor_rollout_ref.model.path={override_value(str(folder.absolute() / 'model'))}",
-        f"data.train_files={override_value(str(data / 'train.parquet'))}",
-        f"data.val_files={override_value([str(file) for file in validated])}",
+        f"actor_rollout_ref.model.path={format_override_value(str(folder.absolute() / 'model'))}",
+        f"data.train_files={format_override_value(str(data / 'train.parquet'))}",
+        f"data.val_files={format_override_value([str(file) for file in validated])}",
     ]
 
 

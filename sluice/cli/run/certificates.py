@@ -14,7 +14,7 @@ import typer
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import print_json
 from sluice.config.addresses import split_host_port
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.security.token_file import write_private
 
@@ -169,7 +169,7 @@ def security_settings(folder: Path) -> list[str]:
         "sluice.security.tls=mtls",
         "sluice.security.server_name=sluice",
         *(
-            f"sluice.security.{key}={override_value(str(folder / name))}"
+            f"sluice.security.{key}={format_override_value(str(folder / name))}"
             for key, name in _SERVICE.items()
         ),
     ]

@@ -22,7 +22,7 @@ from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.service_spec import replica_number
-from sluice.launch.servicer import all_left, check_number, launched_processes, launcher_of
+from sluice.launch.servicer import check_number, have_all_left, launched_processes, launcher_of
 
 _POLL_S = 0.2
 # About 5 s, since each look tries three times. A trainer that is out of reach for less may be in
@@ -76,7 +76,7 @@ async def _refuse_several(run_dir: Path) -> None:
 
 
 async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
-    if await all_left(location.run_dir):
+    if await have_all_left(location.run_dir):
         raise NotReadyError(await _not_answering(location.run_dir))
     async with RunMonitor.of(location) as monitor:
         try:

@@ -74,7 +74,7 @@ def _lines(tree: SettingsTree, notes: Sequence[Problem]) -> Iterator[str]:
             yield f"{'  ' * depth}{path[depth]}:"
         parents = path[:-1]
         indent, key = "  " * len(parents), ".".join(path)
-        note = said.get(tree.written(path)) or said.get(key)
+        note = said.get(tree.spelling(path)) or said.get(key)
         for line in _comment(key, note):
             yield from wrap(
                 line, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "

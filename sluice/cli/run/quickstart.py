@@ -20,7 +20,7 @@ from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
 from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import local_devices
 from sluice.quickstart.settings import PrepareProgress
@@ -140,9 +140,9 @@ def preparer() -> Callable[..., QuickstartAssets]:
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
     """Return overrides for the paths, the seeds and the lengths of the quickstart's files."""
     return [
-        f"actor_rollout_ref.model.path={override_value(str(assets.model_dir.absolute()))}",
-        f"data.train_files={override_value(str(assets.train_file.absolute()))}",
-        f"data.val_files={override_value(str(assets.val_file.absolute()))}",
+        f"actor_rollout_ref.model.path={format_override_value(str(assets.model_dir.absolute()))}",
+        f"data.train_files={format_override_value(str(assets.train_file.absolute()))}",
+        f"data.val_files={format_override_value(str(assets.val_file.absolute()))}",
         folder_setting(run_dir),
         f"data.max_prompt_length={assets.task.max_prompt_tokens}",
         f"data.max_response_length={assets.task.max_response_tokens}",

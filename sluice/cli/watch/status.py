@@ -23,7 +23,7 @@ from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, 
 from sluice.concurrency.waits import Waiting
 from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError, NotReadyError, SluiceError
-from sluice.launch.servicer import all_left, launched_processes
+from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.report.progress import duration_text, low_yield
 from sluice.report.run_record import METRICS_NAME
 from sluice.report.summary import ended_summary
@@ -94,7 +94,7 @@ def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
     location = locate_run(run)
     explanation = (
-        None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
+        None if asyncio.run(have_all_left(location.run_dir)) else asyncio.run(explain_run(location))
     )
     if explanation is None:
         return False

@@ -86,9 +86,9 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     settings = read_settings(path, overrides)
     values = SettingsTree(copy.deepcopy(settings.values), dict(settings.spelled))
     translate_words(values)
-    wrong = take_out_wrong(values)
+    wrong = remove_invalid(values)
     conflicts = convert_settings(values, defaults())
-    wrong += take_out_wrong(values)
+    wrong += remove_invalid(values)
     for path_of_key, _ in wrong:
         settings.remove(path_of_key)
     problems = (*settings.problems, *(problem for _, problem in wrong), *conflicts)
@@ -116,12 +116,12 @@ def settings_of(document: Mapping[str, object], overrides: Sequence[str]) -> Set
 
 def _schema_part(settings: SettingsTree) -> dict[str, object]:
     """Return the values that the schema holds; others were checked and converted before."""
-    kept = SettingsTree()
+    part = SettingsTree()
     for path, value in settings.leaves():
         entry = find_key(path)
         if entry is not None and entry.in_schema:
-            kept.set(path, value, path)
-    return kept.values
+            part.set(path, value, path)
+    return part.values
 
 
 class KeySettings:
@@ -149,21 +149,21 @@ class KeySettings:
 
     def set_below(self, section: str) -> dict[str, object]:
         """Return what the user set in a section, without nulls, by key."""
-        given = self._as_set.items()
-        return {k: v for k, v in given if k.startswith(f"{section}.") and v is not None}
+        items = self._as_set.items()
+        return {k: v for k, v in items if k.startswith(f"{section}.") and v is not None}
 
     def value(self, key: str) -> object:
         """Return the value of a key of the catalogue; `None` if it is null."""
         typed = value_at(self._typed, key.split("."), self._as_set.get(key))
         return catalogue()[key].default if typed is None else typed
 
-    def whole(self, key: str) -> int:
+    def integer(self, key: str) -> int:
         """Return the value of a key that takes whole numbers and is not null by default."""
-        number = self.whole_or_none(key)
+        number = self.integer_or_none(key)
         assert number is not None
         return number
 
-    def whole_or_none(self, key: str) -> int | None:
+    def integer_or_none(self, key: str) -> int | None:
         """Return the value of a key that takes whole numbers or null."""
         number = self.value(key)
         assert number is None or isinstance(number, int)
@@ -174,7 +174,7 @@ class KeySettings:
         return self.value(key) is True
 
 
-def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
+def remove_invalid(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
     """Remove every unknown key, wrong type and refused value; return each with its problem, in the
     user's spelling."""
     wrong = [
@@ -188,7 +188,7 @@ def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
 
 
 def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:
-    entry, written = find_key(path), tree.written(path)
+    entry, written = find_key(path), tree.spelling(path)
     if entry is None:
         if not is_section(path):
             yield unknown_key(tuple(written.split(".")))
@@ -222,15 +222,15 @@ def _type_problems(written: str, value: object, annotation: object) -> Iterator[
 
 def _section_problems(written: str, fields: object, section: type[Section]) -> Iterator[Problem]:
     """Yield the problems of a section that a user named."""
-    known = field_types(section)
+    types = field_types(section)
     if not isinstance(fields, Mapping):
-        yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(known)}")
+        yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(types)}")
         return
     for name, value in fields.items():
-        if name in known:
-            yield from _type_problems(f"{written}.{name}", value, known[name])
+        if name in types:
+            yield from _type_problems(f"{written}.{name}", value, types[name])
         else:
-            remedy = f"known: {', '.join(known)}"
+            remedy = f"known: {', '.join(types)}"
             yield Problem(f"{written}.{name}", value, "is no key of sluice", remedy)
     for field in msgspec.structs.fields(section):
         if field.required and field.name not in fields:

@@ -129,7 +129,7 @@ def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _micro(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, old = sizes.batch, sizes.keys.whole_or_none(GLOBAL_MICRO)
+    batch, old = sizes.batch, sizes.keys.integer_or_none(GLOBAL_MICRO)
     rows = rows_per_device(sizes.keys, GLOBAL_MICRO)
     if sizes.actor.use_dynamic_bsz:
         return
@@ -160,7 +160,7 @@ def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
     if sizes.critic is None or sizes.critic.dynamic:
         return
     batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
-    old, rows = sizes.keys.whole_or_none(CRITIC_MICRO), sizes.keys.whole_or_none(key)
+    old, rows = sizes.keys.integer_or_none(CRITIC_MICRO), sizes.keys.integer_or_none(key)
     mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
     per_gpu, message = f"{key}={rows or batch.fitting_micro}", ""
     if old is None:

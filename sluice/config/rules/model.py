@@ -128,7 +128,7 @@ def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
     key = f"{ROLLOUT}.pipeline_model_parallel_size"
-    if (stages := sizes.keys.whole(key)) != 1:
+    if (stages := sizes.keys.integer(key)) != 1:
         none = ": engines have no pipeline stages"
         yield verl_problem("engine-pipeline", key, stages, none, f"{key}=1")
     tp, dp, ep = (
@@ -225,7 +225,7 @@ def _experts(size: int, shape: ModelShape) -> Iterator[Problem]:
 
 def _megatron_experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     split, key = sizes.batch.split, f"{MEGATRON}.expert_model_parallel_size"
-    ep, etp = sizes.keys.whole(key), expert_tensor_parallel(sizes.keys)
+    ep, etp = sizes.keys.integer(key), expert_tensor_parallel(sizes.keys)
     if ep == 1:
         return
     if shape.experts == 0:

@@ -214,12 +214,12 @@ class PlacedServices:
         for name, placed in self._placements.items():
             async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
                 try:
-                    facts = await self._look(placed)
+                    facts = await self._node_status(placed)
                 except _UNFIT as error:
                     raise ConfigError(str(error)) from error
             if placed.plan.kind != "rollout":
                 self._addresses[name] = facts.address
-            lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
+            lacking += [f"\n  {facts.address} ({name}): {problem}" for problem in facts.problems]
         if lacking:
             raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
 
@@ -251,9 +251,9 @@ class PlacedServices:
         """Release the resources of a service and its group."""
         placed = self._placements.pop(name, None)
         if placed is not None and not any(
-            other.plan.name == placed.plan.name for other in self._placements.values()
+            placement.plan.name == placed.plan.name for placement in self._placements.values()
         ):
-            self._cluster.give_back(placed.plan)
+            self._cluster.release(placed.plan)
 
     def close(self) -> None:
         """Release everything."""
@@ -269,13 +269,13 @@ class PlacedServices:
         """Start a process on a node once the node is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
-            facts = await self._ready(placed)
+            facts = await self._wait_until_ready(placed)
             self._refuse_move(spec.name, facts)
-            own = spec_on(spec, placed.plan.kind, self._shared.config, facts)
-            variables = {**self._shared.variables, **own.environment}
+            node_spec = spec_on(spec, placed.plan.kind, self._shared.config, facts)
+            variables = {**self._shared.variables, **node_spec.environment}
             try:
                 pid, problem = await placed.host.call(
-                    "start", spec.name, list(own.command), variables
+                    "start", spec.name, list(node_spec.command), variables
                 )
             except _UNFIT:
                 raise
@@ -287,7 +287,7 @@ class PlacedServices:
                 raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
             return RemoteChild(spec.name, pid, placed.host)
 
-    async def _ready(self, placed: Placement) -> NodeStatus:
+    async def _wait_until_ready(self, placed: Placement) -> NodeStatus:
         """Return the facts of a node that has everything the service needs, once there is one."""
         while True:
             while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
@@ -295,7 +295,7 @@ class PlacedServices:
                 logger.warning("%s waits for capacity: %s", placed.name, missing)
             try:
                 async with asyncio.timeout(self._patience_s):
-                    facts = await self._look(placed)
+                    facts = await self._node_status(placed)
             except TimeoutError:
                 logger.warning("%s: its host does not answer", placed.name)
                 continue
@@ -305,7 +305,7 @@ class PlacedServices:
                 logger.warning("%s cannot run on %s: %s", placed.name, facts.address, problem)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _look(self, placed: Placement) -> NodeStatus:
+    async def _node_status(self, placed: Placement) -> NodeStatus:
         """Return the facts that the host finds, once it answers.
 
         Raises:
@@ -323,10 +323,10 @@ class PlacedServices:
                 await asyncio.sleep(_RETRY_S)
 
     def _refuse_move(self, name: str, facts: NodeStatus) -> None:
-        known = self._addresses.get(name, facts.address)
-        if known != facts.address:
+        old_address = self._addresses.get(name, facts.address)
+        if old_address != facts.address:
             raise ConfigError(
-                f"{name}: its node {known} is lost, and on {facts.address} the other services "
-                "would not find it; start the run again, it resumes from its last checkpoint "
-                "(trainer.save_freq, trainer.resume_mode=auto)"
+                f"{name}: its node {old_address} is lost, and on {facts.address} the other "
+                "services would not find it; start the run again, it resumes from its last "
+                "checkpoint (trainer.save_freq, trainer.resume_mode=auto)"
             )

@@ -93,7 +93,7 @@ def _fork(
     try:
         pid = os.fork()
         if pid == 0:
-            _become(request, outputs[0], (leads, has_led), selector, template)
+            _run_module(request, outputs[0], (leads, has_led), selector, template)
         os.close(has_led)
         has_led = -1
         os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
@@ -115,7 +115,7 @@ def _answer(
         socket.send_fds(requests, [json.dumps(answer).encode()], descriptors)
 
 
-def _become(
+def _run_module(
     request: Mapping[str, object],
     output: int,
     pipe: Sequence[int],
@@ -125,15 +125,15 @@ def _become(
     """Run a module as `python -m` does, with the arguments, environment and output given."""
     code = 1
     try:
-        own = [*pipe, *(each.fd for each in selector.get_map().values())]
+        descriptors = [*pipe, *(key.fd for key in selector.get_map().values())]
         selector.close()
         os.setsid()
         module, *arguments = _texts(request["command"])
         environment = request["environment"]
         assert isinstance(environment, dict)
-        _print_to(output)
-        _show_as(module, arguments)
-        for descriptor in (output, *own):
+        _redirect_output(output)
+        _set_process_title(module, arguments)
+        for descriptor in (output, *descriptors):
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
@@ -162,14 +162,14 @@ def _become(
             os._exit(code)
 
 
-def _print_to(output: int) -> None:
+def _redirect_output(output: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in zip((nothing, output, output), _STANDARD, strict=True):
         os.dup2(source, target)
     os.close(nothing)
 
 
-def _show_as(module: str, arguments: Sequence[str]) -> None:
+def _set_process_title(module: str, arguments: Sequence[str]) -> None:
     """Change what `ps` and `pgrep -f` show of this process."""
     words = (sys.executable, "-m", module, *arguments)
     line = b"\0".join(map(os.fsencode, words))
@@ -181,7 +181,7 @@ def _show_as(module: str, arguments: Sequence[str]) -> None:
 
 def _texts(value: object) -> list[str]:
     assert isinstance(value, list)
-    return [str(one) for one in value]
+    return [str(item) for item in value]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from sluice.device.host import gpu_gib
 from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
-from sluice.launch.cluster.ray_run import RayOptions, on_devices
+from sluice.launch.cluster.ray_run import RayOptions, divide_devices
 from sluice.launch.device_plan import DevicePlan, LaunchDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
 from tests.support.doctor_findings import run_of, severities
@@ -144,7 +144,7 @@ def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
     nodes = run.config.trainer.nnodes
     total = {"CPU": 64.0 * nodes, kind: float(count)}
     free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     config = plan.config
     assert not plan.lack
     ranks, replicas = sizes(config)
@@ -195,7 +195,7 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
 def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
     run = read_run(None, [])
     total = {"CPU": 8.0, "GPU": 1.0}
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
     assert plan.config is run.config
     assert extra == RayOptions().extra
 
@@ -244,10 +244,12 @@ def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
     kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
     free = [{"CPU": 64.0, kind: 16.0} for _ in range(nodes)]
     total = {"CPU": 64.0 * nodes, kind: 16.0 * nodes}
-    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.lack
     again = read_run(file, plan.remedy)
-    mended, extra = on_devices(again.config, RayOptions(keys=again.keys), total, capacities(free))
+    mended, extra = divide_devices(
+        again.config, RayOptions(keys=again.keys), total, capacities(free)
+    )
     assert not mended.lack
     bundles_on_nodes(plans(mended.config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
@@ -257,7 +259,7 @@ def test_a_cluster_that_is_smaller_than_one_model_is_named_its_ranks() -> None:
     run = read_run(LAUNCHES / f"{STAGED}.overrides", [])
     free = [{"CPU": 64.0, "GPU": 16.0} for _ in range(2)]
     total = {"CPU": 128.0, "GPU": 32.0}
-    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     assert "; a trainer of 32 and a replica of 8 take at least 40" in plan.lack
 
 
@@ -379,7 +381,7 @@ def test_one_npu_is_not_shared() -> None:
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
     run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
     assert plan.config.sluice.weights.backend == "gloo"
     bundles_on_nodes(plans(plan.config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
 
