@@ -138,7 +138,7 @@ def check(
         device_gib=device_memory,
         dataset_rows=count_rows(run.config),
         files=files,
-        here=None if examined is None else examined.config,
+        host_config=None if examined is None else examined.config,
     )
     memory, problems = None, list(report.problems)
     if model is not None and report.engine is not None:

@@ -282,7 +282,7 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     return image_limits(config)
 
 
-def adapts(model: ModelConfig) -> bool:
+def uses_adapters(model: ModelConfig) -> bool:
     """Return whether a run trains low-rank adapters instead of all weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
@@ -296,7 +296,7 @@ def is_named(name: str, wanted: str | Sequence[str]) -> bool:
     """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in wanted)
 
 
 def adapts_experts(model: ModelConfig) -> bool:
@@ -325,7 +325,7 @@ def padding_step(sharding: FsdpConfig) -> int:
     return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
 
 
-def is_whole(sharding: FsdpConfig, size: int) -> bool:
+def holds_whole_model(sharding: FsdpConfig, size: int) -> bool:
     """Return whether each rank holds the whole model.
 
     If passes have another dtype than weights, one rank uses FSDP too, which casts the weights of a

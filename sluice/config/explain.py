@@ -33,15 +33,15 @@ def explain_key(path: str) -> CatalogueEntry:
     Raises:
         ConfigError: there is no such key; the error names the nearest known ones.
     """
-    asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
-    proper = canonical(asked)
+    written = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
+    proper = canonical(written)
     entry = find_key(proper) or find_key(full_form(proper))
     if entry is None:
-        if is_known(asked):
+        if is_known(written):
             raise ConfigError(
                 f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
-        raise ConfigError(unknown_key(asked).text)
+        raise ConfigError(unknown_key(written).text)
     return catalogue()[entry.path]
 
 

@@ -216,13 +216,13 @@ def verl_sizes(config: RunConfig, settings: KeySettings) -> VerlSizes:
         settings,
         verl_batch(config, settings),
         tuple(_log_prob_pass(config, settings, section) for section in sections),
-        _critic(config, settings) if uses_critic(config) else None,
+        _critic_pass(config, settings) if uses_critic(config) else None,
     )
 
 
 def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
     """Return the batch sizes with verl's data-parallel size."""
-    return _batch(config, parallel_split(config, settings))
+    return _batch_plan(config, parallel_split(config, settings))
 
 
 def own_batch(config: RunConfig) -> BatchPlan:
@@ -235,19 +235,19 @@ def own_batch(config: RunConfig) -> BatchPlan:
         tp=sizes.tensor_parallel_size,
         pp=sizes.pipeline_parallel_size,
     )
-    return _batch(config, split)
+    return _batch_plan(config, split)
 
 
 def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
     """Return the trainer's parallel sizes, of FSDP or of Megatron."""
-    megatron, own = is_megatron(settings), config.actor_rollout_ref.actor.fsdp_config
+    megatron, sharding = is_megatron(settings), config.actor_rollout_ref.actor.fsdp_config
     return ParallelSplit(
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
         megatron=megatron,
         sp=settings.integer(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
-        tp=_megatron_size(settings, "tensor") if megatron else own.tensor_parallel_size,
-        pp=_megatron_size(settings, "pipeline") if megatron else own.pipeline_parallel_size,
+        tp=_megatron_size(settings, "tensor") if megatron else sharding.tensor_parallel_size,
+        pp=_megatron_size(settings, "pipeline") if megatron else sharding.pipeline_parallel_size,
         cp=settings.integer(f"{MEGATRON}.context_parallel_size"),
     )
 
@@ -275,7 +275,7 @@ def _megatron_size(settings: KeySettings, kind: str) -> int:
     return settings.integer(f"{MEGATRON}.{kind}_model_parallel_size")
 
 
-def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
+def _batch_plan(config: RunConfig, split: ParallelSplit) -> BatchPlan:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     return BatchPlan(
         train_prompts=prompts,
@@ -307,7 +307,7 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
     )
 
 
-def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
+def _critic_pass(config: RunConfig, settings: KeySettings) -> CriticPass:
     critic, dynamic = config.critic, config.critic.use_dynamic_bsz
     sp_key = "megatron.context_parallel_size" if is_megatron(settings) else f"fsdp.{_ULYSSES}"
     return CriticPass(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.derived import adapts, adapts_experts, checkpoint_folder, uses_critic
+from sluice.config.derived import adapts_experts, checkpoint_folder, uses_adapters, uses_critic
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
@@ -167,7 +167,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
     if shape is None:
         return None
     model, trained = config.actor_rollout_ref.model, shape.total_parameters
-    if adapts(model):
+    if uses_adapters(model):
         trained = shape.adapter_parameters(model.lora_rank, experts=adapts_experts(model))
     if uses_critic(config):
         trained += shape.total_parameters

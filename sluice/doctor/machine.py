@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from sluice.config.addresses import configured_ports
-from sluice.config.derived import adapts, replica_devices
+from sluice.config.derived import replica_devices, uses_adapters
 from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory, training_layout
@@ -104,7 +104,7 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
     own = training_layout(config)
     model = config.actor_rollout_ref.model
     weights = trained = shape.total_parameters * own.master_bytes / own.shard
-    if adapts(model):
+    if uses_adapters(model):
         adapters = shape.adapter_parameters(model.lora_rank, experts=own.adapts_experts)
         trained = adapters * own.master_bytes / own.shard
         weights = shape.total_parameters * own.compute_bytes / own.shard + trained

@@ -23,7 +23,7 @@ from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
 from sluice.cli.terminal import print_json, print_line
 from sluice.client.run_address import locate_run
-from sluice.config.derived import adapts, checkpoint_folder
+from sluice.config.derived import checkpoint_folder, uses_adapters
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.data.benchmarks import files_by_name
@@ -108,7 +108,7 @@ def follow_run(
 
 
 def _refuse_adapters(run: Path, config: RunConfig) -> None:
-    if adapts(config.actor_rollout_ref.model):
+    if uses_adapters(config.actor_rollout_ref.model):
         raise ConfigError(
             f"--follow {run}: the run trains adapters (actor_rollout_ref.model.lora_rank), and its "
             "checkpoints have no whole weights; for each, sluice merge global_step_N OUTPUT, then "

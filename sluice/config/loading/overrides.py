@@ -21,7 +21,7 @@ from sluice.config.loading.keys import (
 )
 from sluice.config.loading.override_values import parse_override_value, unquote
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.problems import Problem, of_error, shown
+from sluice.config.problems import Problem, problem_of, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -80,7 +80,7 @@ def expand_overrides(items: Sequence[str], problems: list[Problem]) -> list[Over
         try:
             expanded.append(parse_override(item))
         except ConfigError as error:
-            problems.append(of_error(error))
+            problems.append(problem_of(error))
     return expanded
 
 

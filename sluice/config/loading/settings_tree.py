@@ -25,7 +25,7 @@ from sluice.config.loading.keys import (
 )
 from sluice.config.loading.override_values import parse_override_value, unquote
 from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
-from sluice.config.problems import Problem, of_error, shown
+from sluice.config.problems import Problem, problem_of, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -150,7 +150,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
             entry = find_key(path)
             if entry is not None and entry.is_block and not entry.in_schema:
                 resolved.set(path, value, tree.spelled.get(path, path))
-            elif (wrong := of_error(error)) not in resolved.problems:
+            elif (wrong := problem_of(error)) not in resolved.problems:
                 resolved.problems.append(wrong)
         else:
             resolved.set(path, resolved_value, tree.spelled.get(path, path))

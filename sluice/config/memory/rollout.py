@@ -89,8 +89,8 @@ def rollout_memory(
 def engine_weights(shape: ModelShape, layout: RolloutLayout) -> float:
     """Return the bytes of weights on a device: all over `tp`, but experts over `ep` if used."""
     experts = shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
-    others = (shape.total_parameters - shape.expert_parameters) / layout.tp
-    return (experts + others) * layout.weight_bytes
+    shared = (shape.total_parameters - shape.expert_parameters) / layout.tp
+    return (experts + shared) * layout.weight_bytes
 
 
 def engine_activations(shape: ModelShape, layout: RolloutLayout) -> float:
