@@ -22,7 +22,7 @@ from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.report.run_record import read_progress
-from sluice.report.summary import ended_summary
+from sluice.report.summary import read_summary
 from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME, TRACKER_NAME
 
 
@@ -153,7 +153,7 @@ def last_seen(run_dir: Path) -> str:
     A run that had processes here, too, is ours, such as one on Ray whose launcher has died.
     """
     hosts = {mark.host for mark in process_marks(run_dir)}
-    if not hosts or host_of_pids() in hosts or ended_summary(run_dir):
+    if not hosts or host_of_pids() in hosts or read_summary(run_dir):
         return ""
     names = ", ".join(sorted({host.partition(" ")[0] for host in hosts}))
     return f"the processes of {run_dir} were last seen on {names}"

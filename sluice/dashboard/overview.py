@@ -16,7 +16,7 @@ from sluice.client.run_monitor import RunSnapshot
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
-from sluice.report.progress import low_yield
+from sluice.report.progress import low_yield_notice
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
 from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
@@ -143,7 +143,9 @@ def _composition(recent: Mapping[str, float]) -> Iterator[str]:
     failed = recent.get("failed", 0.0) / total
     if failed > _MANY_FAILED:
         yield f"{failed:.0%} of the groups of the last steps failed"
-    if notice := low_yield({f"train/groups_{kind}": count for kind, count in recent.items()}):
+    if notice := low_yield_notice(
+        {f"train/groups_{kind}": count for kind, count in recent.items()}
+    ):
         yield f"{notice} (last steps)"
 
 

@@ -411,7 +411,7 @@ class ProgressSink(MetricSink):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if metric_names.STEP_S in metrics:
-            left = self._time_left.after(step, self._total_steps, metrics)
+            left = self._time_left.update(step, self._total_steps, metrics)
             logger.info("%s", step_line(step, self._total_steps, metrics, left))
         elif (accuracy := accuracy_of(metrics)) is not None:
             logger.info("validation after step %d: accuracy %.3f", step, accuracy)

@@ -46,7 +46,7 @@ from sluice.errors import ConfigError, DataError, NotReadyError
 from sluice.evaluation.comparison import (
     ComparedBenchmark,
     Evaluation,
-    compared_benchmarks,
+    compare_benchmarks,
     comparison_object,
     read_evaluations,
 )
@@ -310,7 +310,7 @@ def compare_evaluations(
       sluice eval compare runs/one/evaluations --output curve.html
     """
     evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
-    benchmarks = compared_benchmarks(evaluations)
+    benchmarks = compare_benchmarks(evaluations)
     if output is not None:
         write_page(evaluations, output, max_prompts=prompts, max_responses=responses)
     if as_json:

@@ -28,7 +28,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.data.benchmarks import files_by_name
 from sluice.errors import ConfigError, DataError, SluiceError
-from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
+from sluice.evaluation.comparison import Evaluation, compare_benchmarks, read_evaluations
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
 from sluice.evaluation.statistics import estimate_text
@@ -166,7 +166,7 @@ def _print_progress(
 ) -> None:
     """Print the means of the newest evaluation, and what has changed since the first one."""
     number = [one.folder for one in evaluations].index(output)
-    for benchmark in compared_benchmarks(evaluations):
+    for benchmark in compare_benchmarks(evaluations):
         if (results := benchmark.results[number]) is None:
             continue
         text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "

@@ -22,7 +22,7 @@ from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
-from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_refused
+from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_error
 from sluice.data.row_files import read_rows
 from sluice.errors import DataError
 from sluice.safe_text import printable
@@ -94,7 +94,7 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
             raise DataError(f"{file}, {place}: 'prompt' holds a message with {lost[0]}; remove it")
     for name in UNREAD_MEDIA:
         if getattr(row, name):
-            raise media_refused(f"{file}, {place}", name)
+            raise media_error(f"{file}, {place}", name)
     agent = {AGENT_NAME: row.agent_name} if row.agent_name else {}
     return NewPrompt(
         row.prompt_id or _made_id(file, place, row),

@@ -33,7 +33,7 @@ from sluice.launch.network_layout import (
     observed_settings,
 )
 from sluice.launch.shared_run import SharedRun
-from sluice.report.summary import forget_end
+from sluice.report.summary import remove_end_files
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics import forget_targets
 
@@ -140,7 +140,7 @@ def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[s
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")
     write_config(config, written)
-    forget_end(written.parent)
+    remove_end_files(written.parent)
     forget_targets(written.parent)
     run.begin(Path(checkpoint_folder(config)))
 

@@ -39,7 +39,7 @@ from sluice.launch.processes.child import ThisMachine
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import ReplicaScale, launch_service
-from sluice.report.summary import forget_end
+from sluice.report.summary import remove_end_files
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.rpc.status import expect_no_tls
@@ -276,7 +276,7 @@ async def start_processes(
     """
     await refuse_beside_another(config_file.parent)
     refuse_other_ledger(config)
-    forget_end(config_file.parent)
+    remove_end_files(config_file.parent)
     config = with_absolute_paths(config)
     if ray is None:
         config = with_ports(config)

@@ -25,7 +25,7 @@ from sluice.dashboard.run_data import NO_POINTS, compare_folders
 from sluice.dashboard.serving import URL_NAME, serve_page, write_report
 from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import METRICS_NAME
-from sluice.report.summary import ended_summary, summarize, write_summary
+from sluice.report.summary import read_summary, summarize, write_summary
 from sluice.safe_text import printable
 
 _NICE, _CONNECT_S = 10, 2.0
@@ -160,7 +160,7 @@ def report(
     is_live = asyncio.run(is_active(folder))
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
-    numbers = {**({} if is_live else ended_summary(folder)), **asdict(summary)}
+    numbers = {**({} if is_live else read_summary(folder)), **asdict(summary)}
     write_summary(folder, numbers)
     page = folder / "report.html"
     write_report(folder, page)

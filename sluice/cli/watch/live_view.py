@@ -26,7 +26,7 @@ from sluice.report.progress import (
     TimeLeft,
     duration_text,
     groups_since,
-    low_yield,
+    low_yield_notice,
     starting_line,
     state_line,
     step_line,
@@ -297,7 +297,7 @@ class LiveView:
                 total = self.total_steps = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
                     following, self._last_step, self._has_stepped = step + 1, step, True
-                    left = time_left.after(step, total, metrics)
+                    left = time_left.update(step, total, metrics)
                     self._print(step_line(step, total, metrics, left))
                     self._print_new_accuracy()
             except SluiceError:
@@ -338,7 +338,7 @@ class LiveView:
             self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
         kept = snapshot.groups.get("kept", 0)
         present = groups_since(self._prompts_before, snapshot.prompts, kept)
-        text = low_yield(present) or low_yield(snapshot.metrics)
+        text = low_yield_notice(present) or low_yield_notice(snapshot.metrics)
         if text and not self._is_yield_low:
             self._print(f"notice: {text}")
         self._is_yield_low = bool(text)

@@ -24,9 +24,9 @@ from sluice.concurrency.waits import Waiting
 from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError, NotReadyError, SluiceError
 from sluice.launch.servicer import have_all_left, launched_processes
-from sluice.report.progress import duration_text, low_yield
+from sluice.report.progress import duration_text, low_yield_notice
 from sluice.report.run_record import METRICS_NAME
-from sluice.report.summary import ended_summary
+from sluice.report.summary import read_summary
 from sluice.service_contract import CONFIG_NAME
 
 _MAX_ROWS_PER_SERVICE = 8
@@ -79,7 +79,7 @@ def status(
     console.print(run_table(snapshot, run_accuracies(StepHistory(folder))))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
     restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
-    for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):
+    for notice in filter(None, [low_yield_notice(snapshot.metrics), *restarts]):
         print_line(console, f"notice: {notice}")
 
 
@@ -207,7 +207,7 @@ async def _described(folder: Path) -> ListedRun:
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )
     if state == "not running" or (state == "finished" and past.is_stopped):
-        has_failed = ended_summary(folder).get("outcome") == "failed"
+        has_failed = read_summary(folder).get("outcome") == "failed"
         state = "failed" if has_failed else "stopped"
     accuracy = past.accuracies[-1] if past.accuracies else None
     return ListedRun(

@@ -32,7 +32,7 @@ from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary import SUMMARY_NAME, forget_end
+from sluice.report.summary import SUMMARY_NAME, remove_end_files
 from sluice.service_contract import CONFIG_NAME, LEDGER_NAME, TRACKER_NAME
 from tests.support.doctor_findings import write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -133,7 +133,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
 
 def test_a_process_that_lives_keeps_its_mark_where_another_run_begins(tmp_path: Path) -> None:
     with marked_process(tmp_path, "reward"):
-        forget_end(tmp_path)
+        remove_end_files(tmp_path)
         assert mark_file(tmp_path, "reward").is_file()
 
 
@@ -141,7 +141,7 @@ def test_the_marks_of_other_machines_are_those_of_the_last_start(tmp_path: Path)
     before = ProcessMark("rollout-1", 7, f"not {host_of_pids()}", started=1)
     mark_file(tmp_path, "rollout-1").parent.mkdir()
     mark_file(tmp_path, "rollout-1").write_text(json.dumps(asdict(before)), encoding="utf-8")
-    forget_end(tmp_path)
+    remove_end_files(tmp_path)
     assert not process_marks(tmp_path)
 
 
