@@ -40,7 +40,7 @@ from sluice.codec.reward import (
     reward_of,
     score_to_proto,
 )
-from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
+from sluice.codec.train_batch import outline_to_proto, pack_messages, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.config.schema.service import LimitsConfig
@@ -135,7 +135,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Send samples of the leased batch and their prompts."""
         check_fields(request)
         batch = self._app.loop.batches.batch(request.batch_id)
-        for message in packed(sample_messages(batch, request.rows)):
+        for message in pack_messages(sample_messages(batch, request.rows)):
             with waiting_for("trainer", "taking samples of a batch"):
                 await context.write(message)
 

@@ -34,9 +34,9 @@ from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
-from sluice.doctor.configuration import check_configuration, of_other_keys
+from sluice.doctor.configuration import check_configuration, without_wrong_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import DoctorContext, examined_of
+from sluice.doctor.finding import DoctorContext, doctor_context
 from sluice.doctor.machine import check_gpus
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import launch_devices
@@ -129,7 +129,7 @@ def check(
     """
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     run = read_run(file, overrides)
-    examined = examined_of(run) if files else None
+    examined = doctor_context(run) if files else None
     model = local_model(run.config.actor_rollout_ref.model.path, model_config)
     report = check_report(
         run.config,
@@ -241,7 +241,7 @@ def with_preflight(
     report: CheckReport, run: ReadRun, examined: DoctorContext | None
 ) -> CheckReport:
     """Return the report with wrong keys and values and, of an examined machine, the preflight."""
-    broken = of_other_keys(report.problems, run.problems)
+    broken = without_wrong_keys(report.problems, run.problems)
     problems: list[Problem] = []
     if examined is not None:
         devices = launch_devices(run.config, examined.environment)
@@ -258,7 +258,7 @@ def with_preflight(
     return replace(
         report,
         problems=(*wrong, *broken, *errors(problems)),
-        notes=(*of_other_keys(report.notes, run.problems), *notes),
+        notes=(*without_wrong_keys(report.notes, run.problems), *notes),
     )
 
 

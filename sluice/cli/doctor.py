@@ -14,7 +14,7 @@ from rich.text import Text
 from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json
 from sluice.doctor.examination import CHECKS, CheckResult, examine
-from sluice.doctor.finding import FindingSeverity, examined_run
+from sluice.doctor.finding import FindingSeverity, read_doctor_context
 from sluice.safe_text import printable
 
 _STYLES = {
@@ -83,7 +83,7 @@ def doctor(
       sluice doctor run.yaml
       sluice doctor run.yaml sluice.rollout.replicas=4 --json
     """
-    examined = examined_run(*split_arguments(arguments, trust_script=trust_script))
+    examined = read_doctor_context(*split_arguments(arguments, trust_script=trust_script))
     console = output_console()
     results: list[CheckResult] = []
     for result in examine(examined, CHECKS):

@@ -18,7 +18,7 @@ from sluice.config.run import RunConfig
 from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import read_rows
-from sluice.doctor.finding import ROWS_LOOKED_AT, opened_rows
+from sluice.doctor.finding import ROWS_LOOKED_AT, open_first_rows
 from sluice.doctor.reward import made_up_response, try_responses
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
@@ -128,7 +128,7 @@ def _pairs(
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
     keys = {key: files for key, files in prompt_files(config).items() if key != VAL_KEY}
-    of_keys = [opened_rows(config, key)[1] for key, files in keys.items() if files]
+    of_keys = [open_first_rows(config, key)[1] for key, files in keys.items() if files]
     turns = chain.from_iterable(zip_longest(*of_keys))
     rows = [row for row in turns if row is not None][:count]
     if responses is not None:

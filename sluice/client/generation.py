@@ -27,7 +27,7 @@ from sluice.client.generation_types import (
     encoded_images,
     is_conversation,
 )
-from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_bytes, valid_unicode
+from sluice.codec.fields import shorten, token_ids_from_bytes, token_ids_to_bytes, valid_unicode
 from sluice.codec.messages import template_kwargs_to_proto
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
@@ -220,7 +220,7 @@ def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptI
     ):
         if value:
             raise InvalidRequestError(
-                f"{name}: {shortened(value)} for a prompt of {kind}; send turns, or leave it out"
+                f"{name}: {shorten(value)} for a prompt of {kind}; send turns, or leave it out"
             )
     return message
 

@@ -84,15 +84,15 @@ def progress_to_proto(progress: DataProgress) -> common.DataProgress:
     return common.DataProgress(
         low_water=progress.low_water,
         ended_above=progress.ended_above,
-        sources={name: progress_to_proto(one) for name, one in progress.sources.items()},
+        sources={name: progress_to_proto(source) for name, source in progress.sources.items()},
     )
 
 
 def progress_from_proto(message: common.DataProgress) -> DataProgress:
     """Decode data progress."""
     sources = {
-        name: DataProgress(one.low_water, tuple(one.ended_above))
-        for name, one in message.sources.items()
+        name: DataProgress(source.low_water, tuple(source.ended_above))
+        for name, source in message.sources.items()
     }
     return DataProgress(message.low_water, tuple(message.ended_above), sources)
 

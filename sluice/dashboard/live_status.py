@@ -87,7 +87,7 @@ class LiveStatus:
         async with self._turn:
             now_s = self._clock()
             if now_s - self._asked_s >= ASK_EVERY_S:
-                self._answer = await self._fresh()
+                self._answer = await self._query()
                 self._asked_s = self._clock()
             return self._answer
 
@@ -95,9 +95,9 @@ class LiveStatus:
         """Close the channels."""
         await self._stack.aclose()
 
-    async def _fresh(self) -> LiveAnswer | None:
+    async def _query(self) -> LiveAnswer | None:
         try:
-            monitor, location = await self._connected()
+            monitor, location = await self._connect()
         except (SluiceError, OSError):
             return None
         try:
@@ -112,12 +112,12 @@ class LiveStatus:
         if self._clock() - self._surveyed_s >= SURVEY_EVERY_S:
             self._wait = await self._survey(location)
             self._surveyed_s = self._clock()
-        processes = await self._launched()
+        processes = await self._launched_processes()
         if run is None and self._wait is None and not processes:
             return None
         return LiveAnswer(run, self._wait, processes)
 
-    async def _launched(self) -> tuple[LaunchedProcess, ...]:
+    async def _launched_processes(self) -> tuple[LaunchedProcess, ...]:
         try:
             async with deadline(
                 self._answer_within_s, peer="launcher", phase="asking for its processes"
@@ -138,7 +138,7 @@ class LiveStatus:
         )
         return WaitCause(explanation.cause, explanation.root, longest if explanation.root else 0.0)
 
-    async def _connected(self) -> tuple[RunMonitor, RunLocation]:
+    async def _connect(self) -> tuple[RunMonitor, RunLocation]:
         """Return the run's addresses with a client of them, looked up again after a restart.
 
         Raises:

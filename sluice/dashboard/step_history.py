@@ -89,7 +89,7 @@ class StepHistory:
         Raises:
             OSError: the file cannot be read.
         """
-        taken = self._tail.take()
+        taken = self._tail.read_new_lines()
         if taken.is_reset:
             self._clear()
         for line in taken.lines:
@@ -141,7 +141,9 @@ class StepHistory:
         if metric_names.STEP in row:
             if self._trained.drop_rows_from(step):
                 self._validated.drop_rows_from(step)
-                self._accuracy = {known: a for known, a in self._accuracy.items() if known < step}
+                self._accuracy = {
+                    earlier: a for earlier, a in self._accuracy.items() if earlier < step
+                }
             self._trained.note(step, row)
             self.newest = row
             accounting = {

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import GenerationEvent, GenerationStarted, SampleDelta
-from sluice.codec.fields import shortened
+from sluice.codec.fields import shorten
 from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
 from sluice.openai_server.answers import AnswerBuilder, Sink, generate_choices
@@ -219,7 +219,7 @@ class OpenAIServer:
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
             raise RefusedError(
-                f"model: {shortened(name)} is not served; name {self._settings.model_name!r}",
+                f"model: {shorten(name)} is not served; name {self._settings.model_name!r}",
                 "model",
                 status=404,
                 code="model_not_found",

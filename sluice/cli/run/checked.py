@@ -15,9 +15,9 @@ from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.configuration import of_other_keys
+from sluice.doctor.configuration import without_wrong_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import DoctorContext, examined_of
+from sluice.doctor.finding import DoctorContext, doctor_context
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
 from sluice.report.run_record import METRICS_NAME, read_progress
@@ -53,7 +53,7 @@ def checked_run(
     if where := last_seen(run_dir):
         spoils = "if they still run there, end this start: two runs spoil one folder"
         print_line(console, f"notice: {where}; {spoils}")
-    notes = of_other_keys(launch_notes(run.config, run.settings), run.problems)
+    notes = without_wrong_keys(launch_notes(run.config, run.settings), run.problems)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()
@@ -117,7 +117,7 @@ def examined_to_start(
     Raises:
         ConfigError: as `checked_run`.
     """
-    examined = examined_of(run, is_local=is_local)
+    examined = doctor_context(run, is_local=is_local)
     problems = preflight(
         examined,
         lambda check: (

@@ -133,7 +133,7 @@ async def _serve(
 ) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, others=others, stop=stop, on_address=on_address)
+        await serve_page(run, host, port, other_runs=others, stop=stop, on_address=on_address)
 
 
 def _print_address(url: str) -> None:

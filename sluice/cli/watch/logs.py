@@ -114,7 +114,7 @@ def _files(folder: Path, service: str | None) -> list[Path]:
 def _new_lines(tail: LineTail) -> Iterator[str]:
     has_more = True
     while has_more:
-        taken = tail.take()
+        taken = tail.read_new_lines()
         has_more = taken.has_more
         for line in taken.lines:
             yield line.text.decode("utf-8", errors="replace").rstrip("\r\n")

@@ -17,7 +17,7 @@ from sluice.doctor.configuration import (
     date_findings,
     tls_off_findings,
 )
-from sluice.doctor.files import check_model, check_whole, model_findings
+from sluice.doctor.files import check_complete, check_model, model_findings
 from sluice.doctor.prompts import check_data, source_findings
 from sluice.errors import DataError
 from sluice.security.development_ca import DevelopmentCa
@@ -52,10 +52,10 @@ def test_no_prefix_of_a_file_passes_for_the_whole(
     folder = tmp_path_factory.mktemp("model")
     first, _ = write_model(folder)
     content = first.read_bytes()
-    check_whole(KEY, first)
+    check_complete(KEY, first)
     first.write_bytes(content[: int(kept * len(content))])
     with pytest.raises(DataError, match=f"{KEY}: {first.name} is not whole"):
-        check_whole(KEY, first)
+        check_complete(KEY, first)
 
 
 def test_bytes_behind_the_last_tensor_are_seen(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_offloaded_moments_and_asynchronous_saves_stay_on_the_host_with_the_rank
             f"actor_rollout_ref.model.path={tmp_path}", "trainer.n_gpus_per_node=2", *overrides
         )
         assert found.shape is not None
-        return machine.held_on_host(found.config, found.shape) / found.shape.total_parameters
+        return machine.rank_bytes_on_host(found.config, found.shape) / found.shape.total_parameters
 
     nothing = held()
     away = held(f"{actor}.fsdp_config.optimizer_offload=true")
@@ -248,7 +248,7 @@ def test_the_pixels_of_a_batch_and_an_image_encoder_count_on_the_host(tmp_path: 
         file.write_text(content, encoding="utf-8")
         found = run_of(f"actor_rollout_ref.model.path={tmp_path}", *overrides)
         assert found.shape is not None
-        return machine.held_on_host(found.config, found.shape)
+        return machine.rank_bytes_on_host(found.config, found.shape)
 
     data = run_of().config.data
     pixels = data.train_batch_size * data.max_prompt_length * encoder.pixel_bytes

@@ -19,7 +19,7 @@ from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
 from sluice.doctor.configuration import check_configuration
 from sluice.doctor.examination import CHECKS, Check, preflight
-from sluice.doctor.finding import DoctorContext, Finding, opened_rows, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, open_first_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
 from sluice.doctor.reward import check_reward
@@ -229,7 +229,7 @@ def test_the_checks_of_data_and_reward_read_a_file_once(
 
     def counting(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
         read.append(key)
-        return opened_rows(config, key)
+        return open_first_rows(config, key)
 
     monkeypatch.setattr("sluice.doctor.finding.opened_rows", counting)
     monkeypatch.setattr(
@@ -263,7 +263,7 @@ def test_a_metric_that_no_response_has_is_found_where_tools_are_used_and_scorers
 
 def test_rows_that_the_template_refuses_are_a_problem_if_it_refuses_all(tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a", "b"]))
-    _, rows = opened_rows(run_of(f"data.train_files={file}").config, "data.train_files")
+    _, rows = open_first_rows(run_of(f"data.train_files={file}").config, "data.train_files")
     refused = "messages: the chat template refused them: roles must alternate"
     found = only(template_findings([(rows[0], 5), (rows[1], refused)]), "warning")
     assert "row 1: messages: the chat template refused them" in found.what

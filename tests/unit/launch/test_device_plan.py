@@ -22,7 +22,7 @@ from sluice.config.memory.shape import published_model, published_shape
 from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
-from sluice.doctor.finding import examined_of
+from sluice.doctor.finding import doctor_context
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, divide_devices
@@ -270,7 +270,7 @@ def test_too_few_devices_of_this_machine_are_one_error(
     monkeypatch.setattr("sluice.device.host.has_torch_npu", lambda: variable == NPUS)
     device = (f"trainer.device={kind}", f"sluice.rollout.device={kind}")
     run = read_run(None, [POOL, *device])
-    found = [*check_gpus(examined_of(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
+    found = [*check_gpus(doctor_context(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
     (one,) = found
     assert one.what.startswith("the launch takes 8 ")
     assert one.remedy.startswith("3 would do with trainer.nnodes=1 trainer.n_gpus_per_node=")
@@ -438,7 +438,7 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
 def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPUS, "")
     run = read_run(None, ["trainer.device=cuda", "sluice.rollout.device=cuda"])
-    report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
+    report = with_preflight(check_report(run.config, run.settings), run, doctor_context(run))
     assert any("this host has no GPU" in note.text for note in report.notes)
     assert not any("no device of its own" in one.text for one in report.problems)
 
