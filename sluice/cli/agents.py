@@ -73,7 +73,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
         ) from error
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await unless(stop, _until_up(run, wait_s))
+        await unless(stop, _wait_until_up(run, wait_s))
         if stop.is_set():
             return
         async with (
@@ -95,7 +95,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
     typer.echo(f"ended: {runner.counts}")
 
 
-async def _until_up(run: Path, wait_s: float) -> None:
+async def _wait_until_up(run: Path, wait_s: float) -> None:
     """Wait until a run's trainer answers; print for what.
 
     Raises:
@@ -103,18 +103,18 @@ async def _until_up(run: Path, wait_s: float) -> None:
         SluiceError: its configuration or its credentials cannot be used.
     """
     loop = asyncio.get_running_loop()
-    give_up_s, said = loop.time() + wait_s, ""
-    while (reason := await _missing(run)) is not None:
+    give_up_s, printed_reason = loop.time() + wait_s, ""
+    while (reason := await _missing_reason(run)) is not None:
         left_s = give_up_s - loop.time()
-        if reason != said:
-            said = reason
+        if reason != printed_reason:
+            printed_reason = reason
             typer.echo(f"waiting up to {max(0.0, left_s):.0f} s for {run}: {reason}")
         if left_s <= 0:
             raise NotReadyError(f"run: {run} was not up within --wait-s {wait_s:g}: {reason}")
         await asyncio.sleep(_LOOK_S)
 
 
-async def _missing(run: Path) -> str | None:
+async def _missing_reason(run: Path) -> str | None:
     """Return why a run cannot lease samples yet; ``None``: it can."""
     try:
         location, _ = await ask_run(run)

@@ -62,7 +62,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
     """
     if target is None and compare is None:
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
-    _need_torch()
+    _require_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import find_source
@@ -86,7 +86,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
 def _merge(source: CheckpointSource, target: Path, options: MergeOptions, *, as_json: bool) -> None:
     from sluice.checkpoint.merge import merge_checkpoint
 
-    with _progress("merging") as on_tensor:
+    with _show_progress("merging") as on_tensor:
         merge_checkpoint(source, target, options, on_tensor)
     if not as_json:
         dtype = "as saved" if options.dtype == "keep" else options.dtype
@@ -110,7 +110,7 @@ def _differences(model: Path, wanted: Path) -> list[str]:
     """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
 
-    with _progress("comparing") as on_tensor:
+    with _show_progress("comparing") as on_tensor:
         differences = compare_weights(model, wanted, on_tensor)
     for line in differences[:_MAX_DIFFERENCES]:
         typer.echo(line, err=True)
@@ -119,7 +119,7 @@ def _differences(model: Path, wanted: Path) -> list[str]:
     return list(differences)
 
 
-def _need_torch() -> None:
+def _require_torch() -> None:
     try:
         import safetensors  # noqa: F401 - whether it is installed
         import torch  # noqa: F401
@@ -130,7 +130,7 @@ def _need_torch() -> None:
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(text: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error; yield a function that sets done and total tensors."""
     with progress_bars(Console(stderr=True)) as bars:
         bar = bars.add_task(text, total=None)

@@ -96,8 +96,8 @@ def try_function(
     """
     if with_truth and responses is not None:
         raise ConfigError("--with-truth and --responses both name the responses; leave one out")
-    config = _config(function, settings or [], data)
-    pairs = _pairs(config, count, responses, with_truth=with_truth)
+    config = _load_function_config(function, settings or [], data)
+    pairs = _rows_with_responses(config, count, responses, with_truth=with_truth)
     enough_s = len(pairs) * (config.reward.scorer_pool.timeout_s + _CALL_S)
     answers, printed = try_responses(config, pairs, enough_s)
     if printed:
@@ -106,24 +106,24 @@ def try_function(
         if as_json:
             print_json({"row": row.place, "response": response, **msgspec.to_builtins(answer)})
         else:
-            typer.echo(printable(_text(number, row, response, answer)))
-    scores = [one.score for one in answers if one.score is not None]
+            typer.echo(printable(_response_text(number, row, response, answer)))
+    scores = [trial.score for trial in answers if trial.score is not None]
     typer.echo(_verdict(scores, len(pairs)), err=True)
     if len(scores) < len(pairs):
         raise typer.Exit(1)
 
 
-def _config(function: str, settings: Sequence[str], data: Path | None) -> RunConfig:
+def _load_function_config(function: str, settings: Sequence[str], data: Path | None) -> RunConfig:
     is_run = Path(function).suffix in {".yaml", ".yml"}
-    own = (
+    overrides = (
         [] if is_run else [f"reward.custom_reward_function.path={format_override_value(function)}"]
     )
     if data is not None:
-        own.append(f"{TRAIN_KEY}={format_override_value(str(data))}")
-    return load_config(Path(function) if is_run else None, [*own, *settings])
+        overrides.append(f"{TRAIN_KEY}={format_override_value(str(data))}")
+    return load_config(Path(function) if is_run else None, [*overrides, *settings])
 
 
-def _pairs(
+def _rows_with_responses(
     config: RunConfig, count: int, responses: Path | None, *, with_truth: bool
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
@@ -132,23 +132,27 @@ def _pairs(
     turns = chain.from_iterable(zip_longest(*of_keys))
     rows = [row for row in turns if row is not None][:count]
     if responses is not None:
-        return list(_given(responses, rows, count))
+        return list(_read_responses(responses, rows, count))
     if not rows:
         raise ConfigError(f"{next(iter(keys))} is null: there is no row to try; give --data FILE")
     return [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
 
 
-def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[PromptRow, str]]:
+def _read_responses(
+    file: Path, rows: Sequence[PromptRow], count: int
+) -> Iterator[tuple[PromptRow, str]]:
     """Yield the responses of a file, each with its own row or with the one of its number."""
-    for number, (place, one) in enumerate(read_rows(file, _Response, _NEEDS)[:count]):
+    for number, (place, entry) in enumerate(read_rows(file, _Response, _NEEDS)[:count]):
         row = rows[number] if number < len(rows) else None
-        source, truth = one.data_source, one.ground_truth
+        source, truth = entry.data_source, entry.ground_truth
         if row is None and (source is None or truth is None):
             raise DataError(
                 f"{file}, {place}: no data_source or ground_truth, and no row {number} in --data; "
                 f"it needs {_NEEDS}"
             )
-        extra_info = one.extra_info if one.extra_info is not None or row is None else row.extra_info
+        extra_info = (
+            entry.extra_info if entry.extra_info is not None or row is None else row.extra_info
+        )
         yield (
             PromptRow(
                 row.messages if row else (),
@@ -158,11 +162,11 @@ def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[
                 f"{file}, {place}",
                 truth_is_json=row is not None and truth is None and row.truth_is_json,
             ),
-            one.response,
+            entry.response,
         )
 
 
-def _text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> str:
+def _response_text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> str:
     """Return the lines of one response."""
     if answer.score is None:
         outcome = f"failed: {answer.failure}"

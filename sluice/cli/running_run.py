@@ -68,14 +68,14 @@ class PastRun:
             why = " (data exhausted)" if self.is_data_exhausted else ""
             return f"{run_dir}: finished after {steps}{why}{accuracy}"
         if self.phase == "starting":
-            restarts = [text for each in self.processes if (text := each.restart_text)]
+            restarts = [text for process in self.processes if (text := process.restart_text)]
             return (
                 f"{run_dir}: starting; {steps} finished{accuracy}\n"
                 f"{', '.join(restarts) or f'{len(self.processes)} processes are starting'}; "
                 f"logs: {run_dir / 'logs'}"
             )
         if self.phase == "out of sight":
-            return f"{run_dir}: {steps} finished{accuracy}\n{elsewhere(run_dir)}"
+            return f"{run_dir}: {steps} finished{accuracy}\n{elsewhere_notice(run_dir)}"
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
             f"logs: {run_dir / 'logs'}; `{resume_command(run_dir)}` starts it again"
@@ -84,11 +84,11 @@ class PastRun:
 
 def resume_command(run_dir: Path) -> str:
     """Return the command that resumes a run, for a shell; a copied folder's resumes the copy."""
-    where = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
+    options = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
     file = run_dir / CONFIG_NAME
     is_copy = file.is_file() and is_copied(run_dir, load_config(file, ()))
-    here = (folder_setting(run_dir.absolute()),) if is_copy else ()
-    return shlex.join(["sluice", "up", str(file), *here, *where])
+    folder_override = (folder_setting(run_dir.absolute()),) if is_copy else ()
+    return shlex.join(["sluice", "up", str(file), *folder_override, *options])
 
 
 def is_copied(run_dir: Path, config: RunConfig) -> bool:
@@ -117,7 +117,7 @@ async def past_run(run_dir: Path) -> PastRun:
     record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
     ended: Literal["finished", "out of sight", "not running"]
-    ended = "out of sight" if elsewhere(run_dir) else "not running"
+    ended = "out of sight" if elsewhere_notice(run_dir) else "not running"
     ended = "finished" if record.accounts else ended
     is_here = (run_dir / CONFIG_NAME).is_file()
     return PastRun(
@@ -138,16 +138,16 @@ async def is_active(run_dir: Path) -> bool:
     return await launched_processes(run_dir) is not None
 
 
-def elsewhere(run_dir: Path) -> str:
+def elsewhere_notice(run_dir: Path) -> str:
     """Return on which other machines a run may be active, and what to do; may be empty."""
-    where = last_seen(run_dir)
-    return where and (
-        f"{where}; use the command there, or, if nothing runs there any more, "
+    notice = last_seen_notice(run_dir)
+    return notice and (
+        f"{notice}; use the command there, or, if nothing runs there any more, "
         f"`{resume_command(run_dir)}` starts it again"
     )
 
 
-def last_seen(run_dir: Path) -> str:
+def last_seen_notice(run_dir: Path) -> str:
     """Return the other hosts on which a run without a recorded end was seen; may be empty.
 
     A run that had processes here, too, is ours, such as one on Ray whose launcher has died.

@@ -83,7 +83,7 @@ def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
 
 
 @contextmanager
-def counted(
+def show_count(
     text: str, total: int | None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
     """Show a count on standard error: a bar on a terminal, else a line every few seconds.
@@ -148,12 +148,12 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    lines = _rendered(console, table)
+    lines = _render_lines(console, table)
     console.print("\n".join(lines) if lines is not None else table, soft_wrap=True, markup=False)
     console.print()
 
 
-def _rendered(console: Console, table: Table) -> list[str] | None:
+def _render_lines(console: Console, table: Table) -> list[str] | None:
     """Return lines without trailing blanks for a pipe; ``None`` for a terminal."""
     if console.is_terminal:
         return None

@@ -65,7 +65,7 @@ def score(
         if as_json:
             print_json(_as_object(outcome))
         else:
-            typer.echo(f"[{index}] {_line(outcome)}")
+            typer.echo(f"[{index}] {_outcome_line(outcome)}")
     scores = [outcome.score for outcome in outcomes if isinstance(outcome, Scored)]
     mean = f", mean score {sum(scores) / len(scores):.4f}" if scores else ""
     typer.echo(f"{len(scores)} of {len(outcomes)} graded{mean}", err=True)
@@ -80,7 +80,7 @@ async def _score(
         return await client.score(items, deadline_s=deadline_s)
 
 
-def _line(outcome: Scored | Failed) -> str:
+def _outcome_line(outcome: Scored | Failed) -> str:
     if isinstance(outcome, Failed):
         return printable(f"failed: {outcome.kind}: {outcome.detail}")
     metrics = " ".join(f"{name}={value:g}" for name, value in sorted(outcome.metrics.items()))

@@ -81,7 +81,7 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
     settings = _settings_class()(
         model_name,
         deadline,
-        _keys(host, key_file),
+        _key_source(host, key_file),
         max_choices,
         max_connections,
         max_key_choices=max_key_choices,
@@ -100,13 +100,13 @@ def _settings_class() -> type[OpenAIServerSettings]:
     return OpenAIServerSettings
 
 
-def _keys(host: str, key_file: Path | None) -> TokenSource | None:
+def _key_source(host: str, key_file: Path | None) -> TokenSource | None:
     """Return the keys. Raises ConfigError for an open interface without one."""
     if key_file is not None:
         return TokenFile(key_file, "--key-file")
-    given = os.environ.get(KEY_VARIABLE)
-    if given is not None:
-        return GivenToken(given, KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        return GivenToken(key, KEY_VARIABLE)
     if host not in _LOOPBACK:
         raise ConfigError(
             f"--host {host}: others could use it; give --key-file or {KEY_VARIABLE}, or listen on "

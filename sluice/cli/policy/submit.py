@@ -97,12 +97,12 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
             raise media_error(f"{file}, {place}", name)
     agent = {AGENT_NAME: row.agent_name} if row.agent_name else {}
     return NewPrompt(
-        row.prompt_id or _made_id(file, place, row),
+        row.prompt_id or _derived_id(file, place, row),
         tuple(ChatMessage(turn.role, turn.content) for turn in row.prompt),
         row.data_source,
         answer,
         {**(row.extra_info or {}), **agent},
-        tuple(_image(file, place, index, one) for index, one in enumerate(row.images or ())),
+        tuple(_image(file, place, index, image) for index, image in enumerate(row.images or ())),
     )
 
 
@@ -115,7 +115,7 @@ def _image(file: Path, place: str, index: int, image: object) -> Image:
     return source if isinstance(source, bytes) else file.parent / source
 
 
-def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
+def _derived_id(file: Path, place: str, row: _SubmittedRow) -> str:
     fields = msgspec.structs.asdict(row)
     # Without them the ids of earlier releases stay.
     for newer in ("images", AGENT_NAME, *UNREAD_MEDIA):
@@ -173,7 +173,7 @@ async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_js
                     if as_json:
                         print_json(_as_object(event))
                     else:
-                        typer.echo(printable(_line(event)))
+                        typer.echo(printable(_event_line(event)))
                     is_last = event.event == "refused" or watch == (event.event != "accepted")
                     bars.update(bar, description=summary(counts), advance=int(is_last))
     finally:
@@ -186,7 +186,7 @@ def summary(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {event}" for event, count in counts.items()) or "no answer"
 
 
-def _line(event: PromptEvent) -> str:
+def _event_line(event: PromptEvent) -> str:
     step = "" if event.step is None else f" in step {event.step}"
     rewards = f" rewards {list(event.rewards)}" if event.rewards else ""
     detail = f": {event.detail}" if event.detail else ""

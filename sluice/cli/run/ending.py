@@ -57,7 +57,7 @@ def outcome_of(
     outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
     reason = ""
     if end.failures:
-        outcome, reason = "failed", _reason(end.failures[0])
+        outcome, reason = "failed", _failure_reason(end.failures[0])
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
     elif record.accounts.get(DATA_EXHAUSTED):
@@ -75,13 +75,13 @@ def outcome_of(
     )
 
 
-def _reason(failure: str) -> str:
+def _failure_reason(failure: str) -> str:
     """Return the process that failed and its last line: the error, as a rule."""
     head, *lines = failure.splitlines()
     return " ".join([head, *(line.strip() for line in lines[-1:])])
 
 
-def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
+def _lines_not_shown(lines: list[str], shown: Collection[str]) -> list[str]:
     return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
 
 
@@ -120,7 +120,7 @@ def end_run(
     _write_summary(run_dir, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
-    for name, text in _where(config, outcome):
+    for name, text in _next_steps(config, outcome):
         print_line(console, f"{name:<11} {text}")
     if as_json:
         print_json(numbers)
@@ -129,7 +129,7 @@ def end_run(
 def print_failures(end: RunEnd, console: Console, shown: Collection[str]) -> None:
     """Print why processes failed, without log lines that the user has seen already."""
     for failure in end.failures:
-        text = "\n".join(_unshown(failure.splitlines(), shown))
+        text = "\n".join(_lines_not_shown(failure.splitlines(), shown))
         console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
 
 
@@ -139,7 +139,7 @@ def _first_line(outcome: RunOutcome, seconds: float) -> str:
     return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
 
 
-def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+def _next_steps(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     run_dir = Path(config.sluice.run_dir)
     yield "checkpoint", outcome.checkpoint or "none"
     if (run_dir / REPORT_NAME).is_file():
@@ -154,8 +154,8 @@ def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     if outcome.reason == DATA_ENDED:
         yield "train on", f"{again} trainer.total_epochs={2 * config.trainer.total_epochs}"
     elif outcome.outcome == "finished":
-        more = 2 * (outcome.total_steps or outcome.step)
-        yield "train on", f"{again} trainer.total_training_steps={more}"
+        doubled = 2 * (outcome.total_steps or outcome.step)
+        yield "train on", f"{again} trainer.total_training_steps={doubled}"
     else:
         yield "resume", f"{again}  # {start}"
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
-from sluice.cli.run.checked import examined_to_start, refuse_other_ledger
-from sluice.cli.run.quickstart import made_settings
+from sluice.cli.run.checked import check_before_start, refuse_other_ledger
+from sluice.cli.run.quickstart import make_asset_settings
 from sluice.cli.running_run import folder_setting, newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -105,7 +105,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
-    settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
+    settings += make_asset_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
     if secure:
         ensure_certificates(certificates, report, run_is_active=is_active)
         settings += security_settings(certificates)
@@ -115,19 +115,19 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     settings += [*network_settings(), folder_setting(run_dir.absolute())]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
-        given = read_run(base, [*settings, *overrides])
-        refuse_other_ledger(given.config)
-        notes = launch_notes(given.config, read_settings(base, overrides))
-    config = examined_to_start(given, console, notes, is_local=False, grades=False).config
+        read = read_run(base, [*settings, *overrides])
+        refuse_other_ledger(read.config)
+        notes = launch_notes(read.config, read_settings(base, overrides))
+    config = check_before_start(read, console, notes, is_local=False, grades=False).config
     try_responses(config, (), ENOUGH_S)  # what grades can be loaded
     if not is_active:
-        _begin(run, config, written, report)
+        _write_run(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
-    _show(written, is_active=is_active, as_json=as_json)
+    _print_written(written, is_active=is_active, as_json=as_json)
 
 
-def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
+def _print_written(written: Path, *, is_active: bool, as_json: bool) -> None:
     if as_json:
         print_json({"config": str(written), "continues": is_active})
     else:
@@ -135,7 +135,9 @@ def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
         print_line(Console(), f"{written.parent}: the run {state}")
 
 
-def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
+def _write_run(
+    run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]
+) -> None:
     """Write the files of a new run."""
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")

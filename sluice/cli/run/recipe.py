@@ -9,14 +9,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from sluice.cli.arguments import AsJson, Overrides
-from sluice.cli.run.quickstart import mark_run_folder, preparation, start_at_zero
+from sluice.cli.run.quickstart import mark_run_folder, show_preparation, start_at_zero
 from sluice.cli.run.up import (
     Display,
     On,
     Quiet,
     RayAddress,
     ShowLogs,
-    display_of,
+    display_from_options,
     ray_options,
     run_configured,
 )
@@ -127,7 +127,7 @@ def run(  # noqa: PLR0913 - options of the command
     """
     began_s = time.monotonic()
     recipe = recipe_named(name)
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
     if tiny:
         if on != "local":
             raise ConfigError("--on ray: a run in small takes one machine; leave one of both out")
@@ -150,7 +150,7 @@ def _run_small(
     display: Display,
     began_s: float,
 ) -> NoReturn:
-    made, small = small_run(recipe)
+    made_files, small = small_run(recipe)
     load_config(recipe.run, [*small, *overrides])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
     try:
@@ -160,8 +160,8 @@ def _run_small(
             f"--tiny needs PyTorch and transformers, and {error.name} is not installed; "
             "pip install 'sluice[torch]'"
         ) from error
-    with preparation(display.console) as show_progress:
-        files = make_files(recipe, made, run_dir / "assets", seed, show_progress)
+    with show_preparation(display.console) as show_progress:
+        files = make_files(recipe, made_files, run_dir / "assets", seed, show_progress)
     seeds = [f"{key}={seed}" for key in _SEEDED]
     settings = [*small, *files, folder_setting(run_dir), *seeds, *overrides]
     start_at_zero(recipe.run, settings, display, began_s)

@@ -129,11 +129,11 @@ async def _serve(
     host: str,
     port: int,
     on_address: Callable[[str], None],
-    others: Sequence[Path] = (),
+    other_runs: Sequence[Path] = (),
 ) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, other_runs=others, stop=stop, on_address=on_address)
+        await serve_page(run, host, port, other_runs=other_runs, stop=stop, on_address=on_address)
 
 
 def _print_address(url: str) -> None:
@@ -205,23 +205,23 @@ def compare(
     if as_json:
         print_json(comparison)
     else:
-        _print(comparison)
+        _print_comparison(comparison)
 
 
-def _print(comparison: dict[str, Any]) -> None:
+def _print_comparison(comparison: dict[str, Any]) -> None:
     console = output_console()
     names = [printable(run["name"]) for run in comparison["runs"]]
 
-    def table(title: str, first: str, rows: list[tuple[str, Sequence[str]]]) -> None:
+    def table(title: str, first_column: str, rows: list[tuple[str, Sequence[str]]]) -> None:
         if rows:
             cells = [(printable(name), *map(printable, values)) for name, values in rows]
-            print_table(console, title, (first, *names), cells)
+            print_table(console, title, (first_column, *names), cells)
 
     table(
         "Figures",
         "",
         [
-            (row["name"], [_text(value, row["kind"]) for value in row["values"]])
+            (row["name"], [_value_text(value, row["kind"]) for value in row["values"]])
             for row in comparison["figures"]
         ],
     )
@@ -231,7 +231,7 @@ def _print(comparison: dict[str, Any]) -> None:
             f"{title} at equal steps, tokens and time",
             "after",
             [
-                (_BY[row["by"]].format(row["at"]), [_text(v, "number") for v in row[measure]])
+                (_BY[row["by"]].format(row["at"]), [_value_text(v, "number") for v in row[measure]])
                 for row in comparison["progress"]
                 if any(value is not None for value in row[measure])
             ],
@@ -245,7 +245,7 @@ def _print(comparison: dict[str, Any]) -> None:
         console.print("The configurations are the same.")
 
 
-def _text(value: float | None, kind: str) -> str:
+def _value_text(value: float | None, kind: str) -> str:
     if value is None:
         return _NONE
     match kind:

@@ -53,27 +53,27 @@ def logs(
       sluice logs trainer -f -n 20
     """
     if run is not None and _is_service_name(run):
-        run, service = _as_service(run, service)
+        run, service = _run_and_service(run, service)
     named = named_run(run, run_option)
     folder = (named.parent if named.is_file() else named) / "logs"
     show = partial(_print, has_name=service is None, as_json=as_json)
     tails = {file: LineTail(file) for file in _files(folder, service)}
     for file, tail in tails.items():
-        show(file, deque(_new_lines(tail), maxlen=lines))
+        show(file, deque(_read_new_lines(tail), maxlen=lines))
     while follow:
         time.sleep(_POLL_S)
         for file in _files(folder, service):
-            show(file, _new_lines(tails.setdefault(file, LineTail(file))))
+            show(file, _read_new_lines(tails.setdefault(file, LineTail(file))))
 
 
-def _as_service(named: Path, other: str | None) -> tuple[Path | None, str]:
+def _run_and_service(named: Path, second: str | None) -> tuple[Path | None, str]:
     """Return the run and the service of two arguments; the first is no run."""
-    if other is not None and not _is_path(other):
+    if second is not None and not _is_path(second):
         raise ConfigError(
-            f"run: there is no folder {named}, and none {other}; give the folder of a run, such as "
-            f"runs/quickstart, or the service alone, which is one of the newest run's"
+            f"run: there is no folder {named}, and none {second}; give the folder of a run, such "
+            f"as runs/quickstart, or the service alone, which is one of the newest run's"
         )
-    return None if other is None else Path(other), str(named)
+    return None if second is None else Path(second), str(named)
 
 
 def _is_service_name(named: Path) -> bool:
@@ -111,7 +111,7 @@ def _files(folder: Path, service: str | None) -> list[Path]:
     return files
 
 
-def _new_lines(tail: LineTail) -> Iterator[str]:
+def _read_new_lines(tail: LineTail) -> Iterator[str]:
     has_more = True
     while has_more:
         taken = tail.read_new_lines()

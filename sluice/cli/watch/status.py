@@ -112,12 +112,12 @@ def wait_table(explanation: Explanation) -> RenderableType:
         table.add_column(name, overflow="fold")
     table.add_column("since", justify="right", no_wrap=True)
     for service in explanation.services:
-        for row in _rows(service):
+        for row in _wait_rows(service):
             table.add_row(*(Text(cell) for cell in row))
     return Group(Text(explanation.cause, style="bold"), table)
 
 
-def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
+def _wait_rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
     if service.failure:
         process = f"; process {service.pid} is {service.process}" if service.process else ""
         unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
@@ -127,7 +127,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
     reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
     for wait in reported[:_MAX_ROWS_PER_SERVICE]:
-        yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
+        yield service.name, wait.peer, _wait_phase(wait), f"{wait.seconds:.0f} s"
     left_out = len(reported) - _MAX_ROWS_PER_SERVICE
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
@@ -135,7 +135,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         yield service.name, "-", "no service for longer than a second", ""
 
 
-def _phase(wait: Waiting) -> str:
+def _wait_phase(wait: Waiting) -> str:
     return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase
 
 
@@ -176,9 +176,9 @@ def runs(
     Example:
       sluice runs
     """
-    listed = asyncio.run(_listed(started_runs(folder)))
+    listed = asyncio.run(_list_runs(started_runs(folder)))
     if as_json:
-        print_json({"runs": [asdict(one) for one in listed]})
+        print_json({"runs": [asdict(listed_run) for listed_run in listed]})
     elif not listed:
         typer.echo(f"no runs in {folder.absolute()}")
     else:
@@ -186,16 +186,16 @@ def runs(
             output_console(),
             "",
             ("run", "state", "step", "accuracy", "started", "last step"),
-            map(_row, listed),
+            map(_run_row, listed),
             right=("step", "accuracy", "started", "last step"),
         )
 
 
-async def _listed(folders: list[Path]) -> list[ListedRun]:
-    return [await _described(folder) for folder in folders]
+async def _list_runs(folders: list[Path]) -> list[ListedRun]:
+    return [await _describe_run(folder) for folder in folders]
 
 
-async def _described(folder: Path) -> ListedRun:
+async def _describe_run(folder: Path) -> ListedRun:
     now_s, started_s = time.time(), (folder / CONFIG_NAME).stat().st_mtime
     metrics = folder / METRICS_NAME
     written_s = max(started_s, metrics.stat().st_mtime if metrics.is_file() else 0.0)
@@ -221,8 +221,8 @@ async def _described(folder: Path) -> ListedRun:
     )
 
 
-def _row(one: ListedRun) -> tuple[str, ...]:
-    total = "" if one.total_steps is None else f"/{one.total_steps}"
-    accuracy = "-" if one.accuracy is None else f"{one.accuracy:.3f}"
-    ages = (f"{duration_text(age_s)} ago" for age_s in (one.age_s, one.quiet_s))
-    return (one.run, one.state, f"{one.step}{total}", accuracy, *ages)
+def _run_row(run: ListedRun) -> tuple[str, ...]:
+    total = "" if run.total_steps is None else f"/{run.total_steps}"
+    accuracy = "-" if run.accuracy is None else f"{run.accuracy:.3f}"
+    ages = (f"{duration_text(age_s)} ago" for age_s in (run.age_s, run.quiet_s))
+    return (run.run, run.state, f"{run.step}{total}", accuracy, *ages)

@@ -193,7 +193,7 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
         data = directory / "train.parquet"
         return QuickstartAssets(task, directory / "model", data, data)
 
-    monkeypatch.setattr("sluice.cli.run.quickstart.preparer", lambda: make)
+    monkeypatch.setattr("sluice.cli.run.quickstart.asset_maker", lambda: make)
     run_dir = tmp_path / name
     prepare("--quickstart", "trainer.save_freq=3", "--secure", "--run-dir", run_dir)
     config = locate_run(run_dir).config

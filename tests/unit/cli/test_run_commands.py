@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
-from sluice.cli.run.checked import checked_run, read_to_start
+from sluice.cli.run.checked import check_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import status as status_module
@@ -258,7 +258,7 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     assert [one["state"] for one in listed()] == ["out of sight"]
     screen = StringIO()
     with pytest.raises(ConfigError):
-        checked_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
+        check_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
     assert "notice: the processes of " in screen.getvalue(), "a second start is seen"
     assert "node7; if they still run there, end this start" in screen.getvalue()
     own = {**mark, "name": "reward", "host": host_of_pids()}

@@ -203,7 +203,7 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     examined = run_of(model, *on_gpus, *wire, tp, one, *overrides)
     assert examined.shape is not None
     parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
-    monkeypatch.setattr(machine, "held_on_host", lambda *_: 0.0)
+    monkeypatch.setattr(machine, "rank_bytes_on_host", lambda *_: 0.0)
     trainer, replicas, _ = needed_memory(examined, examined.shape).values()
     on_host = trainer - ranks * BARE_ON_DEVICE_BYTES
     # Two snapshots in bfloat16 beside it.

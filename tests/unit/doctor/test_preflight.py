@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import check_run
 from sluice.config.memory.shape import shape_of
 from sluice.config.problems import Severity
 from sluice.config.rules.checks import all_problems
@@ -92,7 +92,7 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         "trainer.device=cpu",
     ]
     with pytest.raises(ConfigError) as caught:
-        checked_run(None, settings, Console(file=StringIO()))
+        check_run(None, settings, Console(file=StringIO()))
     text = str(caught.value)
     for part in (
         "data.train_batchsize: unknown key",
@@ -124,7 +124,7 @@ def test_every_missing_file_is_named_once_with_the_contradictions(tmp_path: Path
         "badword",
     ]
     with pytest.raises(ConfigError) as caught:
-        checked_run(None, settings, Console(file=StringIO()))
+        check_run(None, settings, Console(file=StringIO()))
     lines = str(caught.value).splitlines()
     for text in (*names, "data.train_files = other.parquet with sluice.sources", "'badword'"):
         assert sum(text in line for line in lines) == 1, (text, lines)

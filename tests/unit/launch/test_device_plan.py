@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.config import with_preflight
-from sluice.cli.run.checked import checked_run
-from sluice.cli.run.quickstart import with_fitting
+from sluice.cli.run.checked import check_run
+from sluice.cli.run.quickstart import with_fitting_replicas
 from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
@@ -392,9 +392,9 @@ def test_the_quickstart_fits_any_number_of_gpus(
 ) -> None:
     monkeypatch.setenv(GPUS, numbers(count))
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
-        settings = with_fitting(base, [])
+        settings = with_fitting_replicas(base, [])
         plan = planned_run(read_run(base, settings), count)
-        asked = with_fitting(base, ["sluice.rollout.replicas=1"])
+        asked = with_fitting_replicas(base, ["sluice.rollout.replicas=1"])
         assert sizes(load_config(base, asked))[1] == 1
     assert not plan.lack
     assert sizes(plan.config) == (1, replicas)
@@ -406,7 +406,7 @@ def test_a_start_says_the_split_and_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sluice.cli.run.checked.preflight", lambda *_: [])
     text = StringIO()
     pool = ("trainer.n_gpus_per_node=4", 'sluice.placement="trainer:3,rollout:1"')
-    config = checked_run(None, [*pool], Console(file=text, width=200)).config
+    config = check_run(None, [*pool], Console(file=text, width=200)).config
     assert sizes(config) == (3, 1)
     assert "devices: 3 train, 1 generates in 1 replica (sluice.placement=" in text.getvalue()
 
