@@ -16,7 +16,7 @@ from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
-from sluice import other_version
+from sluice import version_difference
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -169,7 +169,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Adopt a version and its fleet."""
         check_announcement(request)
         is_new = request.trainer_instance_id != self._trainer
-        if is_new and (other := other_version(request.sluice_version)):
+        if is_new and (other := version_difference(request.sluice_version)):
             logger.warning("trainer %s %s", request.trainer_instance_id, other)
         self._trainer = request.trainer_instance_id
         await self._app.loop.announce(

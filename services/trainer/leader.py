@@ -62,7 +62,7 @@ from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import (
     SUPERVISOR_VARIABLE,
-    exempt_start_up,
+    exempt_from_gc,
     process_age_s,
     until_signal,
 )
@@ -81,7 +81,7 @@ from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.ports import bound_socket
+from sluice.rpc.ports import bind_socket
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, restarts
 from sluice.types import layout_digest
@@ -128,7 +128,7 @@ async def _lead(config: RunConfig) -> bool:
         # Nothing listens yet: replicas are refused until the server starts.
         reserved_port = stack.enter_context(ExitStack())
         if endpoint.port:
-            reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
+            reserved_port.enter_context(bind_socket(endpoint.host, endpoint.port))
         reward = await connected_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Both calls block the event loop, but nothing else needs it yet.
@@ -149,7 +149,7 @@ async def _lead(config: RunConfig) -> bool:
         stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
         stack.enter_context(watching(config, observed.state, observed.fleet))
         stack.enter_context(exported(config, observed))
-        exempt_start_up()
+        exempt_from_gc()
         await stack.enter_async_context(live_page(config))
         # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
         stack.push_async_callback(observed.state.finish)

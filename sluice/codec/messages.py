@@ -14,8 +14,8 @@ from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_count, shorten
-from sluice.concurrency.waits import Waiting, merged_waits, present_waits
-from sluice.concurrency.watchdog import still_seconds
+from sluice.concurrency.waits import Waiting, merge_waits, present_waits
+from sluice.concurrency.watchdog import no_progress_seconds
 from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
@@ -283,7 +283,7 @@ class WaitReport:
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
     """Encode this process's waits, and `further` ones that only its service knows."""
-    waits = merged_waits((*further, *present_waits()), _MAX_WAITS)
+    waits = merge_waits((*further, *present_waits()), _MAX_WAITS)
     return common.WaitReport(
         waits=[
             common.Wait(
@@ -295,7 +295,7 @@ def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport
             )
             for wait in waits
         ],
-        still_seconds=still_seconds(),
+        still_seconds=no_progress_seconds(),
     )
 
 

@@ -94,20 +94,20 @@ _open: dict[Wait, None] = {}
 def present_waits() -> tuple[Waiting, ...]:
     """Return this process's waits by peer and phase, the longest first, `MAX_REPORTED` at most."""
     now_s = time.monotonic()
-    return merged_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
+    return merge_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
 
 
-def merged_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
+def merge_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
     """Merge waits of one peer and phase; the longest first, `max_lines` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:
         by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
-    lines = [_one_line(group) for group in by_purpose.values()]
+    lines = [_merge_group(group) for group in by_purpose.values()]
     lines.sort(key=lambda line: (-line.seconds, line.peer, line.phase))
     return tuple(lines[:max_lines])
 
 
-def _one_line(group: Sequence[Waiting]) -> Waiting:
+def _merge_group(group: Sequence[Waiting]) -> Waiting:
     longest = max(group, key=lambda wait: wait.seconds)
     count = sum(wait.count for wait in group)
     return Waiting(longest.peer, longest.phase, longest.seconds, count, longest.task)
@@ -244,12 +244,12 @@ async def _extend(
     stall_s: float,
     interval_s: float,
 ) -> None:
-    seen: object = None
+    last_state: object = None
     while True:
         await asyncio.sleep(interval_s)
         state = await progress()
-        if state is not None and state != seen and not scope.expired():
-            seen = state
+        if state is not None and state != last_state and not scope.expired():
+            last_state = state
             advance()
             scope.reschedule(asyncio.get_running_loop().time() + stall_s)
 
@@ -264,9 +264,9 @@ class ChangeSignal:
         next_change: is set at the first `notify` from now on.
     """
 
-    def __init__(self, then: ChangeSignal | None = None) -> None:
+    def __init__(self, following: ChangeSignal | None = None) -> None:
         self.next_change = asyncio.Event()
-        self._then = then
+        self._then = following
 
     def notify(self) -> None:
         """Wake all waiters."""

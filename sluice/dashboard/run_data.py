@@ -25,7 +25,7 @@ from sluice.dashboard.sample_lines import DumpRow, dump_row, truth_text
 from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, settings_object, side_by_side
 from sluice.dashboard.step_history import StepHistory
 from sluice.report.summary import versions_of_run
-from sluice.telemetry.metric_names import described
+from sluice.telemetry.metric_names import find_metric
 
 NO_POINTS = 1
 _EXAMPLES = "validation"
@@ -112,7 +112,7 @@ class RunData:
         return {"metrics": [self._describe_metric(name) for name in names]}
 
     def _describe_metric(self, name: str) -> dict[str, Any]:
-        metric, newest = described(name), self._history.newest.get(name)
+        metric, newest = find_metric(name), self._history.newest.get(name)
         return {
             "name": name,
             "unit": metric.unit if metric else "",

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from sluice.concurrency.process import noted_file
+from sluice.concurrency.process import hold_file
 from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.service import SecurityConfig
@@ -92,7 +92,7 @@ async def serve_page(
         )
         bound = await stack.enter_async_context(server)
         url = f"{'https' if tls else 'http'}://{join_host_port(host, bound)}/"
-        stack.enter_context(noted_file(run_dir / URL_NAME, f"{url}\n"))
+        stack.enter_context(hold_file(run_dir / URL_NAME, f"{url}\n"))
         on_address(url)
         await stop.wait()
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from sluice.concurrency.answers import answer_of
+from sluice.concurrency.answers import ask_module
 from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
@@ -144,11 +144,11 @@ def measure_tokens(config: RunConfig, rows: Sequence[PromptRow]) -> list[int | s
         model.trust_remote_code,
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
-    answers, _ = answer_of(
+    answers, _ = ask_module(
         _MEASURE,
         request,
         list[int | str],
-        what=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
+        task=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
         timeout_s=_MEASURING_S,
         remedy="look at its tokenizer and chat template",
     )

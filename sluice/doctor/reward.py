@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sluice.algorithm.groups.filter import metric_value
-from sluice.concurrency.answers import answer_of
+from sluice.concurrency.answers import ask_module
 from sluice.config.derived import may_grade_itself
 from sluice.config.run import RunConfig
 from sluice.config.schema.algorithm import FilterGroupsConfig
@@ -150,11 +150,11 @@ def try_responses(
     trial = ScorerTrial(reward, config.sluice.sandbox, rows, enough_s)
     timeout_s = _TRIAL_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
     function = reward.custom_reward_function.path
-    return answer_of(
+    return ask_module(
         _GRADE,
         trial,
         list[TrialAnswer],
-        what="loading and calling "
+        task="loading and calling "
         + (f"reward.custom_reward_function.path = {function}" if function else "what grades"),
         timeout_s=timeout_s,
         remedy="look for a download or an endless loop",
@@ -172,11 +172,11 @@ def check_environment(context: DoctorContext) -> Iterator[Finding]:
         return
     file = settings.path or turns.function_tool_path or turns.tool_config_path
     try:
-        (name, *tools), _ = answer_of(
+        (name, *tools), _ = ask_module(
             _LOAD,
             source,
             list[str],
-            what=f"loading {file}",
+            task=f"loading {file}",
             timeout_s=_LOADING_S,
             remedy="look for a download or an endless loop",
         )

@@ -31,7 +31,7 @@ from sluice.evaluation.stored_responses import (
     read_at,
 )
 from sluice.safe_text import printable
-from sluice.telemetry.samples import shortened_middle
+from sluice.telemetry.samples import shorten_middle
 from sluice.whole_file import write_whole
 
 PAGE_NAME = "report.html"
@@ -294,8 +294,8 @@ def _shown_prompt(prompt: StoredPrompt, max_responses: int) -> _ShownPrompt:
     chosen = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return _ShownPrompt(
-        shortened_middle(prompt.question, _MAX_CHARS),
-        shortened_middle(truth, _TRUTH_CHARS),
+        shorten_middle(prompt.question, _MAX_CHARS),
+        shorten_middle(truth, _TRUTH_CHARS),
         prompt.data_source,
         len(prompt.samples),
         len(right),
@@ -411,11 +411,11 @@ def _fact(name: str, value: str) -> Markup:
 def _grade_text(grade: StoredGrade) -> str:
     if grade.reward is not None:
         return f"reward {grade.reward:g}"
-    return f"no score: {shortened_middle(grade.failure or 'unknown', _FAILURE_CHARS)}"
+    return f"no score: {shorten_middle(grade.failure or 'unknown', _FAILURE_CHARS)}"
 
 
 def _value(value: float | str) -> str:
-    return shortened_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
+    return shorten_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
 
 
 def _is_right(sample: StoredSample) -> bool:
@@ -424,7 +424,7 @@ def _is_right(sample: StoredSample) -> bool:
 
 
 def _shorten(sample: StoredSample) -> StoredSample:
-    return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MAX_CHARS))
+    return msgspec.structs.replace(sample, response=shorten_middle(sample.response, _MAX_CHARS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sluice.concurrency.process import exit_status, leave
+from sluice.concurrency.process import exit_status, run_and_exit
 from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.run import RunConfig, changed
@@ -238,4 +238,4 @@ def _print_line(_: str, line: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

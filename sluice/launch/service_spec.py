@@ -20,7 +20,7 @@ from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import rank_environment, replica_environment
-from sluice.rpc.ports import bound_socket, check_bindable
+from sluice.rpc.ports import bind_socket, check_bindable
 from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
 _LOWEST, _BEHIND_HIGHEST = 20_000, 30_000
@@ -67,7 +67,7 @@ def _listening_socket(host: str, besides: Container[int]) -> socket.socket:
 
 
 def _listen_at(host: str, port: int) -> socket.socket:
-    server = bound_socket(host, port)
+    server = bind_socket(host, port)
     try:
         server.listen()
     except OSError:

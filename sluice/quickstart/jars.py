@@ -93,9 +93,9 @@ def jar_problems(stream: str) -> Iterator[JarProblem]:
     """Yield problems without end; `stream` seeds them."""
     rng = random.Random(stream)
     while True:
-        asked = rng.sample(LETTERS, rng.randint(*_ASKED))
+        letters = rng.sample(LETTERS, rng.randint(*_ASKED))
         jars = {letter: rng.randint(*_NUMBERS) for letter in LETTERS}
-        yield JarProblem(tuple(asked), jars)
+        yield JarProblem(tuple(letters), jars)
 
 
 def render_question(question: str) -> str:

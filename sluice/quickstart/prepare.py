@@ -65,7 +65,7 @@ def prepare(
     Raises:
         ConfigError: the task is unknown, or the sizes do not fit its problem space.
     """
-    chosen = _task_named(task)
+    chosen = _find_task(task)
     assets = QuickstartAssets(
         chosen,
         directory / "model",
@@ -115,11 +115,11 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _task_named(name: str) -> QuickstartTask:
-    known: dict[str, QuickstartTask] = {**TASKS, JARS.name: JARS}
-    if name not in known:
-        raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
-    return known[name]
+def _find_task(name: str) -> QuickstartTask:
+    tasks: dict[str, QuickstartTask] = {**TASKS, JARS.name: JARS}
+    if name not in tasks:
+        raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(tasks)}")
+    return tasks[name]
 
 
 def _make(

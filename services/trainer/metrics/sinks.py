@@ -130,7 +130,7 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        self._writer.close(self._close_timeout_s, last=self._end)
+        self._writer.close(self._close_timeout_s, last_item=self._end)
 
     def _open(self) -> None:
         try:

@@ -24,7 +24,7 @@ from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.recipes.folders import Recipe, all_recipes, own_files, recipe_named, small_run
+from sluice.recipes.folders import Recipe, all_recipes, file_overrides, find_recipe, small_run
 
 _SEEDED = ("data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed")
 _CAPACITY_TIMEOUT_S = 300.0
@@ -81,7 +81,7 @@ def show(
       sluice recipe show dapo-qwen3-32b-npu
       sluice recipe show dapo-qwen3-32b-npu --config > run.yaml
     """
-    recipe = recipe_named(name)
+    recipe = find_recipe(name)
     if config and tiny:
         raise ConfigError("--config and --tiny contradict each other; leave one of them out")
     text = recipe.readme
@@ -126,7 +126,7 @@ def run(  # noqa: PLR0913 - options of the command
       sluice recipe run dapo-qwen3-32b-npu --on ray data.train_files=data/mine.parquet
     """
     began_s = time.monotonic()
-    recipe = recipe_named(name)
+    recipe = find_recipe(name)
     display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
     if tiny:
         if on != "local":
@@ -137,7 +137,7 @@ def run(  # noqa: PLR0913 - options of the command
         keys = " ".join(f"{key}={seed}" for key in _SEEDED)
         raise ConfigError(f"--seed {seed}: without --tiny it has no effect; set {keys}")
     named = [] if run_dir is None else [folder_setting(run_dir)]
-    settings = [*own_files(recipe), *named, *(overrides or [])]
+    settings = [*file_overrides(recipe), *named, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)
     run_configured((recipe.run, settings), display, ray)
 

@@ -10,7 +10,7 @@ from sluice.algorithm.guards import VALIDATION_PREFIX
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import GuardRuleConfig
-from sluice.telemetry.metric_names import described, metrics
+from sluice.telemetry.metric_names import find_metric, metrics
 
 _KEY = "sluice.guards"
 _CONDITIONS = ("target", "limit", "deviations")
@@ -40,7 +40,7 @@ def _is_of_validations(metric: str | None) -> bool:
 
 
 def _unknown_metric_problems(key: str, metric: str | None) -> Iterator[Problem]:
-    if metric is None or described(metric) is not None:
+    if metric is None or find_metric(metric) is not None:
         return
     names = [entry.name for section in metrics().values() for entry in section]
     nearest = difflib.get_close_matches(metric, names, n=3)

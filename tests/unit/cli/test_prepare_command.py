@@ -20,7 +20,7 @@ from sluice.concurrency.process import (
     ProcessMark,
     host_of_pids,
     mark_file,
-    marked_process,
+    mark_process,
     process_marks,
 )
 from sluice.config.derived import checkpoint_folder
@@ -132,7 +132,7 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
 
 
 def test_a_process_that_lives_keeps_its_mark_where_another_run_begins(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "reward"):
+    with mark_process(tmp_path, "reward"):
         remove_end_files(tmp_path)
         assert mark_file(tmp_path, "reward").is_file()
 

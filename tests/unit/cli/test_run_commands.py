@@ -19,7 +19,7 @@ from sluice.cli.run.checked import check_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import status as status_module
-from sluice.concurrency.process import host_of_pids, marked_process
+from sluice.concurrency.process import host_of_pids, mark_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -231,7 +231,7 @@ def test_of_several_active_runs_none_is_stopped_that_was_not_named(
     past("c")
     with ExitStack() as marks:
         for run in active:
-            marks.enter_context(marked_process(run, "trainer"))
+            marks.enter_context(mark_process(run, "trainer"))
         refused = sluice("stop")
         assert isinstance(refused.exception, ConfigError)
         named = f"name the one to stop: {active[0]}, {active[1]}"

@@ -29,7 +29,7 @@ class Watched:
     def look(self, times: int, apart_s: float = INTERVAL_S) -> Watched:
         for _ in range(times):
             self.now_s += apart_s
-            self.verdicts.append(self.judge.look(self.now_s))
+            self.verdicts.append(self.judge.check(self.now_s))
         return self
 
 

@@ -231,7 +231,7 @@ def test_the_checks_of_data_and_reward_read_a_file_once(
         read.append(key)
         return open_first_rows(config, key)
 
-    monkeypatch.setattr("sluice.doctor.finding.opened_rows", counting)
+    monkeypatch.setattr("sluice.doctor.finding.open_first_rows", counting)
     monkeypatch.setattr(
         "sluice.doctor.reward.try_responses",
         lambda _, pairs, enough_s: ([TrialAnswer(1.0)] * len(pairs), ""),

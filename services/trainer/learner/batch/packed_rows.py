@@ -222,7 +222,7 @@ def packed_inputs(
         if images:  # three positions per token: time, height and width
             image = images.get(piece.first.group)
             plain = own = np.tile(own, (3, 1))
-            own = plain if image is None else image.positions.extended(longest)
+            own = plain if image is None else image.positions.extend(longest)
         tokens.append(prompt)
         positions.append(own[..., : prompt.size])
         for path in piece.paths:
