@@ -66,7 +66,7 @@ from sluice.concurrency.process import (
     process_age_s,
     until_signal,
 )
-from sluice.concurrency.waits import beside, within
+from sluice.concurrency.waits import ends_within, run_beside
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import commit_timeout_s
 from sluice.config.derived import (
@@ -205,8 +205,8 @@ async def _run_loop(
     loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
 ) -> None:
     async with (
-        beside(drop_silent(fleet), "heartbeats"),
-        beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
+        run_beside(drop_silent(fleet), "heartbeats"),
+        run_beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
     ):
         await loop.run()
 
@@ -323,7 +323,7 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         yield
         return
     try:
-        async with beside(_log_end_of_page(process), "dashboard"):
+        async with run_beside(_log_end_of_page(process), "dashboard"):
             yield
     finally:
         await _end_page(process)
@@ -363,6 +363,6 @@ async def _end_page(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.terminate()
-    if not await within(_PAGE_ENDS_S, process.wait()):
+    if not await ends_within(_PAGE_ENDS_S, process.wait()):
         process.kill()
         await process.wait()

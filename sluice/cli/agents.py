@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import RunArgument, RunOption, named_run
-from sluice.cli.running_run import ask_run, connected, past_run
+from sluice.cli.running_run import ask_run, connect_client, past_run
 from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.errors import ConfigError, NotReadyError, SluiceError
 from sluice.service_contract import CONFIG_NAME
 
@@ -73,11 +73,11 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
         ) from error
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await unless(stop, _wait_until_up(run, wait_s))
+        await run_unless(stop, _wait_until_up(run, wait_s))
         if stop.is_set():
             return
         async with (
-            connected(run, name=_CLIENT_NAME) as client,
+            connect_client(run, name=_CLIENT_NAME) as client,
             listening(OpenAIServer(client, OpenAIServerSettings()), "127.0.0.1", 0) as port,
         ):
             url = f"http://127.0.0.1:{port}"
@@ -91,7 +91,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
                 wait_s,
             )
             typer.echo(f"agents of {run} call {url}")
-            await unless(stop, runner.run())
+            await run_unless(stop, runner.run())
     typer.echo(f"ended: {runner.counts}")
 
 

@@ -188,13 +188,13 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
     """
     if argument is not None and option is not None and argument != option:
         raise ConfigError(f"run: named twice, {argument} and --run {option}; leave one out")
-    named = argument or option
-    if named is not None:
-        if named.suffix not in {".yaml", ".yml"} or not named.is_file():
-            return named
+    path = argument or option
+    if path is not None:
+        if path.suffix not in {".yaml", ".yml"} or not path.is_file():
+            return path
         from sluice.client.run_address import run_started_from  # gRPC, which not all need
 
-        return run_started_from(named)
+        return run_started_from(path)
     variable = os.environ.get(RUN_VARIABLE)
     runs = [Path(variable)] if variable else started_runs()
     if not runs:
@@ -235,10 +235,10 @@ class GroupedCommands(TyperGroup):
                 continue
             heading = getattr(command, "rich_help_panel", None) or "Commands"
             rows.setdefault(heading, []).append((name, summary(command.help or "")))
-        width = max(len(name) for listed in rows.values() for name, _ in listed)
-        for heading, listed in rows.items():
+        width = max(len(name) for summaries in rows.values() for name, _ in summaries)
+        for heading, summaries in rows.items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(width), text) for name, text in listed])
+                formatter.write_dl([(name.ljust(width), text) for name, text in summaries])
 
 
 def summary(help_text: str) -> str:

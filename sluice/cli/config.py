@@ -347,7 +347,7 @@ def print_report(
     console: Console,
     report: CheckReport,
     memory: CheckedMemory | None,
-    broken: Sequence[Problem],
+    problems: Sequence[Problem],
 ) -> None:
     """Print numbers first and broken rules last, where they stay in sight."""
     print_table(
@@ -371,9 +371,9 @@ def print_report(
         )
     else:
         _print_memory(console, memory)
-    print_problems(console, (*report.notes, *broken))
+    print_problems(console, (*report.notes, *problems))
     print_line(console, f"Learning rate: {report.learning_rate:g}")
-    print_line(console, f"{_key_counts_text(report.keys)}{_verdict(broken)}")
+    print_line(console, f"{_key_counts_text(report.keys)}{_verdict(problems)}")
 
 
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
@@ -391,12 +391,12 @@ def print_problems(console: Console, problems: Sequence[Problem]) -> None:
 
 
 def report_as_json(
-    report: CheckReport, memory: CheckedMemory | None, broken: Sequence[Problem]
+    report: CheckReport, memory: CheckedMemory | None, problems: Sequence[Problem]
 ) -> dict[str, object]:
     """Return the report for machines; bytes are bytes, unknown numbers are null."""
     return {
-        "violations": [_problem_as_json(problem) for problem in broken],
-        "remedies": list(_all_overrides(broken)),
+        "violations": [_problem_as_json(problem) for problem in problems],
+        "remedies": list(_all_overrides(problems)),
         "notices": [note.text for note in report.notes],
         "keys": {key: str(status) for key, status in report.keys.items()},
         "quantities": [asdict(quantity) for quantity in report.quantities],
@@ -427,8 +427,8 @@ def _memory_as_json(memory: CheckedMemory) -> dict[str, object]:
     return {**tree, "trainer_guess": memory.guess, "trainer_not_counted": memory.why or None}
 
 
-def _all_overrides(broken: Sequence[Problem]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(text for problem in broken for text in problem.overrides))
+def _all_overrides(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for problem in problems for text in problem.overrides))
 
 
 def _key_counts_text(keys: dict[str, KeyStatus]) -> str:
@@ -440,11 +440,11 @@ def _key_counts_text(keys: dict[str, KeyStatus]) -> str:
     return f"{len(keys)} {'key is' if len(keys) == 1 else 'keys are'} set: {parts}. "
 
 
-def _verdict(broken: Sequence[Problem]) -> str:
-    if not broken:
+def _verdict(problems: Sequence[Problem]) -> str:
+    if not problems:
         return "No problems found."
-    count = "1 problem found" if len(broken) == 1 else f"{len(broken)} problems found"
-    overrides = _all_overrides(broken)
+    count = "1 problem found" if len(problems) == 1 else f"{len(problems)} problems found"
+    overrides = _all_overrides(problems)
     return f"{count}. To fix: {' '.join(overrides)}" if overrides else f"{count}."
 
 
@@ -466,14 +466,14 @@ def _print_memory(console: Console, memory: CheckedMemory) -> None:
         why = f", not counted: {memory.why}" if memory.why else ""
         print_line(console, f"A guess for each trainer device: {in_gib(memory.guess)} GiB{why}\n")
     else:
-        counted = {**trainer.parts, **trainer.phases, "host": trainer.host}
+        sizes = {**trainer.parts, **trainer.phases, "host": trainer.host}
         print_table(
             console,
             "GiB on each trainer device, counted: what it holds, and peaks by phase; on the host "
             "of the first machine",
-            tuple(counted),
-            [[in_gib(num_bytes) for num_bytes in counted.values()]],
-            right=tuple(counted),
+            tuple(sizes),
+            [[in_gib(num_bytes) for num_bytes in sizes.values()]],
+            right=tuple(sizes),
         )
     print_table(
         console,

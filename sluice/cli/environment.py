@@ -104,21 +104,21 @@ async def _play_episode(
     row = {"data_source": "", "ground_truth": truth, "extra_info": {}}
     task = PlayedRow((ChatMessage("user", prompt),), row, 0)
     calls = AuthorCalls()
-    shown = [*task.messages]
-    lines = [*_message_lines(shown)]
+    conversation = [*task.messages]
+    lines = [*_message_lines(conversation)]
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         episode = world.begin(task, calls, tasks)
         try:
             observation = await episode.open()
-            lines += _observation_lines(observation, shown)
+            lines += _observation_lines(observation, conversation)
             for answer in answers:
                 if observation.done:
                     break
-                shown.append(answer_message(answer))
-                lines += _message_lines(shown[-1:])
+                conversation.append(answer_message(answer))
+                lines += _message_lines(conversation[-1:])
                 observation = await episode.step(answer, FinishReason.STOP)
-                lines += _observation_lines(observation, shown)
+                lines += _observation_lines(observation, conversation)
             scored = await episode.score() if answers else None
             if scored is not None:
                 lines.append(f"score {scored.score:g}")
@@ -132,20 +132,20 @@ async def _play_episode(
     return lines
 
 
-def _observation_lines(observation: Observation, shown: list[ChatMessage]) -> Iterator[str]:
-    """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
-    goes too."""
-    new, uncut = within_limits(observation.messages, _RULES), observation.messages
+def _observation_lines(observation: Observation, conversation: list[ChatMessage]) -> Iterator[str]:
+    """Yield what the policy reads, and add it to `conversation`; of a whole conversation, what does
+    not repeat that."""
+    new_messages, uncut = within_limits(observation.messages, _RULES), observation.messages
     if observation.is_whole:
-        is_continued = list(new[: len(shown)]) == shown
+        is_continued = list(new_messages[: len(conversation)]) == conversation
         if is_continued:
-            new, uncut = new[len(shown) :], uncut[len(shown) :]
+            new_messages, uncut = new_messages[len(conversation) :], uncut[len(conversation) :]
         if not is_continued:
             yield "a new root:"
-            shown.clear()
-    shown += new
-    yield from _message_lines(new)
-    if new != uncut:
+            conversation.clear()
+    conversation += new_messages
+    yield from _message_lines(new_messages)
+    if new_messages != uncut:
         yield _CUT
     if observation.reward is not None:
         yield f"reward {observation.reward:g}"

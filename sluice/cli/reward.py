@@ -175,8 +175,10 @@ def _response_text(number: int, row: PromptRow, response: str, answer: TrialAnsw
         parts += [f"{name}={value:g}" for name, value in sorted(answer.metrics.items())]
         parts += [] if answer.prediction is None else [f"pred={answer.prediction!r}"]
         outcome = " ".join(parts)
-    shown = response if len(response) <= _SHOWN_CHARACTERS else f"…{response[-_SHOWN_CHARACTERS:]}"
-    lines = [f"[{number}] {row.place}: {outcome}", f"response {shown!r}", *answer.frames]
+    response_end = (
+        response if len(response) <= _SHOWN_CHARACTERS else f"…{response[-_SHOWN_CHARACTERS:]}"
+    )
+    lines = [f"[{number}] {row.place}: {outcome}", f"response {response_end!r}", *answer.frames]
     return "\n    ".join(lines)
 
 

@@ -93,9 +93,9 @@ def resume_command(run_dir: Path) -> str:
 
 def is_copied(run_dir: Path, config: RunConfig) -> bool:
     """Return whether a run's folder was copied or moved since its file was written."""
-    named = Path(config.sluice.run_dir)
-    is_there = named.is_dir() and named.samefile(run_dir)
-    return named.is_absolute() and named != run_dir.absolute() and not is_there
+    named_folder = Path(config.sluice.run_dir)
+    is_there = named_folder.is_dir() and named_folder.samefile(run_dir)
+    return named_folder.is_absolute() and named_folder != run_dir.absolute() and not is_there
 
 
 def folder_setting(run_dir: Path) -> str:
@@ -116,12 +116,12 @@ async def past_run(run_dir: Path) -> PastRun:
     """Read the state of a run whose trainer does not answer."""
     record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
-    ended: Literal["finished", "out of sight", "not running"]
-    ended = "out of sight" if elsewhere_notice(run_dir) else "not running"
-    ended = "finished" if record.accounts else ended
+    state: Literal["finished", "out of sight", "not running"]
+    state = "out of sight" if elsewhere_notice(run_dir) else "not running"
+    state = "finished" if record.accounts else state
     is_here = (run_dir / CONFIG_NAME).is_file()
     return PastRun(
-        ended if processes is None else "starting",
+        state if processes is None else "starting",
         record.last_step,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
@@ -187,7 +187,7 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
 
 
 @asynccontextmanager
-async def connected(run: Path, *, name: str = "") -> AsyncIterator[AsyncClient]:
+async def connect_client(run: Path, *, name: str = "") -> AsyncIterator[AsyncClient]:
     """Connect a client, under a name, to a running run; raises what `ask_run` raises."""
     await ask_run(run)
     async with AsyncClient.connect(run, name=name) as client:

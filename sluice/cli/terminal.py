@@ -97,18 +97,18 @@ def show_count(
         A function that adds a number to the count.
     """
     console = Console(stderr=True)
-    done, next_line_s = 0, clock() + _LINE_EVERY_S
+    num_done, next_line_s = 0, clock() + _LINE_EVERY_S
     of_all = "" if total is None else f"/{total}"
     with progress_bars(console, is_transient=True) as bars:
         bar = bars.add_task(text, total=total)
 
         def advance(number: int) -> None:
-            nonlocal done, next_line_s
-            done += number
+            nonlocal num_done, next_line_s
+            num_done += number
             bars.advance(bar, number)
             if not console.is_terminal and clock() >= next_line_s:
                 next_line_s = clock() + _LINE_EVERY_S
-                print_line(console, f"{text}: {done}{of_all}")
+                print_line(console, f"{text}: {num_done}{of_all}")
 
         yield advance
 

@@ -104,14 +104,16 @@ class ClientFleet:
         if not self._is_fresh():
             await self._refresh(self._clock())
         now_s = self._clock()
-        self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
-        chosen = choose_replica(
+        self._failed_s = {
+            a: failed_s for a, failed_s in self._failed_s.items() if now_s - failed_s < _SUSPECT_S
+        }
+        replica = choose_replica(
             self._replicas, self._under_way, self._counted_in_load, self._failed_s.keys(), full
         )
-        if chosen is None:
+        if replica is None:
             self._asked_s = None  # the next request asks again
             raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
-        return chosen
+        return replica
 
     def _is_fresh(self) -> bool:
         return self._asked_s is not None and self._clock() - self._asked_s <= _FRESH_S

@@ -182,27 +182,27 @@ class GenerationProgress:
                 delta.text,
             )
 
-    def _finish(self, ended: Rollout) -> Iterator[GenerationEvent]:
-        sample = self._sample(ended.sample_index)
-        if ended.finish_reason is FinishReason.ABORTED:  # the replica leaves: continue elsewhere
+    def _finish(self, rollout: Rollout) -> Iterator[GenerationEvent]:
+        sample = self._sample(rollout.sample_index)
+        if rollout.finish_reason is FinishReason.ABORTED:  # the replica leaves: continue elsewhere
             sample.grown = GrowingSample()
-            sample.grown.adopt(ended)
+            sample.grown.adopt(rollout)
             return
         if self._owes_prompt:
             raise InvalidRequestError("a sample without prompt_logprobs; update the replica")
-        del self._open[ended.sample_index]
+        del self._open[rollout.sample_index]
         # Deltas may lack text, such as a character that two replicas share.
-        if self._every_token and ended.text.startswith(sample.sent_text):
-            unsent_text = ended.text[len(sample.sent_text) :]
-            yield from [_text_delta(ended, unsent_text)] if unsent_text else []
-        yield SampleFinished(ended)
+        if self._every_token and rollout.text.startswith(sample.sent_text):
+            unsent_text = rollout.text[len(sample.sent_text) :]
+            yield from [_text_delta(rollout, unsent_text)] if unsent_text else []
+        yield SampleFinished(rollout)
 
 
-def _text_delta(ended: Rollout, text: str) -> SampleDelta:
+def _text_delta(rollout: Rollout, text: str) -> SampleDelta:
     """Return text that no delta brought, of a sample continued in the middle of a character."""
-    version = ended.version_spans[-1].version if ended.version_spans else 0
+    version = rollout.version_spans[-1].version if rollout.version_spans else 0
     return SampleDelta(
-        ended.sample_index, ended.token_ids[:0], ended.behavior_logprobs[:0], version, text
+        rollout.sample_index, rollout.token_ids[:0], rollout.behavior_logprobs[:0], version, text
     )
 
 

@@ -15,7 +15,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress, RunLocation
 from sluice.codec.reward import service_progress
-from sluice.concurrency.waits import Waiting, beside, deadline, while_progressing
+from sluice.concurrency.waits import Waiting, deadline, run_beside, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
@@ -170,7 +170,7 @@ class RunMonitor:
         holder = str(uuid.uuid4())
         await self._lease_pause(holder)
         try:
-            async with beside(self._renew(holder), "lease of the pause"):
+            async with run_beside(self._renew(holder), "lease of the pause"):
                 yield await self._wait_until_held(timeout_s)
         finally:
             await self.resume(holder)

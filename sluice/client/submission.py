@@ -269,8 +269,8 @@ class _PromptReader:
         Call it only when `is_ready`.
         """
         assert self._read is not None
-        read, self._read = self._read, None
-        return read.result()
+        demand, self._read = self._read, None
+        return demand.result()
 
     def close(self) -> None:
         """End the thread, at once or after its present read."""
@@ -477,9 +477,9 @@ class OpenPrompts:
 
     def _end(self, prompt_id: str) -> None:
         self._held.drop(prompt_id)
-        ended = self._open.pop(prompt_id, None)
-        if ended is not None:
-            self._image_bytes -= _image_bytes(ended)
+        request = self._open.pop(prompt_id, None)
+        if request is not None:
+            self._image_bytes -= _image_bytes(request)
 
 
 async def submit_prompts(

@@ -286,8 +286,8 @@ async def survey_waits(
     }
     # Two rounds: the answers of the first name the replicas.
     answers = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
-    for _, named in answers:
-        for name, replica in named.items():
+    for _, named_replicas in answers:
+        for name, replica in named_replicas.items():
             earlier = replicas.get(name)
             # Only the trainer knows the last heartbeat, and its answer comes first.
             unheard_s = replica.unheard_s or (earlier.unheard_s if earlier else None)

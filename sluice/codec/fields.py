@@ -29,8 +29,10 @@ _MAX_LAYERS, _MAX_EXPERTS_PER_TOKEN = 1024, 256
 def shorten(value: object) -> str:
     """Return a value as errors and logs show it: one line, printable, not long."""
     text = value if isinstance(value, str) else repr(value)
-    shown = repr(text[:_SHOWN_CHARACTERS]) if isinstance(value, str) else text[:_SHOWN_CHARACTERS]
-    return f"{shown}…" if len(text) > _SHOWN_CHARACTERS else shown
+    beginning = (
+        repr(text[:_SHOWN_CHARACTERS]) if isinstance(value, str) else text[:_SHOWN_CHARACTERS]
+    )
+    return f"{beginning}…" if len(text) > _SHOWN_CHARACTERS else beginning
 
 
 @contextmanager
@@ -111,12 +113,12 @@ def logprobs_from_bytes(data: bytes, field: str) -> Logprobs:
 
 def routing_to_proto(routing: RoutedExperts) -> common.RoutedExperts:
     """Encode experts, [tokens, layers, experts per token]."""
-    _, layers, chosen = routing.shape
+    _, layers, per_token = routing.shape
     width = routing.dtype.itemsize
     return common.RoutedExperts(
         experts=np.ascontiguousarray(routing, dtype=_EXPERT_DTYPES[width]).tobytes(),
         layers=layers,
-        experts_per_token=chosen,
+        experts_per_token=per_token,
         bytes_per_expert=width,
     )
 

@@ -53,10 +53,10 @@ def service_progress(status: reward.GetStatusResponse) -> str:
 
     It also changes while all samples are with agents or environments.
     """
-    ended, counts = sorted(status.prompts_by_end.items()), sorted(status.statistics.items())
+    ends, counts = sorted(status.prompts_by_end.items()), sorted(status.statistics.items())
     # Episodes have deadlines, and a sample waits for its agent without one: time is progress.
     outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
-    return f"{status.prompts_submitted} {ended} {status.groups_kept} {outside} {counts}"
+    return f"{status.prompts_submitted} {ends} {status.groups_kept} {outside} {counts}"
 
 
 def score_to_proto(scored: Scored) -> common.Score:

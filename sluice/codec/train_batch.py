@@ -83,7 +83,7 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
     """
     places = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     _check_rows(rows, len(places))
-    wanted = set(rows)
+    wanted_rows = set(rows)
     sent = -1
     for row in rows:
         index, member = places[row]
@@ -91,7 +91,7 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
         if index != sent:
             sent, first_row = index, row - member
             yield reward.TakeSamplesResponse(
-                prompt=_prompt_to_proto(index, group, first_row, wanted)
+                prompt=_prompt_to_proto(index, group, first_row, wanted_rows)
             )
         yield reward.TakeSamplesResponse(sample=_sample_to_proto(row, group.rollouts[member]))
 
@@ -122,7 +122,7 @@ async def with_samples(
     rollouts = [list(group.rollouts) for group in groups]
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
     firsts = list(accumulate((len(group.rollouts) for group in groups), initial=0))
-    remaining, wanted = iter(rows), set(rows)
+    remaining, wanted_rows = iter(rows), set(rows)
     prompted: set[int] = set()
     num_taken = 0
     async for part in _unpack_messages(messages):
@@ -132,7 +132,7 @@ async def with_samples(
                 raise InvalidRequestError(f"the prompt of group {prompt.group} is not expected")
             prompted.add(prompt.group)
             groups[prompt.group] = _with_prompt(
-                groups[prompt.group], prompt, firsts[prompt.group], wanted
+                groups[prompt.group], prompt, firsts[prompt.group], wanted_rows
             )
             continue
         expected, row = next(remaining, None), part.sample.row
@@ -205,9 +205,9 @@ def _check_rows(rows: Sequence[int], num_rows: int) -> None:
 
 
 def _prompt_to_proto(
-    index: int, group: TrainGroup, first_row: int, wanted: set[int]
+    index: int, group: TrainGroup, first_row: int, wanted_rows: set[int]
 ) -> reward.BatchPrompt:
-    routing = _unsent_experts(group, first_row, wanted)
+    routing = _unsent_experts(group, first_row, wanted_rows)
     if routing is not None:
         routing = routing[: group.prompt_token_ids.size]
     return reward.BatchPrompt(
@@ -218,7 +218,9 @@ def _prompt_to_proto(
     )
 
 
-def _unsent_experts(group: TrainGroup, first_row: int, wanted: set[int]) -> RoutedExperts | None:
+def _unsent_experts(
+    group: TrainGroup, first_row: int, wanted_rows: set[int]
+) -> RoutedExperts | None:
     """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
 
     Args:
@@ -231,7 +233,7 @@ def _unsent_experts(group: TrainGroup, first_row: int, wanted: set[int]) -> Rout
         if rollout.routing is not None
     )
     row, routing = next(routed, (first_row, None))
-    return None if row in wanted else routing
+    return None if row in wanted_rows else routing
 
 
 def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
@@ -245,7 +247,7 @@ def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
 
 
 def _with_prompt(
-    group: TrainGroup, prompt: reward.BatchPrompt, first_row: int, wanted: set[int]
+    group: TrainGroup, prompt: reward.BatchPrompt, first_row: int, wanted_rows: set[int]
 ) -> TrainGroup:
     name = f"group {group.prompt_id}"
     tokens = token_ids_from_bytes(prompt.token_ids_u32, f"{name}, token_ids_u32")
@@ -258,7 +260,7 @@ def _with_prompt(
                 f"{name}: {num_received} {subject} came for the {expected} it has"
             )
     routing = _routing_of(prompt, f"{name}, prompt")
-    lacks = _unsent_experts(group, first_row, wanted) is not None
+    lacks = _unsent_experts(group, first_row, wanted_rows) is not None
     if (routing is not None) != lacks:
         wrong = "no experts came for" if lacks else "unexpected experts came with"
         raise InvalidRequestError(f"{name}: {wrong} the prompt")

@@ -124,8 +124,8 @@ def with_tokens(
     return replace(
         rollout,
         turns=tuple(
-            replace(turn, token_ids=tokens, behavior_logprobs=turn_logprobs, context=read)
-            for turn, tokens, turn_logprobs, read in parted
+            replace(turn, token_ids=tokens, behavior_logprobs=turn_logprobs, context=turn_context)
+            for turn, tokens, turn_logprobs, turn_context in parted
         ),
     )
 

@@ -176,8 +176,8 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
 
 def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[TensorSpec]) -> None:
     shapes = {spec.name: tuple(spec.shape) for spec in layout}
-    counted = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
-    offered = {tensor_spec.name: tuple(tensor_spec.shape[:_DIMENSIONS]) for tensor_spec in counted}
+    specs = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
+    offered = {tensor_spec.name: tuple(tensor_spec.shape[:_DIMENSIONS]) for tensor_spec in specs}
     merged = merged_shapes(offered)
     adapters = len(offered) - len(merged)
     if len(tensors) - adapters != len(layout):

@@ -31,7 +31,7 @@ def ask_module(
         ConfigError: it reported an error, crashed, was killed, or took too long.
     """
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", module],
             input=msgspec.msgpack.encode(request),
             capture_output=True,
@@ -40,15 +40,15 @@ def ask_module(
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{task} took more than {timeout_s:g} s; {remedy}") from error
-    printed = ended.stderr.decode(errors="replace").strip()
-    if ended.returncode == 0:
+    printed = process.stderr.decode(errors="replace").strip()
+    if process.returncode == 0:
         with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(ended.stdout, type=kind), printed
-    if ended.returncode > 0 and _ERROR in printed:
+            return msgspec.msgpack.decode(process.stdout, type=kind), printed
+    if process.returncode > 0 and _ERROR in printed:
         raise ConfigError(printed.rpartition(_ERROR)[2])
     ending = f": {printed.splitlines()[-1]}" if printed else " and printed nothing"
     raise ConfigError(
-        f"{task}: its process ended with {ending_text(ended.returncode)}{ending}; look whether "
+        f"{task}: its process ended with {ending_text(process.returncode)}{ending}; look whether "
         "this machine has the memory for it, and try again"
     )
 

@@ -120,9 +120,9 @@ def _post(
 
 def _check_answer(to: Endpoint, status: int, answer: bytes, max_response_bytes: int) -> bytes:
     if status != OK:
-        shown = answer[: 4 * SHOWN_CHARACTERS].decode(errors="replace")[:SHOWN_CHARACTERS]
+        excerpt = answer[: 4 * SHOWN_CHARACTERS].decode(errors="replace")[:SHOWN_CHARACTERS]
         temporary = status == TOO_MANY_REQUESTS or status >= FIRST_SERVER_ERROR
-        raise HttpFault(f"{to}: status {status}: {shown}", temporary=temporary)
+        raise HttpFault(f"{to}: status {status}: {excerpt}", temporary=temporary)
     if len(answer) > max_response_bytes:
         raise HttpFault(f"{to}: answer of more than {max_response_bytes} bytes", temporary=False)
     return answer

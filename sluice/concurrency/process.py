@@ -26,7 +26,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
 from sluice.whole_file import write_whole
@@ -288,7 +288,7 @@ async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -
     """Return the result of `work`; None if a signal to stop, which logs `farewell`, ended it."""
     stop = asyncio.Event()
     with stop_on_signals(stop, farewell=farewell):
-        return await unless(stop, work)
+        return await run_unless(stop, work)
 
 
 def end_by_sigterm() -> NoReturn:

@@ -280,10 +280,10 @@ class BoundedWriter(Generic[_ItemT]):
             _log.warning(
                 "%s did not finish within %g s and is left behind", self._destination, timeout_s
             )
-        if lost := self.num_dropped + len(self._items):
+        if num_lost := self.num_dropped + len(self._items):
             _log.warning(
                 "%d %s never reached %s, %d did",
-                lost,
+                num_lost,
                 self._noun,
                 self._destination,
                 self.num_written,
@@ -301,9 +301,11 @@ class BoundedWriter(Generic[_ItemT]):
         """Write all items; return ``False`` to give up, after a failure while closing."""
         while self._items:
             with self._lock:
-                taken = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
-                self._waiting -= sum(size for _, size in taken)
-            batch = [item for item, _ in taken]
+                sized_items = [
+                    self._items.popleft() for _ in range(min(self._batch, len(self._items)))
+                ]
+                self._waiting -= sum(size for _, size in sized_items)
+            batch = [item for item, _ in sized_items]
             try:
                 self._write(batch)
             except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises

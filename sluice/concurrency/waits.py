@@ -143,7 +143,7 @@ async def deadline(
         raise DeadlineError(peer, phase, seconds, remedy) from error
 
 
-async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+async def run_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
     """Return the result of `work`; cancel it and return None if `unwanted` is set first.
 
     Raises:
@@ -170,7 +170,7 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
+async def run_beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
     """Run `work` for the length of the block. Errors of the block pass unchanged."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -185,7 +185,7 @@ async def beside(work: Coroutine[object, object, None], name: str) -> AsyncItera
         raise failure
 
 
-async def within(seconds: float, work: Awaitable[object]) -> bool:
+async def ends_within(seconds: float, work: Awaitable[object]) -> bool:
     """Return whether `work` ends within `seconds`; it is cancelled if it does not."""
     try:
         async with asyncio.timeout(seconds):

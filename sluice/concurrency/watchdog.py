@@ -229,9 +229,9 @@ class CpuDeadline:
                 self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._stacks_file.open("a", encoding="utf-8")
                 faulthandler.register(signal.SIGPROF, self._file, all_threads=True, chain=True)
-        self.push_back()
+        self.restart()
 
-    def push_back(self) -> None:
+    def restart(self) -> None:
         """Give a sign of life: count from 0 again. Any thread may call."""
         if self._is_ours:
             signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
@@ -311,7 +311,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
             if self._cpu_deadline is not None:
-                self._cpu_deadline.push_back()
+                self._cpu_deadline.restart()
             verdict = self._judge.check(time.monotonic())
             if verdict is StallVerdict.STALLED:
                 self._report_within_timeout(lambda: logger.warning("%s", self._report()))

@@ -281,7 +281,10 @@ def _quantities(
             lambda b: b.optimizer_steps,
         ),
     ]
-    result = [DerivedNumber(name, formula, of(verl), of(ours)) for name, formula, of in formulas]
+    result = [
+        DerivedNumber(name, formula, number_of(verl), number_of(ours))
+        for name, formula, number_of in formulas
+    ]
     rounds = "gen_batch_size * n; here: groups are issued one by one"
     result.append(DerivedNumber("responses per generation round", rounds, verl.gen_rows, None))
     result += [

@@ -129,9 +129,9 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
     Raises:
         ConfigError: no split is possible.
     """
-    possible = _possible_splits(config)
+    candidates = _possible_splits(config)
     if shape is None:
-        return min(possible, key=lambda split: abs(split.trainer - split.rollout))
+        return min(candidates, key=lambda split: abs(split.trainer - split.rollout))
     train, generate = seconds_per_token(config, shape, device)
     layout = training_layout(config)
 
@@ -143,14 +143,14 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
         missing = max(0.0, guess - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
-    return min(possible, key=rank)
+    return min(candidates, key=rank)
 
 
 def _possible_splits(config: RunConfig) -> list[DeviceSplit]:
-    possible = list(splits(config))
-    if not possible:
+    candidates = list(splits(config))
+    if not candidates:
         raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_no_split_reason(config)}")
-    return possible
+    return candidates
 
 
 def splits(config: RunConfig) -> Iterator[DeviceSplit]:
@@ -232,8 +232,8 @@ def seconds_per_token(
     context = data.max_prompt_length + response / 2
     fitting = (engine.kv_tokens or 0) / max_row_tokens(data) / MEAN_RESPONSE
     running = max(1.0, min(layout.max_num_seqs, fitting))
-    read = weights + running * context * engine.kv_per_token * layout.tp
-    step = read / (device.memory_rate * _READING_SHARE)
+    bytes_read = weights + running * context * engine.kv_per_token * layout.tp
+    step = bytes_read / (device.memory_rate * _READING_SHARE)
     step = max(step, 2 * shape.active_parameters * running / (device.flops * _TRAINING_SHARE))
     return train, step / running * _samples_per_trained(config)
 
@@ -245,13 +245,13 @@ def _samples_per_trained(config: RunConfig) -> float:
     return max(1.0, rounds / config.data.train_batch_size) if is_filtered else 1.0
 
 
-def _requested_split(config: RunConfig, possible: list[DeviceSplit]) -> DeviceSplit:
+def _requested_split(config: RunConfig, candidates: list[DeviceSplit]) -> DeviceSplit:
     value = config.sluice.placement
     matched = _PLACEMENT.match(value)
     sizes = tuple(map(int, matched.groups())) if matched else None
-    matching = [split for split in possible if (split.trainer, split.rollout) == sizes]
+    matching = [split for split in candidates if (split.trainer, split.rollout) == sizes]
     if not matching:
-        choices = "; ".join(f'"{split.placement}"' for split in possible)
+        choices = "; ".join(f'"{split.placement}"' for split in candidates)
         raise ConfigError(
             f'{PLACEMENT_KEY}="{value}" does not divide the {world_size(config)} devices '
             f"(trainer.nnodes * trainer.n_gpus_per_node) into a trainer and replicas of "

@@ -65,8 +65,8 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
     Values that change nothing get no note. The rule's name is the status.
     """
-    possible = (_notice(settings, path, value) for path, value in settings.leaves())
-    return [notice for notice in possible if notice is not None]
+    candidates = (_notice(settings, path, value) for path, value in settings.leaves())
+    return [notice for notice in candidates if notice is not None]
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:

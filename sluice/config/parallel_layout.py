@@ -259,9 +259,9 @@ def _even_stage_sizes(num_layers: int, stages: int, *, embedding: bool, loss: bo
     # Given layers and these keys exclude each other.
     not_counted = f" and {EMBEDDING_KEY}=false" * embedding + f" and {LOSS_KEY}=false" * loss
     if number % stages:
-        counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
+        counted_things = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
         raise ConfigError(
-            f"{PIPELINE_KEY}={stages} does not divide {number} {counted} of the model; give "
+            f"{PIPELINE_KEY}={stages} does not divide {number} {counted_things} of the model; give "
             f"{nearest_divisors(stages, number, maximum=num_layers)}, or "
             f"{_suggested_cut(num_layers, stages)}{not_counted}"
         )

@@ -39,10 +39,12 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
 def prompt_files(config: RunConfig) -> dict[str, list[str]]:
     """Return the files of prompts by the key that names them: of training, then of validation."""
     data, sources = config.data, config.sluice.sources
-    named: dict[str, str | list[str] | None]
-    named = {f"{SOURCES_KEY}.{name}.files": source.files for name, source in sources.items()}
-    named = named or {TRAIN_KEY: data.train_files}
-    return {key: file_list(files) for key, files in {**named, VAL_KEY: data.val_files}.items()}
+    files_by_key: dict[str, str | list[str] | None]
+    files_by_key = {f"{SOURCES_KEY}.{name}.files": source.files for name, source in sources.items()}
+    files_by_key = files_by_key or {TRAIN_KEY: data.train_files}
+    return {
+        key: file_list(files) for key, files in {**files_by_key, VAL_KEY: data.val_files}.items()
+    }
 
 
 def source_shares(config: RunConfig) -> dict[str, float]:

@@ -104,9 +104,9 @@ def _trouble_reasons(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
 
 
 def _lost_prompt_reasons(facts: RunHealthInputs) -> Iterator[str]:
-    lost = facts.prompts.get("prompts_lost", 0.0)
-    if lost:
-        yield f"{lost:.0f} prompts are lost: neither pending nor ended"
+    num_lost = facts.prompts.get("prompts_lost", 0.0)
+    if num_lost:
+        yield f"{num_lost:.0f} prompts are lost: neither pending nor ended"
 
 
 def _attention_reasons(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:

@@ -141,10 +141,10 @@ class RunData:
         return compare_validations(self._run_dir, self._history.validated_steps())
 
     def samples(
-        self, wanted: SampleFilter, text: str, after: PageCursor | None, max_groups: int
+        self, sample_filter: SampleFilter, text: str, after: PageCursor | None, max_groups: int
     ) -> dict[str, Any]:
         """Return some groups of the list, and the number of all groups by outcome."""
-        page = self._browser.page(wanted, text, after=after, limit=max_groups)
+        page = self._browser.page(sample_filter, text, after=after, limit=max_groups)
         return page_object(page, self._browser.counts)
 
     def group(self, ordinal: int) -> dict[str, Any] | None:

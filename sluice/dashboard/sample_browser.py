@@ -172,12 +172,12 @@ class SampleBrowser:
             self._files[path] = file
         has_more = file.stamp != stamp
         while has_more:
-            taken = file.tail.take()
-            if taken.is_reset:
+            new_lines = file.tail.read_new_lines()
+            if new_lines.is_reset:
                 self._drop_file(file)
                 file.reader = GroupReader(kind)
-            self._add(file, file.reader.take(taken.lines))
-            has_more = taken.has_more
+            self._add(file, file.reader.take(new_lines.lines))
+            has_more = new_lines.has_more
             if has_more and self.clock() > ends_s:
                 return False
         if file.stamp != stamp:
@@ -201,7 +201,7 @@ class SampleBrowser:
 
     def page(
         self,
-        wanted: SampleFilter,
+        sample_filter: SampleFilter,
         text: str = "",
         *,
         after: PageCursor | None = None,
@@ -216,7 +216,7 @@ class SampleBrowser:
             limit: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
                 may be empty and still have a next one.
         """
-        matching = [entry for entry in self._index.values() if wanted.admits(entry.lines)]
+        matching = [entry for entry in self._index.values() if sample_filter.admits(entry.lines)]
         num_matching = len(matching)
         if after is not None:
             end = (after.step, after.ordinal)

@@ -237,12 +237,12 @@ def bundle(texts: dict[str, str]) -> str:
         texts: the page's files by name.
     """
     parts: list[str] = []
-    done: set[str] = set()
+    added: set[str] = set()
 
     def add(name: str) -> None:
-        if name in done:
+        if name in added:
             return
-        done.add(name)
+        added.add(name)
         for _, source in _IMPORT.findall(texts[name]):
             add(source)
         exported = ", ".join(_EXPORT.findall(texts[name]))

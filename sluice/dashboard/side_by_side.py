@@ -164,19 +164,21 @@ def _progress(
         if not all(ends):
             continue
         end = min(value for value in ends if value is not None)
-        for at in (end / 2, end):
-            done = [int(np.searchsorted(run_axes[by], at, side="right")) for run_axes in axes]
+        for limit in (end / 2, end):
+            step_counts = [
+                int(np.searchsorted(run_axes[by], limit, side="right")) for run_axes in axes
+            ]
             rows.append(
                 {
                     "by": by,
-                    "at": round(at),
+                    "at": round(limit),
                     "accuracy": [
                         _accuracy_at(run, run_axes["step"], count)
-                        for run, run_axes, count in zip(runs, axes, done, strict=True)
+                        for run, run_axes, count in zip(runs, axes, step_counts, strict=True)
                     ],
                     "reward": [
                         _round(_recent_mean(run.history.column(metric_names.REWARD)[:count]))
-                        for run, count in zip(runs, done, strict=True)
+                        for run, count in zip(runs, step_counts, strict=True)
                     ],
                 }
             )
@@ -186,7 +188,7 @@ def _progress(
 def _accuracy_at(run: ComparedRun, steps: Values, count: int) -> float | None:
     """Return the accuracy of the last validation within the first `count` steps."""
     step = steps[count - 1] if count else 0
-    values = [value for at, value in run.history.accuracies() if at <= step]
+    values = [value for validated_step, value in run.history.accuracies() if validated_step <= step]
     return _round(values[-1]) if values else None
 
 

@@ -89,12 +89,12 @@ class StepHistory:
         Raises:
             OSError: the file cannot be read.
         """
-        taken = self._tail.read_new_lines()
-        if taken.is_reset:
+        new_lines = self._tail.read_new_lines()
+        if new_lines.is_reset:
             self._clear()
-        for line in taken.lines:
+        for line in new_lines.lines:
             self._note(line.text)
-        return taken.has_more
+        return new_lines.has_more
 
     @property
     def num_unread(self) -> int:

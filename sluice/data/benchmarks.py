@@ -15,7 +15,7 @@ _ANY_ROWS = "jsonl"
 _SUFFIXES = (PARQUET_SUFFIX, *JSON_SUFFIXES)
 
 
-def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
+def benchmark_files(benchmarks: str, folder: Path) -> Mapping[str, Path]:
     """Return the file of each benchmark by its name, in order.
 
     Args:
@@ -28,7 +28,7 @@ def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
             and how.
     """
     files: list[tuple[str, Path]] = []
-    for entry in filter(None, (part.strip() for part in wanted.split(","))):
+    for entry in filter(None, (part.strip() for part in benchmarks.split(","))):
         name, file = (
             (Path(entry).stem, Path(entry))
             if _is_path(entry)
@@ -38,7 +38,7 @@ def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
             raise DataError(f"benchmark {entry}: no file {file}; give the path of a data file")
         files.append((name, file))
     if not files:
-        raise DataError(f"benchmark {wanted!r}: names none; give one or more, such as math-500")
+        raise DataError(f"benchmark {benchmarks!r}: names none; give one or more, such as math-500")
     return files_by_name(files)
 
 
@@ -53,7 +53,7 @@ def files_by_name(files: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
     by_name: dict[str, Path] = {}
     for label, file in files:
         name = label if counts[label] == 1 else f"{file.absolute().parent.name}-{label}"
-        if file.resolve() in (listed.resolve() for listed in by_name.values()):
+        if file.resolve() in (present.resolve() for present in by_name.values()):
             raise DataError(f"benchmark {label}: {file} is given twice; leave one out")
         if name in by_name:
             raise DataError(

@@ -112,8 +112,10 @@ def _convert_verl_row(row: Row, place: str, index: int, options: PrepareOptions)
 def _check_turn(turn: object, place: str) -> dict[str, str]:
     texts = {key: _text_field(turn, key, place) for key in ("role", "content")}
     assert isinstance(turn, Mapping)
-    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
-        raise DataError(f"{place}: 'prompt' holds a message with {lost[0]}, which no run reads")
+    if unread_keys := [key for key in UNREAD_KEYS if turn.get(key)]:
+        raise DataError(
+            f"{place}: 'prompt' holds a message with {unread_keys[0]}, which no run reads"
+        )
     return texts
 
 
@@ -336,10 +338,10 @@ def prepare(order: PrepareJob, on_rows: Callable[[int], None] | None = None) -> 
 
 
 def _check_names(name: str, published: PublishedSet, path: Path, columns: Sequence[str]) -> None:
-    if not any(set(wanted) <= set(columns) for wanted in published.columns):
-        wanted = " or ".join(", ".join(names) for names in published.columns)
+    if not any(set(needed) <= set(columns) for needed in published.columns):
+        needed = " or ".join(", ".join(names) for names in published.columns)
         raise DataError(
-            f"{path}: columns {', '.join(columns)} are not those of {name} ({wanted}); give the "
+            f"{path}: columns {', '.join(columns)} are not those of {name} ({needed}); give the "
             "file as it was published, or prepare it as 'jsonl' with --prompt-field and "
             "--answer-field"
         )
@@ -365,9 +367,9 @@ def _convert_rows(
                 if values.get(name):
                     raise media_error(row.place, name)
             if AGENT_NAME in values:
-                named = values[AGENT_NAME]
+                agent_name = values[AGENT_NAME]
                 converted[AGENT_NAME] = (
-                    _text_field(values, AGENT_NAME, row.place) if named else None
+                    _text_field(values, AGENT_NAME, row.place) if agent_name else None
                 )
             _move_paths(converted.get("images"), path.parent, order.output.parent)
         except DataError as error:
@@ -386,11 +388,13 @@ def _convert_rows(
         yield row.place, converted
 
 
-def _move_paths(images: object, old: Path, new: Path) -> None:
-    """Let paths of images that start at the folder `old` start at the folder `new`."""
+def _move_paths(images: object, old_folder: Path, new_folder: Path) -> None:
+    """Let paths of images that start at `old_folder` start at `new_folder`."""
     for image in images if isinstance(images, list) else ():
         if image["bytes"] is None and not os.path.isabs(image["path"]):
-            image["path"] = os.path.relpath(old.resolve() / image["path"], new.resolve())
+            image["path"] = os.path.relpath(
+                old_folder.resolve() / image["path"], new_folder.resolve()
+            )
 
 
 def _digest(row: Row) -> int:

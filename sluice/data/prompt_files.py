@@ -107,14 +107,14 @@ class ChunkReader:
         """
         start = block.start
         for chunk in self._read_chunks(block, names or block.columns):
-            chosen = chunk
+            selected_rows = chunk
             if selected is not None:
                 low, high = np.searchsorted(selected, (start, start + len(chunk)))
                 if high - low < len(chunk):
-                    chosen = chunk.take(selected[low:high] - start)
+                    selected_rows = chunk.take(selected[low:high] - start)
             start += len(chunk)
-            if len(chosen):
-                yield chosen
+            if len(selected_rows):
+                yield selected_rows
 
     def _read_chunks(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[RowChunk]:
         if block.path.lower().endswith(PARQUET_SUFFIX):
@@ -133,8 +133,8 @@ class ChunkReader:
 
 def _blocks(path: str, columns: PromptColumns, start: int, config_key: str) -> list[RowBlock]:
     try:
-        read = parquet_blocks if is_parquet(path) else json_line_blocks
-        return list(read(path, columns, start))
+        list_blocks = parquet_blocks if is_parquet(path) else json_line_blocks
+        return list(list_blocks(path, columns, start))
     except DataError as error:
         raise DataError(f"{config_key}: {error}") from error
 

@@ -109,7 +109,7 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         DataError: a column is missing or of another type; names file, column and remedy.
     """
     names = check_column_names(path, schema.names, columns)
-    wanted: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
+    column_types: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
         columns.prompt: (
             lambda kind: _is_list(kind) and _has_text(kind.value_type, "role", "content"),
             "a list of {role, content} structs of strings; "
@@ -126,7 +126,7 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         ),
     }
     for name in names:
-        fits, text = wanted.get(name, (lambda _: True, ""))
+        fits, text = column_types.get(name, (lambda _: True, ""))
         if not fits(kind := schema.field(name).type):
             raise DataError(f"{path}: column '{name}' is {kind}, not {text}")
     return names
@@ -222,11 +222,11 @@ def _message(turn: object, place: str, column: str) -> ChatMessage:
             f"'{column}' holds a message without role or content as text: {short_repr(turn)}",
         )
     assert isinstance(turn, Mapping)
-    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
+    if unread_keys := [key for key in UNREAD_KEYS if turn.get(key)]:
         raise _row_error(
             place,
-            f"'{column}' holds a message with {lost[0]}, and only role and content are read: "
-            f"{short_repr(turn)}",
+            f"'{column}' holds a message with {unread_keys[0]}, and only role and content are read"
+            f": {short_repr(turn)}",
         )
     return ChatMessage(role, content)
 

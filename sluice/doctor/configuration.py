@@ -19,8 +19,8 @@ _REFUSED = "the run refuses to start"
 
 def check_configuration(context: DoctorContext) -> Iterator[Finding]:
     """Check for rules of `sluice config check` that keep sluice from running."""
-    broken = errors(all_problems(context.config, context.settings, shape=context.shape))
-    reported = [*context.wrong, *without_wrong_keys(broken, context.wrong)]
+    problems = errors(all_problems(context.config, context.settings, shape=context.shape))
+    reported = [*context.wrong, *without_wrong_keys(problems, context.wrong)]
     yield from (problem_of_text(rule_problem.text, _REFUSED) for rule_problem in reported)
     if not reported:
         yield fine("no problems found")
@@ -37,15 +37,15 @@ def without_wrong_keys(problems: Sequence[Problem], wrong: Sequence[Problem]) ->
 def check_security(context: DoctorContext) -> Iterator[Finding]:
     """Check certificates as peers will see them, their dates, and who can read secrets."""
     security = context.config.sluice.security
-    broken = run_security_problems(context.config)
+    problems = run_security_problems(context.config)
     yield from (
         problem_of_text(defect.text, "services refuse to start, or refuse each other")
-        for defect in broken
+        for defect in problems
     )
     if security.tls == "off":
         is_remote = has_remote_peers(context)
         yield from tls_off_findings(has_tokens=bool(security.token_file), is_remote=is_remote)
-    if broken:
+    if problems:
         return
     for exposed in exposed_secrets(security):
         yield warning(exposed.statement, "anyone who has it can steer the run", exposed.advice)

@@ -132,12 +132,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def preflight(
-    context: DoctorContext, wanted: Callable[[Check], bool] = lambda _: True
+    context: DoctorContext, selects: Callable[[Check], bool] = lambda _: True
 ) -> list[Problem]:
     """Return what the checks before the start find, each once: errors, and notes that a user would
     want to know.
     """
-    checks = [check for check in CHECKS if check.before_start and wanted(check)]
+    checks = [check for check in CHECKS if check.before_start and selects(check)]
     problems = [
         _as_problem(result.check, finding)
         for result in examine(context, checks)

@@ -50,9 +50,9 @@ def check_model(context: DoctorContext) -> Iterator[Finding]:
 def model_findings(key: str, path: str) -> Iterator[Finding]:
     """Yield files that are missing, cut short or left over from another download."""
     why = "trainer and replicas refuse to start"
-    broken = list(model_problems(path, key))
-    if broken:
-        yield from (problem_of_text(defect.text, why) for defect in broken)
+    problems = list(model_problems(path, key))
+    if problems:
+        yield from (problem_of_text(defect.text, why) for defect in problems)
         return
     folder = Path(path)
     files = sorted(folder.glob("*.safetensors"))
@@ -63,15 +63,15 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
             "take a checkpoint with safetensors, or save the model again with transformers",
         )
         return
-    named: set[str] = set()
+    indexed_files: set[str] = set()
     findings: list[Finding] = []
     try:
         if (folder / _INDEX_FILE).is_file():
             index = msgspec.json.decode((folder / _INDEX_FILE).read_bytes(), type=_Index)
-            named = set(index.weight_map.values())
+            indexed_files = set(index.weight_map.values())
     except (OSError, msgspec.DecodeError) as error:
         findings.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
-    if missing := sorted(named - {file.name for file in files}):
+    if missing := sorted(indexed_files - {file.name for file in files}):
         names = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
         statement = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
         findings.append(problem(statement, _NOT_LOADED, "download the missing files"))
@@ -98,19 +98,19 @@ def check_complete(key: str, file: Path) -> None:
         DataError: the file is not whole.
         MissingPackageError: safetensors is not installed.
     """
-    shown = f"{key}: {file.name}"
+    place = f"{key}: {file.name}"
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
         raise MissingPackageError(str(error)) from error
     with file.open("rb") as opened:
         if opened.read(len(_POINTER)) == _POINTER:
-            raise DataError(f"{shown} is a pointer of git-lfs; fetch it with git lfs pull")
+            raise DataError(f"{place} is a pointer of git-lfs; fetch it with git lfs pull")
     try:
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
+        raise DataError(f"{place} is not whole ({error}); {_AGAIN}") from error
 
 
 def check_disk(context: DoctorContext) -> Iterator[Finding]:

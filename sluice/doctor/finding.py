@@ -169,10 +169,10 @@ def open_first_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[Prom
     files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
     reader, rows, paths = ChunkReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
-        wanted = max(ROWS_LOOKED_AT - len(rows), int(block.path not in paths))
+        num_rows = max(ROWS_LOOKED_AT - len(rows), int(block.path not in paths))
         paths.add(block.path)
         decoded = (
             chunk.decode(n, columns) for chunk in reader.read(block) for n in range(len(chunk))
         )
-        rows += islice(decoded, wanted)
+        rows += islice(decoded, num_rows)
     return files, rows

@@ -58,10 +58,10 @@ def check_memory(context: DoctorContext) -> Iterator[Finding]:
         yield memory_finding(available_bytes(), needed_memory(context, context.shape))
 
 
-def memory_finding(available: int | None, needed: Mapping[str, float]) -> Finding:
+def memory_finding(available: int | None, needed_bytes: Mapping[str, float]) -> Finding:
     """Judge whether memory suffices; `available` is in bytes, ``None`` if unknown."""
-    total = sum(needed.values())
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in needed.items())
+    total = sum(needed_bytes.values())
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in needed_bytes.items())
     free = "an unknown amount" if available is None else gib(available)
     statement = f"{free} free, up to {gib(total)} needed ({parts})"
     if available is None or total <= available:
@@ -167,13 +167,13 @@ def check_gpus(context: DoctorContext) -> Iterator[Finding]:
         yield fine(plan.line)
         return
     share = gpu_share(context.config, context.environment)
-    wanted, visible = share.num_wanted(replicas), len(share.numbers)
-    if wanted <= visible:
-        yield fine(f"the run takes {wanted} GPU(s) of this host, {visible} are visible")
+    num_wanted, visible = share.num_wanted(replicas), len(share.numbers)
+    if num_wanted <= visible:
+        yield fine(f"the run takes {num_wanted} GPU(s) of this host, {visible} are visible")
         return
     yield problem(
-        f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas of "
-        f"{share.devices_per_replica}), and {visible} are visible",
+        f"the run takes {num_wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas "
+        f"of {share.devices_per_replica}), and {visible} are visible",
         "processes would share GPUs",
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
         f"({CUDA_VISIBLE_VARIABLE})",

@@ -119,8 +119,8 @@ def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
     # Debian's own scheme names a folder without the headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    needed = (("C compiler", compiler is not None), (str(header), header.is_file()))
-    return tuple(name for name, is_there in needed if not is_there)
+    requirements = (("C compiler", compiler is not None), (str(header), header.is_file()))
+    return tuple(name for name, is_there in requirements if not is_there)
 
 
 def _compiling_keys(context: DoctorContext) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _is_on_gpu(device: str | None, environment: Mapping[str, str]) -> bool:
     return is_there and not is_cpu_torch()
 
 
-def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iterator[Finding]:
+def requirement_findings(requirements: Iterable[tuple[str, str, Requirement]]) -> Iterator[Finding]:
     """Yield a problem for each package that is missing or too old; else one finding for all.
 
     Args:
@@ -147,7 +147,7 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
     """
     fit: dict[str, str] = {}
     unmet: set[str] = set()
-    for key, extra, requirement in needed:
+    for key, extra, requirement in requirements:
         if not requirement.defect:
             fit[requirement.name] = f"{requirement.name} {requirement.installed}"
         elif requirement.name not in unmet:
@@ -236,7 +236,7 @@ def check_torch(context: DoctorContext) -> Iterator[Finding]:
 def probe_torch(environment: Mapping[str, str]) -> TorchBuild | str:
     """Return the build of torch, or the reason why it cannot be imported."""
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROBE],
             env={**os.environ, **environment, AUTOLOAD_VARIABLE: "0"},
             capture_output=True,
@@ -246,9 +246,9 @@ def probe_torch(environment: Mapping[str, str]) -> TorchBuild | str:
         )
     except subprocess.TimeoutExpired:
         return f"no end within {_PROBE_S:g} s"
-    if ended.returncode != 0:
-        return (ended.stderr.strip().splitlines() or [f"code {ended.returncode}"])[-1]
-    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=TorchBuild)
+    if process.returncode != 0:
+        return (process.stderr.strip().splitlines() or [f"code {process.returncode}"])[-1]
+    return msgspec.json.decode(process.stdout.splitlines()[-1], type=TorchBuild)
 
 
 def build_finding(
@@ -265,12 +265,12 @@ def build_finding(
     """
     kind = f"CUDA {build.cuda}" if build.cuda else "ROCm" if build.is_rocm else "the CPU"
     statement = f"{torch} for {kind}"
-    wanted = f" ({', '.join(keys)} asks for one)" if keys else ""
+    reason = f" ({', '.join(keys)} asks for one)" if keys else ""
     if build.num_usable:
         return fine(f"{statement}, {build.num_usable} GPU(s)")
     if num_devices and (keys or may_use_gpu):
         return problem(
-            f"{statement} can use none of {num_devices} NVIDIA GPU(s){wanted}: {build.reason}",
+            f"{statement} can use none of {num_devices} NVIDIA GPU(s){reason}: {build.reason}",
             "the run would compute on the CPU",
             "install a CUDA build of torch that the driver supports, or update the driver; in a "
             "container, check that NVIDIA's container runtime passes the GPUs on; or set "

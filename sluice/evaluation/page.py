@@ -161,18 +161,20 @@ def _benchmark(
     max_prompts: int,
     max_responses: int,
 ) -> Markup:
-    shown = benchmark.prompts[:max_prompts]
+    shown_prompts = benchmark.prompts[:max_prompts]
     texts = [
-        _shown_prompts(evaluation, benchmark.name, shown, max_responses)
+        _shown_prompts(evaluation, benchmark.name, shown_prompts, max_responses)
         for evaluation in evaluations
     ]
     labels = [evaluation.label for evaluation in evaluations]
     preamble = _common_preamble(
         [shown_prompt.question for by_key in texts for shown_prompt in by_key.values()]
     )
-    left_out = len(benchmark.prompts) - len(shown)
+    left_out = len(benchmark.prompts) - len(shown_prompts)
     order = "those that differ most first" if len(evaluations) > 1 else "in their order"
-    note = f"{len(shown)} prompts, {order}; each with its position and its correct responses."
+    note = (
+        f"{len(shown_prompts)} prompts, {order}; each with its position and its correct responses."
+    )
     if left_out:
         note += f" {left_out} more are in the evaluations' files of responses."
     return element(
@@ -185,7 +187,7 @@ def _benchmark(
         _filter(benchmark.name, several=len(evaluations) > 1),
         *(
             _prompt_view(compared, labels, [by_key.get(compared.key) for by_key in texts], preamble)
-            for compared in shown
+            for compared in shown_prompts
         ),
         id=_anchor(benchmark.name),
     )
@@ -256,11 +258,14 @@ def _filter(name: str, *, several: bool) -> Markup:
 
 
 def _shown_prompts(
-    evaluation: Evaluation, name: str, shown: Sequence[ComparedPrompt], max_responses: int
+    evaluation: Evaluation,
+    name: str,
+    compared_prompts: Sequence[ComparedPrompt],
+    max_responses: int,
 ) -> dict[PromptKey, _ShownPrompt]:
     """Return the prompts with some responses; those that the evaluation lacks are left out."""
     have = evaluation.prompts.get(name, {})
-    keys = [compared.key for compared in shown if compared.key in have]
+    keys = [compared.key for compared in compared_prompts if compared.key in have]
     if not keys:
         return {}
     places = [(have[key].offset, have[key].key) for key in keys]
@@ -291,7 +296,7 @@ def _shown_prompt(prompt: StoredPrompt, max_responses: int) -> _ShownPrompt:
     right = [index for index, verdict in enumerate(verdicts) if verdict]
     wrong = [index for index, verdict in enumerate(verdicts) if not verdict]
     num_wrong = min(len(wrong), max(max_responses // 2, max_responses - len(right)))
-    chosen = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
+    chosen_indexes = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return _ShownPrompt(
         shorten_middle(prompt.question, _MAX_CHARS),
@@ -299,7 +304,7 @@ def _shown_prompt(prompt: StoredPrompt, max_responses: int) -> _ShownPrompt:
         prompt.data_source,
         len(prompt.samples),
         len(right),
-        tuple((index, _shorten(prompt.samples[index])) for index in chosen),
+        tuple((index, _shorten(prompt.samples[index])) for index in chosen_indexes),
     )
 
 
@@ -445,10 +450,10 @@ def element(name: str, /, *children: Child, **attributes: str | float | bool | N
         attributes: names with ``_`` for ``-``, and ``class_`` for ``class``; ``None`` and False
             leave one out, and True gives it no value.
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    attributes_text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _EMPTY_ELEMENTS:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{join_markup(*children).text}</{name}>")
+        return Markup(f"<{name}{attributes_text}>")
+    return Markup(f"<{name}{attributes_text}>{join_markup(*children).text}</{name}>")
 
 
 def join_markup(*children: Child) -> Markup:

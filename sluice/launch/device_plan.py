@@ -151,13 +151,14 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: LaunchDevices
     else:
         split, reason = named_split(config), "as its keys name them"
     line = f"devices: {split.summary} ({reason})"
-    wanted = split.trainer + split.rollout
+    num_wanted = split.trainer + split.rollout
     is_by_hand = config.sluice.weights.backend == "gloo" and devices.kind == "GPU"
-    if wanted <= devices.count or (is_by_hand and devices.count):
+    if num_wanted <= devices.count or (is_by_hand and devices.count):
         return DevicePlan(config, line)
     remedy, advice = _remedy(config, shape, devices)
     takes = (
-        f"the launch takes {wanted} {devices.kind}s ({split.summary}), {devices.count} are there"
+        f"the launch takes {num_wanted} {devices.kind}s ({split.summary}), {devices.count} are "
+        "there"
     )
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
@@ -376,25 +377,25 @@ def _refuse_number(key: str, device: str | None) -> None:
 
 
 def _npu_variables(
-    share: DeviceShare, taken: Sequence[str], count: int, process: str
+    share: DeviceShare, numbers: Sequence[str], count: int, process: str
 ) -> dict[str, str]:
-    if len(taken) < count:
+    if len(numbers) < count:
         raise ConfigError(
             f"{process} would take {count} NPU(s) of its own, but of {len(share.numbers)} "
-            f"({', '.join(share.numbers) or 'none'}) {len(taken)} are left for it; lower "
+            f"({', '.join(share.numbers) or 'none'}) {len(numbers)} are left for it; lower "
             "trainer.n_gpus_per_node or sluice.rollout.replicas, make more NPUs visible "
             f"({VISIBLE_VARIABLE}), or set sluice.rollout.device=cpu with "
             "sluice.weights.backend=gloo"
         )
-    return {VISIBLE_VARIABLE: ",".join(taken)} if taken else {}
+    return {VISIBLE_VARIABLE: ",".join(numbers)} if numbers else {}
 
 
 def _gpu_variables(
-    config: RunConfig, taken: Sequence[str], count: int, environment: Mapping[str, str]
+    config: RunConfig, numbers: Sequence[str], count: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Share GPUs; if there are too few, every process sees all, as without a launcher."""
     share = gpu_share(config, environment)
     is_enough = len(share.numbers) >= share.num_wanted(config.sluice.rollout.replicas)
-    if not taken or len(taken) < count or not is_enough:
+    if not numbers or len(numbers) < count or not is_enough:
         return {}
-    return {host.CUDA_VISIBLE_VARIABLE: ",".join(taken)}
+    return {host.CUDA_VISIBLE_VARIABLE: ",".join(numbers)}

@@ -52,8 +52,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _matched_files(files: FileList | None) -> FileList | None:
-    listed = file_list(files)
-    return files if listed == ([files] if isinstance(files, str) else files or []) else listed
+    matches = file_list(files)
+    return files if matches == ([files] if isinstance(files, str) else files or []) else matches
 
 
 def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:

@@ -189,14 +189,14 @@ def _missing_arguments(arguments: Sequence[str], launch_words: Sequence[str]) ->
     """
     count = len(arguments)
     if any(
-        launch_words[at : at + count] == tuple(arguments)
-        for at in range(len(launch_words) - count + 1)
+        launch_words[start : start + count] == tuple(arguments)
+        for start in range(len(launch_words) - count + 1)
     ):
         return []
     effective = {_key_of(word): word for word in launch_words}
     only_settings = bool(set(arguments) & set(launch_words))
-    wanted = {_key_of(w): w for w in arguments if _SETTING.match(w) or not only_settings}
-    return [word for key, word in wanted.items() if effective.get(key) != word]
+    last_arguments = {_key_of(w): w for w in arguments if _SETTING.match(w) or not only_settings}
+    return [word for key, word in last_arguments.items() if effective.get(key) != word]
 
 
 def _key_of(word: str) -> str:
@@ -213,7 +213,7 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
     Raises:
         ConfigError: there is no such file in an absolute folder.
     """
-    named: dict[str, str] = {}
+    named_parts: dict[str, str] = {}
     other_words, place = list[str](), 0
     while place < len(words):
         option, has_value, value = words[place].partition("=")
@@ -222,17 +222,17 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
             place += 1
             value = words[place] if place < len(words) else ""
         if part:
-            named[part] = value
+            named_parts[part] = value
         else:
             other_words.append(words[place])
         place += 1
-    name = named.get("name", "").removesuffix(".yaml")
-    if name and ("path" in named or not VERLS_OWN.fullmatch(name)):
-        folder = Path(named.get("path", "config").removeprefix("file://"))
+    name = named_parts.get("name", "").removesuffix(".yaml")
+    if name and ("path" in named_parts or not VERLS_OWN.fullmatch(name)):
+        folder = Path(named_parts.get("path", "config").removeprefix("file://"))
         is_file = module.endswith(".py")
         beside = Path(module).parent if is_file else Path(*module.split(".")[:-1])
         name = f"{name}.yaml"
-        for before in (beside, Path()) if "path" in named else (beside,):
+        for before in (beside, Path()) if "path" in named_parts else (beside,):
             if (file := launched_in / before / folder / name).is_file():
                 return file, other_words
         if folder.is_absolute():
@@ -240,7 +240,10 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
                 f"configuration file {folder / name}, which the launch names by --config-path and "
                 "--config-name, does not exist; put it there, or change the path in the script"
             )
-    return None, [*other_words, *(f"--config-{part}={value}" for part, value in named.items())]
+    return None, [
+        *other_words,
+        *(f"--config-{part}={value}" for part, value in named_parts.items()),
+    ]
 
 
 def _start_of(call: Sequence[str]) -> int | None:
@@ -286,14 +289,14 @@ def _no_launch_message(script: Path, recording: Recording) -> str:
     calls = (
         "; ".join(dict.fromkeys(recording.as_text(call) for call in recording.calls)) or "nothing"
     )
-    ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
+    exit_text = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
     if recording.exit_code and recording.calls and not _UNBOUND.search(recording.errors):
         errors += _hint(recording.calls[-1])
     return (
         f"script {script}: starts no training with key=value arguments, such as python3 -m "
-        f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{ended}{unset}"
+        f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{exit_text}{unset}"
         f"{errors}"
     )
 

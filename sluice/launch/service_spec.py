@@ -164,10 +164,10 @@ def with_ports(config: RunConfig) -> RunConfig:
     """Return the configuration with free ports in place of 0 for trainer and reward service."""
     service = config.sluice
     trainer, reward = service.trainer, service.reward
-    wanted = [trainer.endpoint, reward.endpoint]
-    hosts = [endpoint.host for endpoint in wanted if endpoint.port == 0]
+    configured = [trainer.endpoint, reward.endpoint]
+    hosts = [endpoint.host for endpoint in configured if endpoint.port == 0]
     ports = iter(free_ports(hosts, besides=_configured_ports(config)))
-    endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in wanted]
+    endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in configured]
     return msgspec.structs.replace(
         config,
         sluice=msgspec.structs.replace(

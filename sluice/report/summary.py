@@ -309,8 +309,8 @@ def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[Ac
         for name, amount in accounts.items()
         if name.startswith(prefix) and total > 0
     ]
-    shown = (part for part in parts if part.share >= _MIN_SHARE)
-    return tuple(sorted(shown, key=lambda part: (-part.share, part.name)))
+    shown_parts = (part for part in parts if part.share >= _MIN_SHARE)
+    return tuple(sorted(shown_parts, key=lambda part: (-part.share, part.name)))
 
 
 def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:

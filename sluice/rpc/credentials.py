@@ -66,12 +66,12 @@ def _note_certificate_ends(credentials: Credentials) -> None:
 
 
 def _end_of_validity(
-    pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]
+    pem: bytes | None, choose: Callable[[Iterable[datetime]], datetime]
 ) -> datetime | None:
     if pem is None:
         return None
     try:
-        return of(ends_of_validity(pem))
+        return choose(ends_of_validity(pem))
     except ValueError:  # TLS reads it, or the service would not start
         return None
 

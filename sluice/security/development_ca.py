@@ -52,7 +52,7 @@ class DevelopmentCa:
         )
 
     @property
-    def authority(self) -> CertifiedKey:
+    def ca(self) -> CertifiedKey:
         """Return the authority's own certificate and key."""
         return _as_pem(self._certificate, self._key)
 

@@ -166,7 +166,7 @@ class MetricsPage:
     """
 
     def __init__(
-        self, read: Callable[[], Iterable[InstrumentReading]], host: str, port: int
+        self, read_metrics: Callable[[], Iterable[InstrumentReading]], host: str, port: int
     ) -> None:
         try:
             from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -207,7 +207,7 @@ class MetricsPage:
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_Collector(read))
+        registry.register(_Collector(read_metrics))
         page = make_wsgi_app(registry)
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:  # noqa: ANN401  as in WSGI

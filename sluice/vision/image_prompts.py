@@ -79,11 +79,11 @@ def find_images(
             tokens interrupt an image's.
     """
     positions = np.flatnonzero(token_ids == image_token_id)
-    wanted = sum(grid.num_tokens for grid in grids)
-    if positions.size != wanted:
+    num_wanted = sum(grid.num_tokens for grid in grids)
+    if positions.size != num_wanted:
         raise InvalidRequestError(
-            f"prompt: {positions.size} image tokens, but its {len(grids)} images take {wanted}; "
-            "send the tokens that the prompt was accepted with, and its images"
+            f"prompt: {positions.size} image tokens, but its {len(grids)} images take {num_wanted}"
+            "; send the tokens that the prompt was accepted with, and its images"
         )
     places = []
     cursor = 0
@@ -113,8 +113,8 @@ def rope_positions(num_tokens: int, images: Sequence[ImageSpan]) -> RopePosition
 
 
 def _text_positions(num_tokens: int, start: int) -> npt.NDArray[np.int64]:
-    counted = np.arange(start, start + num_tokens, dtype=np.int64)
-    return np.broadcast_to(counted, (3, num_tokens))
+    positions = np.arange(start, start + num_tokens, dtype=np.int64)
+    return np.broadcast_to(positions, (3, num_tokens))
 
 
 def expand_placeholders(
@@ -208,10 +208,8 @@ class ImagePromptReader:
         """
         grids = self._grids(images)
         size = self.shape.merge_size
-        placed = find_images(token_ids, self.shape.image_token_id, grids)
-        places = np.concatenate(
-            [image.start + np.arange(image.grid.num_tokens) for image in placed]
-        )
+        spans = find_images(token_ids, self.shape.image_token_id, grids)
+        places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in spans])
         if places[-1] == token_ids.size - 1:
             raise InvalidRequestError("prompt: it ends with an image; put text behind it")
         return ImagePrompt(
@@ -222,7 +220,7 @@ class ImagePromptReader:
             np.array([[1, grid.rows * size, grid.columns * size] for grid in grids]),
             np.array([grid.num_tokens for grid in grids]),
             places,
-            rope_positions(token_ids.size, placed),
+            rope_positions(token_ids.size, spans),
         )
 
     def fit(self, encoded: bytes, number: int) -> Image:
@@ -243,9 +241,9 @@ class ImagePromptReader:
         """
         decoded = decode_image(encoded, f"images[{number}]")
         resized = self._resize(decoded, number)
-        wanted = self._grid(decoded.height, decoded.width, number)
+        wanted_grid = self._grid(decoded.height, decoded.width, number)
         # Of multiples of a patch the rule changes only those with too many or too few in all.
-        if self._grid(resized.height, resized.width, number) != wanted:
+        if self._grid(resized.height, resized.width, number) != wanted_grid:
             raise InvalidRequestError(
                 f"images[{number}]: {decoded.width} x {decoded.height} pixels become "
                 f"{resized.width} x {resized.height}, which the model's image processor would "

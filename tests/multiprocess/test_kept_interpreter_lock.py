@@ -106,7 +106,7 @@ def test_a_timer_that_somebody_else_uses_is_left_alone(tmp_path: Path) -> None:
     try:
         deadline = CpuDeadline(5.0, tmp_path / "stacks.txt")
         deadline.start()
-        deadline.push_back()
+        deadline.restart()
         deadline.stop()
         assert signal.getitimer(signal.ITIMER_PROF)[0] == pytest.approx(1000.0, abs=50.0)
     finally:

@@ -215,13 +215,13 @@ def _check_subject(model: Path | None, follow: Path | None, benchmark: str | Non
 
 
 def _named_run(arguments: list[str] | None, option: Path | None) -> Path:
-    named, *further = arguments or [""]
-    if further or "=" in named:
-        stray = further[0] if further else named
+    argument, *further = arguments or [""]
+    if further or "=" in argument:
+        stray = further[0] if further else argument
         raise ConfigError(
             f"{stray}: is for an evaluation without a run; add --model DIR or --follow RUN"
         )
-    return named_run(Path(named) if named else None, option)
+    return named_run(Path(argument) if argument else None, option)
 
 
 def _evaluate_run(
@@ -469,10 +469,10 @@ def _keep_former_results(folder: Path) -> Path:
 
 def _print_change(before: Results, after: Results) -> None:
     for name, results in after.benchmarks.items():
-        old = before.benchmarks.get(name)
+        former = before.benchmarks.get(name)
         text = f"{name}: mean {results.variable} {estimate_text(results.mean)}"
-        if old is not None:
-            text += f", before {estimate_text(old.mean)}"
+        if former is not None:
+            text += f", before {estimate_text(former.mean)}"
         failed = results.failed_samples
         typer.echo(printable(text + (f"; {failed} without a grade" if failed else "")))
 

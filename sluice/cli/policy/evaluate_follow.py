@@ -144,8 +144,10 @@ def _evaluate_checkpoint(
 def _finish(checkpoints: RetainedCheckpoints, step: int) -> Results:
     """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
     output = checkpoints.evaluation(step)
-    named = msgspec.structs.replace(read_results(output), model=str(checkpoints.checkpoint(step)))
-    results = write_results(output, named)
+    with_checkpoint = msgspec.structs.replace(
+        read_results(output), model=str(checkpoints.checkpoint(step))
+    )
+    results = write_results(output, with_checkpoint)
     write_report(output)
     checkpoints.release(step)
     return results

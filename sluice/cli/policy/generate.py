@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
@@ -124,7 +124,7 @@ def _read_stdin() -> str:
 async def _generate(
     run: Path, prompt: Prompt, options: GenerateOptions, *, as_json: bool, stream: bool
 ) -> None:
-    async with connected(run) as client:
+    async with connect_client(run) as client:
         if stream and not as_json:
             await _show_stream(client, prompt, options)
             return

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.scoring import ScoreItem
 from sluice.data.row_files import read_rows
@@ -76,7 +76,7 @@ def score(
 async def _score(
     run: Path, items: list[ScoreItem], deadline_s: float | None
 ) -> list[Scored | Failed]:
-    async with connected(run) as client:
+    async with connect_client(run) as client:
         return await client.score(items, deadline_s=deadline_s)
 
 

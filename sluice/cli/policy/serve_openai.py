@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
@@ -125,7 +125,7 @@ async def _serve(
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with (
-            connected(run, name=_CLIENT_NAME) as client,
+            connect_client(run, name=_CLIENT_NAME) as client,
             listening(OpenAIServer(client, settings), host, port) as bound,
         ):
             url = f"http://{join_host_port(host, bound)}/v1"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
@@ -90,8 +90,10 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
             raise DataError(f"{file}, {place}: no ground_truth; a row needs {_NEEDS}")
         answer = row.reward_model.ground_truth
     for turn in row.prompt:
-        if lost := [key for key in UNREAD_KEYS if getattr(turn, key)]:
-            raise DataError(f"{file}, {place}: 'prompt' holds a message with {lost[0]}; remove it")
+        if unread_keys := [key for key in UNREAD_KEYS if getattr(turn, key)]:
+            raise DataError(
+                f"{file}, {place}: 'prompt' holds a message with {unread_keys[0]}; remove it"
+            )
     for name in UNREAD_MEDIA:
         if getattr(row, name):
             raise media_error(f"{file}, {place}", name)
@@ -165,7 +167,7 @@ async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_js
         with progress_bars(console, is_transient=True) as bars:
             bar = bars.add_task("submitting", total=len(prompts))
             async with (
-                connected(run) as client,
+                connect_client(run) as client,
                 aclosing(client.submit(prompts, until_outcome=watch)) as events,
             ):
                 async for event in events:

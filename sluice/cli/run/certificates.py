@@ -126,8 +126,8 @@ def _file_contents(hosts: list[str], days: int) -> dict[str, bytes]:
     # For the order of replacement see `write_certificates`.
     return {
         "client.pem": client.certificate,
-        "ca.pem": authority.itself.certificate,
-        "ca.key": authority.itself.key,
+        "ca.pem": authority.ca.certificate,
+        "ca.key": authority.ca.key,
         "client.key": client.key,
         "client.token": f"client {for_client}\n".encode(),
         "service.key": service.key,
@@ -236,13 +236,13 @@ def _read_files(folder: Path) -> _Files:
 
 def _fault(folder: Path, files: _Files, *, run_is_active: bool) -> str | None:
     """Return the first fault that counts; None: there is none."""
-    needed, certificates = [*_SERVICE.values()], ["service.pem"]
+    needed_files, certificates = [*_SERVICE.values()], ["service.pem"]
     validity = datetime.timedelta()
     if not run_is_active:
-        needed += _CLIENT
+        needed_files += _CLIENT
         certificates.append("client.pem")
         validity = _RENEWED_BEFORE
-    if missing := [name for name in needed if files[name] is None]:
+    if missing := [name for name in needed_files if files[name] is None]:
         return f"{folder} has no {', '.join(missing)}"
     from sluice.security.certificates import ends_of_validity
     from sluice.security.development_ca import was_issued_by

@@ -56,8 +56,8 @@ def check_run(
     notes = without_wrong_keys(launch_notes(run.config, run.settings), run.problems)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
-        chosen = read_settings(None, overrides).by_key()
-        notes = [note for note in notes if note.key in chosen]
+        set_keys = read_settings(None, overrides).by_key()
+        notes = [note for note in notes if note.key in set_keys]
     return check_before_start(run, console, notes, is_local=is_local)
 
 
@@ -70,15 +70,15 @@ def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
     run = read_run(file, overrides)
     if file is None:
         return run
-    chosen = set(read_settings(None, overrides).by_key())
+    set_keys = set(read_settings(None, overrides).by_key())
     run_dir, folder = Path(run.config.sluice.run_dir), file.absolute().parent
     is_of_a_run = file.name == CONFIG_NAME and (folder / METRICS_NAME).is_file()
     if not is_of_a_run or not run_dir.is_absolute():
         return run
     if not is_copied(folder, run.config):
-        resumes = not chosen & _START_KEYS and _has_saved(run.config)
+        resumes = not set_keys & _START_KEYS and _has_saved(run.config)
         return read_run(file, [*overrides, *_RESUMES]) if resumes else run
-    if "sluice.run_dir" not in chosen:
+    if "sluice.run_dir" not in set_keys:
         override = shlex.quote(folder_setting(folder))
         raise ConfigError(
             f"{file}: sluice.run_dir = {run_dir}: the run's folder was copied or moved; add "

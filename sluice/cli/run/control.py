@@ -250,8 +250,8 @@ async def scale_rollout(
                         status.update(f"waiting for {', '.join(unfinished)}")
                         await asyncio.sleep(_LOOK_S)
         except PeerError as error:
-            ended = f"the launcher of {run_dir} does not answer; it has ended"
-            raise NotReadyError(f"run: {elsewhere_notice(run_dir) or ended}") from error
+            no_answer = f"the launcher of {run_dir} does not answer; it has ended"
+            raise NotReadyError(f"run: {elsewhere_notice(run_dir) or no_answer}") from error
         console.print(f"done: {count} replicas")
     return change
 

@@ -81,8 +81,8 @@ def _failure_reason(failure: str) -> str:
     return " ".join([head, *(line.strip() for line in lines[-1:])])
 
 
-def _lines_not_shown(lines: list[str], shown: Collection[str]) -> list[str]:
-    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
+def _lines_not_shown(lines: list[str], shown_lines: Collection[str]) -> list[str]:
+    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown_lines)]
 
 
 def end_run(
@@ -93,7 +93,7 @@ def end_run(
     total_steps: int | None,
     seconds_total: float,
     seconds_services: float,
-    shown: Collection[str] = (),
+    shown_lines: Collection[str] = (),
     as_json: bool = False,
 ) -> None:
     """Write `summary.json` and `report.html` of a run that has ended, and print its last lines.
@@ -109,7 +109,7 @@ def end_run(
         as_json: print the summary to standard output as one JSON object, as the last line.
     """
     run_dir = Path(config.sluice.run_dir)
-    print_failures(end, console, shown)
+    print_failures(end, console, shown_lines)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
     print_line(console, _first_line(outcome, seconds_total))
@@ -126,10 +126,10 @@ def end_run(
         print_json(numbers)
 
 
-def print_failures(end: RunEnd, console: Console, shown: Collection[str]) -> None:
+def print_failures(end: RunEnd, console: Console, shown_lines: Collection[str]) -> None:
     """Print why processes failed, without log lines that the user has seen already."""
     for failure in end.failures:
-        text = "\n".join(_lines_not_shown(failure.splitlines(), shown))
+        text = "\n".join(_lines_not_shown(failure.splitlines(), shown_lines))
         console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
 
 

@@ -100,8 +100,8 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     """
     console = Console(stderr=as_json)
     report = partial(print_line, console)
-    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    is_active = run.is_active and written.is_file() and not restart
+    run, config_file = SharedRun(run_dir), run_dir / CONFIG_NAME
+    is_active = run.is_active and config_file.is_file() and not restart
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
@@ -115,35 +115,35 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     settings += [*network_settings(), folder_setting(run_dir.absolute())]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
-        read = read_run(base, [*settings, *overrides])
-        refuse_other_ledger(read.config)
-        notes = launch_notes(read.config, read_settings(base, overrides))
-    config = check_before_start(read, console, notes, is_local=False, grades=False).config
+        run_as_read = read_run(base, [*settings, *overrides])
+        refuse_other_ledger(run_as_read.config)
+        notes = launch_notes(run_as_read.config, read_settings(base, overrides))
+    config = check_before_start(run_as_read, console, notes, is_local=False, grades=False).config
     try_responses(config, (), ENOUGH_S)  # what grades can be loaded
     if not is_active:
-        _write_run(run, config, written, report)
-    elif written.read_text(encoding="utf-8") != dump_config(config):
-        report(f"notice: {written} {_KEPT}")
-    _print_written(written, is_active=is_active, as_json=as_json)
+        _write_run(run, config, config_file, report)
+    elif config_file.read_text(encoding="utf-8") != dump_config(config):
+        report(f"notice: {config_file} {_KEPT}")
+    _print_written(config_file, is_active=is_active, as_json=as_json)
 
 
-def _print_written(written: Path, *, is_active: bool, as_json: bool) -> None:
+def _print_written(config_file: Path, *, is_active: bool, as_json: bool) -> None:
     if as_json:
-        print_json({"config": str(written), "continues": is_active})
+        print_json({"config": str(config_file), "continues": is_active})
     else:
         state = "continues" if is_active else "begins"
-        print_line(Console(), f"{written.parent}: the run {state}")
+        print_line(Console(), f"{config_file.parent}: the run {state}")
 
 
 def _write_run(
-    run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]
+    run: SharedRun, config: RunConfig, config_file: Path, report: Callable[[str], None]
 ) -> None:
     """Write the files of a new run."""
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")
-    write_config(config, written)
-    remove_end_files(written.parent)
-    forget_targets(written.parent)
+    write_config(config, config_file)
+    remove_end_files(config_file.parent)
+    forget_targets(config_file.parent)
     run.begin(Path(checkpoint_folder(config)))
 
 
@@ -153,12 +153,17 @@ def spent_notice(config: RunConfig) -> str | None:
     There is none if only the data determine the number of steps
     (``trainer.total_training_steps`` is null).
     """
-    planned, done = config.trainer.total_training_steps, newest_step(config)
-    if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
+    num_planned, num_done = config.trainer.total_training_steps, newest_step(config)
+    if (
+        config.trainer.resume_mode != "auto"
+        or num_planned is None
+        or num_done is None
+        or num_done < num_planned
+    ):
         return None
     return (
-        f"the newest checkpoint in {checkpoint_folder(config)} is of step {done}, and "
-        f"trainer.total_training_steps = {planned}: the run ends without a step; raise it, or "
+        f"the newest checkpoint in {checkpoint_folder(config)} is of step {num_done}, and "
+        f"trainer.total_training_steps = {num_planned}: the run ends without a step; raise it, or "
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )

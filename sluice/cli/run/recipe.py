@@ -136,8 +136,8 @@ def run(  # noqa: PLR0913 - options of the command
     if seed is not None:
         keys = " ".join(f"{key}={seed}" for key in _SEEDED)
         raise ConfigError(f"--seed {seed}: without --tiny it has no effect; set {keys}")
-    named = [] if run_dir is None else [folder_setting(run_dir)]
-    settings = [*file_overrides(recipe), *named, *(overrides or [])]
+    folder_settings = [] if run_dir is None else [folder_setting(run_dir)]
+    settings = [*file_overrides(recipe), *folder_settings, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)
     run_configured((recipe.run, settings), display, ray)
 

@@ -246,7 +246,7 @@ def start_run(
         total_steps=view.total_steps,
         seconds_total=ended_s - (began_s or started_s),
         seconds_services=ended_s - started_s,
-        shown=view.shown,
+        shown_lines=view.shown,
         as_json=display.as_json,
     )
     return end
@@ -303,9 +303,9 @@ async def _save_and_end(monitor: RunMonitor) -> bool:
 def show_launcher_messages(console: Console) -> None:
     """Print what the launcher logs."""
     handler = ConsoleHandler(console)
-    for shown in (logging.getLogger("sluice.launch"), logger):
-        shown.handlers[:] = [handler]
-        shown.setLevel(logging.INFO)
+    for shown_logger in (logging.getLogger("sluice.launch"), logger):
+        shown_logger.handlers[:] = [handler]
+        shown_logger.setLevel(logging.INFO)
 
 
 async def _supervise(

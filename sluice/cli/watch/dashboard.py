@@ -93,10 +93,10 @@ def open_run(
       sluice open runs/quickstart
     """
     run = named_run(run, run_option)
-    shown = _json_address if as_json else _print_address
+    show_address = _json_address if as_json else _print_address
 
     def show(url: str) -> None:
-        shown(url)
+        show_address(url)
         open_in_browser(url)
 
     url = _served_address(run)

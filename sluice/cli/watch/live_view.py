@@ -377,16 +377,16 @@ class EvaluationView(LiveView):
             snapshot = await monitor.snapshot()
         except SluiceError:
             return self._starting_line() if self._first is None else _NOT_ANSWERING
-        done, total = snapshot.validation
+        num_done, total = snapshot.validation
         if self._first is None and total:
-            self._first = time.monotonic(), done
-        return evaluation_line(snapshot, self._left_s(done, total))
+            self._first = time.monotonic(), num_done
+        return evaluation_line(snapshot, self._left_s(num_done, total))
 
-    def _left_s(self, done: int, total: int) -> float | None:
-        if self._first is None or done <= self._first[1]:
+    def _left_s(self, num_done: int, total: int) -> float | None:
+        if self._first is None or num_done <= self._first[1]:
             return None
         began_s, before = self._first
-        return (time.monotonic() - began_s) / (done - before) * (total - done)
+        return (time.monotonic() - began_s) / (num_done - before) * (total - num_done)
 
     def print_missed_steps(self) -> None:
         """Do nothing: the results are printed by who started the evaluation."""
@@ -399,10 +399,10 @@ def evaluation_line(snapshot: RunSnapshot, left_s: float | None) -> str:
         snapshot: its state.
         left_s: seconds that it still needs; ``None``: not known.
     """
-    done, total = snapshot.validation
+    num_done, total = snapshot.validation
     if not total:
         return f"waiting for replicas to read the model ({duration_text(snapshot.phase_seconds)})"
     tokens_per_s = sum(replica.tokens_per_second for replica in snapshot.replicas)
-    line = f"evaluated {done} of {total} prompts, {len(snapshot.replicas)} replicas"
+    line = f"evaluated {num_done} of {total} prompts, {len(snapshot.replicas)} replicas"
     line += f", {tokens_per_s:,.0f} tok/s"
     return line if left_s is None else f"{line}, ETA {duration_text(left_s)}"

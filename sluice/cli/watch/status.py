@@ -176,17 +176,17 @@ def runs(
     Example:
       sluice runs
     """
-    listed = asyncio.run(_list_runs(started_runs(folder)))
+    found_runs = asyncio.run(_list_runs(started_runs(folder)))
     if as_json:
-        print_json({"runs": [asdict(listed_run) for listed_run in listed]})
-    elif not listed:
+        print_json({"runs": [asdict(listed_run) for listed_run in found_runs]})
+    elif not found_runs:
         typer.echo(f"no runs in {folder.absolute()}")
     else:
         print_table(
             output_console(),
             "",
             ("run", "state", "step", "accuracy", "started", "last step"),
-            map(_run_row, listed),
+            map(_run_row, found_runs),
             right=("step", "accuracy", "started", "last step"),
         )
 

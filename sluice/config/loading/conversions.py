@@ -400,18 +400,18 @@ def _convert_megatron_adapters(settings: _Settings) -> None:
         return
 
     def layers(key: str) -> list[str]:
-        named = settings.user_value(f"{block}.{key}")
-        listed = [named] if isinstance(named, str) else named
-        assert isinstance(listed, list | None)
+        setting = settings.user_value(f"{block}.{key}")
+        modules = [setting] if isinstance(setting, str) else setting
+        assert isinstance(modules, list | None)
         return [
-            layer for module in listed or () for layer in _MEGATRON_LAYERS.get(module, [module])
+            layer for module in modules or () for layer in _MEGATRON_LAYERS.get(module, [module])
         ]
 
     settings.put(f"{_MODEL}.lora_rank", rank or 0)
     settings.put(f"{_MODEL}.lora_adapter_path", path)
     settings.put(f"{_MODEL}.lora_alpha", settings.user_value(f"{block}.alpha") or _MEGATRON_ALPHA)
-    wanted = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    usual = [layer for module in wanted for layer in _MEGATRON_LAYERS[module]]
+    default_modules = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    usual = [layer for module in default_modules for layer in _MEGATRON_LAYERS[module]]
     settings.put(f"{_MODEL}.target_modules", layers("target_modules") or usual)
     settings.put(f"{_MODEL}.exclude_modules", layers("exclude_modules") or None)
 

@@ -79,8 +79,8 @@ def all_names() -> tuple[str, ...]:
 
 def is_open(path: KeyPath) -> bool:
     """Return whether verl's schema is open there, so that its users must write ``+``."""
-    written = ".".join(path)
-    return any(written.startswith(f"{section}.") for section in open_sections())
+    key = ".".join(path)
+    return any(key.startswith(f"{section}.") for section in open_sections())
 
 
 def canonical(path: KeyPath) -> KeyPath:
@@ -145,8 +145,8 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     misspelt; then names in its section, the same name elsewhere, and similar paths. A name whose
     initials are a key's (`learning_rate`) means that one.
     """
-    known_names, wanted = all_names(), ".".join(path)
-    same_end = [key for key in known_names if key.endswith(f".{wanted}")]
+    known_names, written = all_names(), ".".join(path)
+    same_end = [key for key in known_names if key.endswith(f".{written}")]
     if same_end:
         return tuple(same_end[:MAX_SUGGESTIONS])
     initials = "".join(part[:1] for part in path[-1].split("_"))
@@ -166,8 +166,8 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
         if canonical_names[key] == key or canonical_names[key] not in canonical_names
     ]
     return tuple(
-        difflib.get_close_matches(wanted, elsewhere, cutoff=0.3)
-        or difflib.get_close_matches(wanted, known_names, cutoff=0.8)
+        difflib.get_close_matches(written, elsewhere, cutoff=0.3)
+        or difflib.get_close_matches(written, known_names, cutoff=0.8)
     )
 
 

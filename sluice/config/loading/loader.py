@@ -188,57 +188,57 @@ def remove_invalid(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
 
 
 def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:
-    entry, written = find_key(path), tree.spelling(path)
+    entry, spelling = find_key(path), tree.spelling(path)
     if entry is None:
         if not is_section(path):
-            yield unknown_key(tuple(written.split(".")))
+            yield unknown_key(tuple(spelling.split(".")))
         elif value is not None:
-            yield Problem(written, value, ": expected keys below it")
+            yield Problem(spelling, value, ": expected keys below it")
         return
     if entry.path == ".".join(path):
         refusal = entry.refusal_of(value)
         if refusal:
-            yield Problem(written, value, f"is refused: {refusal}")
+            yield Problem(spelling, value, f"is refused: {refusal}")
             return
-    yield from _type_problems(written, value, entry.annotation)
+    yield from _type_problems(spelling, value, entry.annotation)
 
 
-def _type_problems(written: str, value: object, annotation: object) -> Iterator[Problem]:
+def _type_problems(spelling: str, value: object, annotation: object) -> Iterator[Problem]:
     element = element_section(annotation)
     if element is not None and isinstance(value, list):
-        yield from _element_problems(written, value, element)
+        yield from _element_problems(spelling, value, element)
         return
     inner = value_section(annotation)
     if inner is not None and isinstance(value, Mapping):
         for name, fields in value.items():
-            yield from _section_problems(f"{written}.{name}", fields, inner)
+            yield from _section_problems(f"{spelling}.{name}", fields, inner)
         return
     try:
         msgspec.convert(value, annotation)
     except msgspec.ValidationError:
         message = f": expected {expectation(annotation)}"
-        yield Problem(written, value, message, _hint(value, annotation))
+        yield Problem(spelling, value, message, _hint(value, annotation))
 
 
-def _section_problems(written: str, fields: object, section: type[Section]) -> Iterator[Problem]:
+def _section_problems(spelling: str, fields: object, section: type[Section]) -> Iterator[Problem]:
     """Yield the problems of a section that a user named."""
     types = field_types(section)
     if not isinstance(fields, Mapping):
-        yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(types)}")
+        yield Problem(spelling, fields, ": expected keys below it", f"known: {', '.join(types)}")
         return
     for name, value in fields.items():
         if name in types:
-            yield from _type_problems(f"{written}.{name}", value, types[name])
+            yield from _type_problems(f"{spelling}.{name}", value, types[name])
         else:
             remedy = f"known: {', '.join(types)}"
-            yield Problem(f"{written}.{name}", value, "is no key of sluice", remedy)
+            yield Problem(f"{spelling}.{name}", value, "is no key of sluice", remedy)
     for field in msgspec.structs.fields(section):
         if field.required and field.name not in fields:
-            yield Problem(f"{written}.{field.name}", msgspec.UNSET, "is not set", "set it")
+            yield Problem(f"{spelling}.{field.name}", msgspec.UNSET, "is not set", "set it")
 
 
 def _element_problems(
-    written: str, values: list[object], section: type[Section]
+    spelling: str, values: list[object], section: type[Section]
 ) -> Iterator[Problem]:
     """Yield the problems of a list of mappings, by the number of the element."""
     for number, value in enumerate(values):
@@ -246,26 +246,26 @@ def _element_problems(
             msgspec.convert(value, section)
         except msgspec.ValidationError as error:
             keys = f"its keys are {', '.join(field_types(section))}"
-            yield Problem(f"{written}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
+            yield Problem(f"{spelling}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
 
 
 def _hint(value: object, annotation: object) -> str:
     """Return the remedy for a value that has the right text but the wrong YAML type."""
-    wanted = expectation(annotation)
-    if value == "None" and wanted.endswith("null"):
+    expected = expectation(annotation)
+    if value == "None" and expected.endswith("null"):
         return "the word for nothing is null"
-    if isinstance(value, str) and wanted.startswith("true or false"):
+    if isinstance(value, str) and expected.startswith("true or false"):
         return "YAML 1.2 has no other words for them"
-    if isinstance(value, int | float) and wanted.startswith("a string"):
+    if isinstance(value, int | float) and expected.startswith("a string"):
         return "put the value in quotes"
     if isinstance(value, str) and isinstance(parse_word(value), int | float):
         return "write it without quotes"
-    if isinstance(value, str) and wanted.startswith(("an integer", "a number")):
+    if isinstance(value, str) and expected.startswith(("an integer", "a number")):
         number = parse_scalar(re.sub(r"^([-+]?)0+(?=\d)", r"\1", value))
         if isinstance(number, int):
             return f"write {number}; {value} is text to Hydra, and octal in a YAML file of verl's"
         if isinstance(number, float):
             return f"write {number}; {value} is text to Hydra"
-    if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
+    if isinstance(value, float) and value.is_integer() and expected.startswith("an integer"):
         return "write it without a decimal point"
     return ""

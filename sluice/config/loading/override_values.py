@@ -100,9 +100,9 @@ def format_override_value(value: object) -> str:
     return f"'{re.sub(_BEFORE_QUOTE, lambda run: run[1] * 2 + run[2].replace(*_QUOTE), value)}'"
 
 
-def _unescape_word(written: str) -> object:
+def _unescape_word(word: str) -> object:
     """Return the value of a word without quotes, its escapes taken away."""
-    parts = _PART.findall(written)
+    parts = _PART.findall(word)
     blank = [part.isspace() for part in parts]
     parts = parts[blank[0] : len(parts) - blank[-1]]
     texts = [part[1:] if re.fullmatch(_ESCAPED, part) else part for part in parts]

@@ -137,14 +137,14 @@ def read_override_file(path: Path) -> list[Override]:
 
 def _strip_comment(line: str) -> str:
     quote, is_escaped = "", False
-    for at, character in enumerate(line):
+    for index, character in enumerate(line):
         if quote:
             quote = "" if character == quote and not is_escaped else quote
             is_escaped = character == "\\" and not is_escaped
         elif character in "'\"":
             quote = character
-        elif character == "#" and (at == 0 or line[at - 1].isspace()):
-            return line[:at]
+        elif character == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
     return line
 
 

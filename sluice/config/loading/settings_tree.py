@@ -235,25 +235,25 @@ class _Resolver:
         return UNSET if entry is None else entry.default
 
 
-def _no_value_error(at: str, key: str) -> ConfigError:
-    return ConfigError(f"{at}: reference ${{{key}}}: that key has no value; set it")
+def _no_value_error(place: str, key: str) -> ConfigError:
+    return ConfigError(f"{place}: reference ${{{key}}}: that key has no value; set it")
 
 
-def _environment_variable(name: str, default: str | None, at: str) -> str | None:
+def _environment_variable(name: str, default: str | None, place: str) -> str | None:
     """Return a variable as a text, like OmegaConf, even where it looks like a number."""
     if name in os.environ:
         return os.environ[name]
     if default is None:
-        raise ConfigError(f"{at}: ${name} has no value; set it: {name}=... sluice ...")
+        raise ConfigError(f"{place}: ${name} has no value; set it: {name}=... sluice ...")
     text = default.strip()
     return None if text == "null" else unquote(text)
 
 
-def _absolute_key(key: str, at: str) -> KeyPath:
-    """Return `key` as a path; leading dots count sections upwards from the key `at`."""
+def _absolute_key(key: str, base_key: str) -> KeyPath:
+    """Return `key` as a path; leading dots count sections upwards from the key `base_key`."""
     name = key.lstrip(".")
     dots = len(key) - len(name)
-    above = at.split(".")[:-dots] if dots else []
+    above = base_key.split(".")[:-dots] if dots else []
     return (*above, *name.split("."))
 
 

@@ -36,9 +36,9 @@ def read_document(path: Path) -> Mapping[str, object]:
         ConfigError: a file cannot be read, is no YAML, or holds something else; one is not there,
             or stands below itself; or verl's own come after others, whose values they replace.
     """
-    read = _read_mapping(path)
-    composition = _Composition([path.parent, *_search_folders(read[0])])
-    composition.add(path, read, "", "", _Parent())
+    mapping_and_text = _read_mapping(path)
+    composition = _Composition([path.parent, *_search_folders(mapping_and_text[0])])
+    composition.add(path, mapping_and_text, "", "", _Parent())
     if isinstance(hydra := composition.values.get("hydra"), dict):
         hydra.pop("searchpath", None)
     if composition.unread:
@@ -97,31 +97,31 @@ class _Composition:
     def add(
         self,
         file: Path,
-        read: tuple[dict[str, object], str],
+        mapping_and_text: tuple[dict[str, object], str],
         name: str,
         package: str,
         parent: _Parent,
     ) -> None:
         """Add a file and, in their order, the files that its ``defaults`` name.
 
-        `read` is what `_read_mapping` read of it; `name` and `package` are as the entry has them,
-        which names it.
+        `mapping_and_text` is what `_read_mapping` read of it; `name` and `package` are as the entry
+        has them, which names it.
         """
         if file in parent.files:
             raise ConfigError(f"configuration file {file}: its defaults lead back to it")
-        document, text = read
+        document, text = mapping_and_text
         header = _PACKAGE.search(text)
         group = name.removeprefix("/").rpartition("/")[0]
         place = parent.below(package or (header[1] if header else group.replace("/", ".")))
         if parent.group and not name.startswith("/"):
             group = f"{parent.group}/{group}".removesuffix("/")
         within = _Parent((*parent.files, file), place, group)
-        named = document.get("defaults")
-        if isinstance(named, list):
+        entries = document.get("defaults")
+        if isinstance(entries, list):
             del document["defaults"]
         else:
-            named = []
-        for entry in named if _SELF in named else [*named, _SELF]:
+            entries = []
+        for entry in entries if _SELF in entries else [*entries, _SELF]:
             if entry == _SELF:
                 nested = reduce(lambda inner, name: {name: inner}, reversed(place), document)
                 self.values = _merge(self.values, nested)
@@ -187,9 +187,9 @@ def _chosen_files(entry: object) -> Iterator[tuple[str, str]]:
         name, _, package = entry.partition("@")
         yield name.removesuffix(".yaml"), package
     elif isinstance(entry, Mapping):
-        for key, chosen in entry.items():
+        for key, choice in entry.items():
             group, _, package = str(key).removeprefix("optional ").partition("@")
-            for option in chosen if isinstance(chosen, list) else [chosen]:
+            for option in choice if isinstance(choice, list) else [choice]:
                 if option is not None:
                     yield f"{group}/{option}", package
 

@@ -271,7 +271,7 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     layout = training_layout(config)
     again = layout.recomputed_of(shape.layers) / shape.layers
     update += again * shape.training_flops(tokens, 0, pairs) * _FORWARD
-    old = 0.0
+    old_share = 0.0
     if not (actor.use_rollout_log_probs or is_bypassed(config)):
-        old = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
-    return actor.ppo_epochs * update + (old + uses_reference(config)) * passes * _FORWARD
+        old_share = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
+    return actor.ppo_epochs * update + (old_share + uses_reference(config)) * passes * _FORWARD

@@ -129,24 +129,24 @@ def _mini_in_train_problems(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, old = sizes.batch, sizes.keys.integer_or_none(GLOBAL_MICRO)
+    batch, global_rows = sizes.batch, sizes.keys.integer_or_none(GLOBAL_MICRO)
     rows = rows_per_device(sizes.keys, GLOBAL_MICRO)
     if sizes.actor.use_dynamic_bsz:
         return
     per_gpu = f"{MICRO}={batch.fitting_micro}"
-    if old is None and rows is None:
+    if global_rows is None and rows is None:
         while_false = f"while {ACTOR}.use_dynamic_bsz is false"
         yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, is_error=True)
-    if old is None:
+    if global_rows is None:
         return
     if rows is not None:
-        message = f"and the deprecated {GLOBAL_MICRO} = {old} are both set"
+        message = f"and the deprecated {GLOBAL_MICRO} = {global_rows} are both set"
         yield verl_problem("micro-batch", MICRO, rows, message, f"{GLOBAL_MICRO}=null")
-    elif batch.mini_prompts % old or old * batch.split.sp < batch.split.world:
+    elif batch.mini_prompts % global_rows or global_rows * batch.split.sp < batch.split.world:
         yield verl_problem(
             "global-micro-batch",
             GLOBAL_MICRO,
-            old,
+            global_rows,
             f"(deprecated) must divide {MINI} = {batch.mini_prompts} and give each of "
             f"{batch.split.world} ranks a row",
             f"{GLOBAL_MICRO}=null",
@@ -160,10 +160,10 @@ def _critic_micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
     if sizes.critic is None or sizes.critic.dynamic:
         return
     batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
-    old, rows = sizes.keys.integer_or_none(CRITIC_MICRO), sizes.keys.integer_or_none(key)
+    global_rows, rows = sizes.keys.integer_or_none(CRITIC_MICRO), sizes.keys.integer_or_none(key)
     mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
     per_gpu, message = f"{key}={rows or batch.fitting_micro}", ""
-    if old is None:
+    if global_rows is None:
         # Without the actor's rows either, sluice refuses it, too: `algorithm` says it.
         if not sizes.keys.is_set(key) and sizes.actor.ppo_micro_batch_size_per_gpu is not None:
             message = f"while {CRITIC}.use_dynamic_bsz is false"
@@ -171,14 +171,14 @@ def _critic_micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
         return
     if not sizes.keys.is_null(key):
         message = "is deprecated, and verl then sees both keys set"
-    elif mini % old or old * sizes.critic.sp < batch.split.world:
+    elif mini % global_rows or global_rows * sizes.critic.sp < batch.split.world:
         message = (
             f"(deprecated) must divide {CRITIC}.ppo_mini_batch_size = {mini} and give each of "
             f"{batch.split.world} ranks a row"
         )
     if message:
         overrides = f"{CRITIC_MICRO}=null", per_gpu
-        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, message, *overrides)
+        yield verl_problem("critic-micro-batch", CRITIC_MICRO, global_rows, message, *overrides)
 
 
 def _remove_padding_problems(sizes: VerlSizes) -> Iterator[Problem]:
@@ -344,14 +344,14 @@ def _nearest_mini_batches(batch: BatchPlan) -> tuple[str, ...]:
     grows too.
     """
     data_ranks = batch.split.data_parallel or 1
-    possible = [
+    candidates = [
         size
         for size in range(1, batch.train_prompts + 1)
         if batch.train_prompts % size == 0 and size * batch.responses % data_ranks == 0
     ]
-    if possible:
-        smaller = [size for size in possible if size <= batch.mini_prompts]
-        return (f"{MINI}={max(smaller) if smaller else min(possible)}",)
+    if candidates:
+        smaller = [size for size in candidates if size <= batch.mini_prompts]
+        return (f"{MINI}={max(smaller) if smaller else min(candidates)}",)
     mini = next_multiple(batch.mini_prompts, data_ranks // math.gcd(data_ranks, batch.responses))
     return (f"{MINI}={mini}", f"{TRAIN}={next_multiple(batch.train_prompts, mini)}")
 

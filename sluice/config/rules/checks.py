@@ -258,13 +258,13 @@ def _clip_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
-    rollout, needed = config.actor_rollout_ref.rollout, derived.max_row_tokens(config.data)
-    if derived.max_model_len(config) < needed:
+    rollout, needed_tokens = config.actor_rollout_ref.rollout, derived.max_row_tokens(config.data)
+    if derived.max_model_len(config) < needed_tokens:
         yield Problem(
             f"{ROLLOUT}.max_model_len",
             rollout.max_model_len,
-            f"cannot hold prompt and response of {needed} tokens",
-            f"set it to at least {needed}, or to null",
+            f"cannot hold prompt and response of {needed_tokens} tokens",
+            f"set it to at least {needed_tokens}, or to null",
         )
     top_ks = ((ROLLOUT, rollout.top_k), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k))
     for key, top_k in top_ks:
@@ -370,7 +370,7 @@ def fixed_ports(rollout: RolloutServiceConfig) -> tuple[str, ...]:
 
 def _endpoints_problems(config: RunConfig) -> Iterator[Problem]:
     services = config.sluice
-    taken: dict[tuple[str, int], str] = {}
+    setting_of_address: dict[tuple[str, int], str] = {}
     for name, endpoint in (
         ("reward", services.reward.endpoint),
         ("trainer", services.trainer.endpoint),
@@ -379,10 +379,10 @@ def _endpoints_problems(config: RunConfig) -> Iterator[Problem]:
         for key in _NO_PORT:
             port = getattr(endpoint, key)
             address, setting = (endpoint.host, port), f"sluice.{name}.endpoint.{key}"
-            if port and address in taken:
+            if port and address in setting_of_address:
                 remedy = f"give each its own port, or {_NO_PORT[key]}"
-                yield Problem(setting, port, f"is taken by {taken[address]}", remedy)
-            taken.setdefault(address, setting)
+                yield Problem(setting, port, f"is taken by {setting_of_address[address]}", remedy)
+            setting_of_address.setdefault(address, setting)
         yield from _advertised_problems(f"sluice.{name}.endpoint", endpoint)
     for key in fixed_ports(services.rollout):
         replicas, port = services.rollout.replicas, getattr(services.rollout.endpoint, key)
@@ -457,11 +457,11 @@ def _watchdog_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _message_size_problems(config: RunConfig) -> Iterator[Problem]:
-    needed, max_mb = derived.largest_message_mb(config), derived.message_mb(config)
-    if needed > max_mb:
+    needed_mb, max_mb = derived.largest_message_mb(config), derived.message_mb(config)
+    if needed_mb > max_mb:
         samples = derived.rows_per_batch(config)
         message = (
-            f"is less than the {needed} MiB that one sample, or the outline of a train batch of "
+            f"is less than the {needed_mb} MiB that one sample, or the outline of a train batch of "
             f"{samples} samples, can reach"
         )
         overrides = ("sluice.max_message_mb=null",)
@@ -495,14 +495,14 @@ def _routing_replay_problems(config: RunConfig) -> Iterator[Problem]:
 def environment_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield settings of environments that contradict each other or other settings."""
     environment, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
-    possible = {
+    values = {
         f"{_ENV}.path": environment.path,
         f"{_ENV}.addresses": environment.addresses,
         f"{_ENV}.agents": environment.agents,
         f"{_TURNS}.function_tool_path": turns.function_tool_path,
         f"{_TURNS}.tool_config_path": turns.tool_config_path,
     }
-    set_keys = {key: value for key, value in possible.items() if value}
+    set_keys = {key: value for key, value in values.items() if value}
     if environment.name is not None and environment.path is None:
         yield Problem(f"{_ENV}.name", environment.name, "without a path", f"set {_ENV}.path")
     if not set_keys:

@@ -89,16 +89,17 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
     elif derived.replays_engine_routing(config):
         tokens, max_mb = derived.max_row_tokens(config.data), derived.message_mb(config)
-        taken = tokens * shape.expert_bytes_per_token
+        num_bytes = tokens * shape.expert_bytes_per_token
         # Beside them: ids, logprobs and sampled text of the response, and ids of the prompt.
-        taken += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
-        needed = (taken >> 20) + 1  # beside a little else
-        if needed > max_mb:
+        num_bytes += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
+        needed_mb = (num_bytes >> 20) + 1  # beside a little else
+        if needed_mb > max_mb:
             yield Problem(
                 "sluice.max_message_mb",
                 max_mb,
-                f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
-                overrides=(f"sluice.max_message_mb={needed}",),
+                f"with {key} = R3: a sample of {tokens} tokens has up to {needed_mb} MiB of "
+                "experts",
+                overrides=(f"sluice.max_message_mb={needed_mb}",),
             )
 
 
@@ -109,11 +110,11 @@ def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     layers = {"": shape.layers}
     if path and derived.uses_critic(config) and (critic := find_shape(path)) is not None:
         layers[f"critic.model.path={path}: "] = critic.layers
-    for of, number in layers.items():
+    for prefix, number in layers.items():
         try:
             stage_layers(number, size, actor.megatron.override_transformer_config)
         except ConfigError as error:
-            yield problem_of(ConfigError(f"{of}{error}"))
+            yield problem_of(ConfigError(f"{prefix}{error}"))
 
 
 def cut_problems(config: RunConfig) -> Iterator[Problem]:
@@ -190,23 +191,23 @@ def _sequence_head_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[Pro
         can_share = partial(shares_heads, heads=heads, kv_heads=kv_heads)
         if can_share(sp):
             continue
-        possible = _largest_possible_divisor(sp, sizes.batch.split.world, can_share)
+        nearest = _largest_possible_divisor(sp, sizes.batch.split.world, can_share)
         key = f"{section}.ulysses_sequence_parallel_size"
         remainder = f" that {TENSOR_KEY} = {tensor} leaves" if tensor > 1 else ""
         cannot = (
             f"cannot cut {heads} attention heads and {kv_heads} key-value heads{remainder} evenly"
         )
         is_error = section == ACTOR
-        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}", is_error=is_error)
+        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={nearest}", is_error=is_error)
 
 
 def _tensor_head_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     key, tp = f"{ROLLOUT}.tensor_model_parallel_size", sizes.rollout.tensor_model_parallel_size
     if shape.heads % tp:
         cannot = f"cannot cut {shape.heads} attention heads evenly"
-        possible = largest_divisor(shape.heads, tp)
+        nearest = largest_divisor(shape.heads, tp)
         is_error = sizes.rollout.name in VENDOR_ENGINES
-        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}", is_error=is_error)
+        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={nearest}", is_error=is_error)
 
 
 def _tensor_cut_problems(size: int, shape: ModelShape) -> Iterator[Problem]:
@@ -215,8 +216,8 @@ def _tensor_cut_problems(size: int, shape: ModelShape) -> Iterator[Problem]:
         numbers["columns of the multilayer perceptron"] = shape.intermediate
     for things, number in numbers.items():
         if number % size:
-            possible = largest_divisor(math.gcd(*numbers.values()), size)
-            change = f"{TENSOR_KEY}={possible}"
+            nearest = largest_divisor(math.gcd(*numbers.values()), size)
+            change = f"{TENSOR_KEY}={nearest}"
             cannot = f"does not divide the {number} {things}"
             yield verl_problem("tp-heads", TENSOR_KEY, size, cannot, change, is_error=True)
             return
@@ -229,8 +230,8 @@ def _expert_problems(size: int, shape: ModelShape) -> Iterator[Problem]:
             if shape.experts
             else "for a model without experts"
         )
-        possible = largest_divisor(shape.experts, size) if shape.experts else 1
-        change = f"{EXPERT_KEY}={possible}"
+        nearest = largest_divisor(shape.experts, size) if shape.experts else 1
+        change = f"{EXPERT_KEY}={nearest}"
         yield verl_problem("experts", EXPERT_KEY, size, cannot, change, is_error=True)
 
 
@@ -245,7 +246,7 @@ def _megatron_expert_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[P
         return
     ranks = ep * etp * split.pp
     if shape.experts % ep or split.world % ranks:
-        possible = _largest_possible_divisor(
+        nearest = _largest_possible_divisor(
             ep,
             shape.experts,
             lambda size: split.world % (size * etp * split.pp) == 0,
@@ -256,12 +257,14 @@ def _megatron_expert_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[P
             ep,
             f"must divide {shape.experts} experts, and with expert tensor {etp} and pipeline "
             f"{split.pp} the {split.world} trainer ranks",
-            f"{key}={possible}",
+            f"{key}={nearest}",
             is_error=bool(shape.experts % ep),
         )
 
 
-def _largest_possible_divisor(at_most: int, dividing: int, possible: Callable[[int], bool]) -> int:
+def _largest_possible_divisor(
+    at_most: int, dividing: int, is_possible: Callable[[int], bool]
+) -> int:
     """Return the largest divisor of `dividing` up to `at_most` that is possible, at least 1."""
     sizes = range(at_most, 0, -1)
-    return next((size for size in sizes if dividing % size == 0 and possible(size)), 1)
+    return next((size for size in sizes if dividing % size == 0 and is_possible(size)), 1)

@@ -117,12 +117,12 @@ def _run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _environment_problems(config: RunConfig, name: str) -> Iterator[Problem]:
-    wanted, environment = config.sluice.sources[name].environment, config.sluice.environment
+    agent_loop, environment = config.sluice.sources[name].environment, config.sluice.environment
     turns = config.actor_rollout_ref.rollout.multi_turn
     is_given = environment.path or environment.addresses or environment.agents
     has_tools = turns.function_tool_path or turns.tool_config_path
-    if wanted in (None, SINGLE_TURN) or is_given or (wanted == TOOL_AGENT and has_tools):
+    if agent_loop in (None, SINGLE_TURN) or is_given or (agent_loop == TOOL_AGENT and has_tools):
         return
     key = f"{SOURCES_KEY}.{name}.environment"
     remedy = "set sluice.environment.path or sluice.environment.addresses"
-    yield Problem(key, wanted, "without an environment that has it", remedy)
+    yield Problem(key, agent_loop, "without an environment that has it", remedy)

@@ -18,8 +18,8 @@ def file_list(files: str | list[str] | None) -> list[str]:
 
     A pattern such as ``rows/*.parquet`` stands for the files that match it, by name.
     """
-    named = [files] if isinstance(files, str) else files or []
-    return [file for name in named for file in _expand_pattern(name)]
+    patterns = [files] if isinstance(files, str) else files or []
+    return [file for name in patterns for file in _expand_pattern(name)]
 
 
 def _expand_pattern(name: str) -> list[str]:

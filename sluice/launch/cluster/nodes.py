@@ -146,9 +146,9 @@ def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeStatus)
         endpoint = msgspec.structs.replace(config.sluice.rollout.endpoint, advertise=None)
         node_endpoint = endpoint_on(endpoint, facts.address)
         key = "sluice.rollout.endpoint"
-        placed = {"host": node_endpoint.host, "advertise": node_endpoint.advertise}
+        settings = {"host": node_endpoint.host, "advertise": node_endpoint.advertise}
         command += tuple(
-            f"{key}.{name}={format_override_value(value)}" for name, value in placed.items()
+            f"{key}.{name}={format_override_value(value)}" for name, value in settings.items()
         )
     return replace(spec, command=command, environment={**facts.environment, **spec.environment})
 

@@ -149,11 +149,11 @@ def parse_demands(entries: Iterable[str]) -> dict[Kind, dict[str, float]]:
 
 def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
     """Return the resource that keeps a group from being placed, and the node that lacks it."""
-    wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
+    largest_bundle = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
     apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
-    node_capacities = [_shortfall(wanted, node) for node in nodes]
+    node_capacities = [_shortfall(largest_bundle, node) for node in nodes]
     fitting = sum(not missing for missing in node_capacities)
-    demand = _as_text(wanted)
+    demand = _as_text(largest_bundle)
     lines = [
         f"\n  {node.address}: {missing or 'has capacity'}"
         for node, missing in zip(nodes, node_capacities, strict=True)
@@ -163,11 +163,11 @@ def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
     return f"{plan.name} takes {demand} on {spread}, and {fit}:{''.join(lines)}"
 
 
-def _shortfall(wanted: Resources, node: NodeCapacity) -> str:
+def _shortfall(bundle: Resources, node: NodeCapacity) -> str:
     return "; ".join(
         f"{name}: {amount:g} wanted, {node.free.get(name, 0.0):g} free of "
         f"{node.total.get(name, 0.0):g}"
-        for name, amount in wanted.items()
+        for name, amount in bundle.items()
         if node.free.get(name, 0.0) < amount
     )
 

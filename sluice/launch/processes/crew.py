@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sluice.concurrency.process import ending_text
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
@@ -129,7 +129,7 @@ class Crew:
         try:
             for spec in self.specs:
                 try:
-                    child = await unless(self.released, self._start(spec))
+                    child = await run_unless(self.released, self._start(spec))
                 except OSError as error:
                     logger.warning("%s cannot be started at present: %s", spec.name, error)
                     self._last_lines[spec.name].append(str(error))
@@ -210,7 +210,7 @@ class Crew:
             forwarding.cancel()
 
     async def _exit_code(self, child: Child) -> int:
-        code = await unless(self._given_up, child.wait())
+        code = await run_unless(self._given_up, child.wait())
         return -signal.SIGKILL if code is None else code
 
     async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[ProcessExit]) -> None:

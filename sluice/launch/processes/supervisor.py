@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.concurrency.process import EXIT_MISSING_PACKAGE, ending_text, stop_on_signals
-from sluice.concurrency.waits import unless, within
+from sluice.concurrency.waits import ends_within, run_unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -181,13 +181,13 @@ class Supervisor:
             crew.kill()
 
     async def _end_on_signal(self) -> None:
-        await unless(self._ends_at_once, self._interrupted.wait())
+        await run_unless(self._ends_at_once, self._interrupted.wait())
         if self._save is not None and not self._ends_at_once.is_set():
             logger.info(
                 "interrupted: the run ends after the present step and saves; "
                 "press Ctrl-C again to end it at once"
             )
-            if not await unless(self._ends_at_once, self._save()):
+            if not await run_unless(self._ends_at_once, self._save()):
                 self._ends_at_once.set()
         await self._ends_at_once.wait()
         self._interrupted.set()
@@ -261,7 +261,7 @@ class Supervisor:
         name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
         delay = f"in {pause_s:.1f} s" if pause_s else "at once"
         logger.warning("%s ended with %s; starting again %s", name, ending_text(code), delay)
-        if not await within(pause_s, crew.released.wait()):
+        if not await ends_within(pause_s, crew.released.wait()):
             return True
         if crew.is_dismissed:
             self._crews.remove(crew)

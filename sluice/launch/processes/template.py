@@ -69,15 +69,15 @@ def _serve(requests: socket.socket) -> None:
             if not message:
                 return
             try:
-                pid, ended = _fork(json.loads(message), outputs, selector, template)
+                pid, process_descriptor = _fork(json.loads(message), outputs, selector, template)
             except OSError as error:  # no descriptor or no process is free
                 _answer(requests, {"failed": error.errno or errno.EIO})
                 continue
             finally:
                 for descriptor in outputs:
                     os.close(descriptor)
-            selector.register(ended, selectors.EVENT_READ, pid)
-            _answer(requests, {"pid": pid}, [ended])
+            selector.register(process_descriptor, selectors.EVENT_READ, pid)
+            _answer(requests, {"pid": pid}, [process_descriptor])
 
 
 def _fork(
@@ -173,7 +173,9 @@ def _set_process_title(module: str, arguments: Sequence[str]) -> None:
     """Change what `ps` and `pgrep -f` show of this process."""
     words = (sys.executable, "-m", module, *arguments)
     line = b"\0".join(map(os.fsencode, words))
-    begin, end = (int(stat_fields(os.getpid())[at]) for at in (_ARGUMENTS_FROM, _ARGUMENTS_TO))
+    begin, end = (
+        int(stat_fields(os.getpid())[index]) for index in (_ARGUMENTS_FROM, _ARGUMENTS_TO)
+    )
     size = end - begin
     if begin and size > 0:
         ctypes.memmove(begin, line[: size - 1].ljust(size, b"\0"), size)

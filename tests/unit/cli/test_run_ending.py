@@ -54,7 +54,7 @@ def ended(
         total_steps=total_steps,
         seconds_total=130.0,
         seconds_services=100.0,
-        shown=shown,
+        shown_lines=shown,
     )
     summary = Path(config.sluice.run_dir) / "summary.json"
     return screen.getvalue(), json.loads(summary.read_text())

@@ -71,7 +71,7 @@ def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
 
     client = AsyncMock()
     client.__aenter__.return_value.generate.return_value = Mock(rollouts=[rollout])
-    monkeypatch.setattr(generate_module, "connected", lambda _: client)
+    monkeypatch.setattr(generate_module, "connect_client", lambda _: client)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     generate_module.generate("hello", run=Path("unused"))
     shown = capsys.readouterr().out.splitlines()

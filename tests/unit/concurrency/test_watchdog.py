@@ -142,7 +142,7 @@ async def test_a_look_that_fails_has_seen_nothing() -> None:
     with Watchdog(judge, broken, interval_s=0.01).watching():
         await until_set(judge.is_through)
     assert judge.check(1e9) is StallVerdict.FINE
-    assert judge.still_at_work_s is None
+    assert judge.no_progress_at_work_s is None
 
 
 async def test_a_watched_service_is_marked_in_the_runs_folder_and_tells_how_long_it_stands(

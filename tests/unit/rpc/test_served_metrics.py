@@ -195,13 +195,13 @@ def test_the_end_of_loaded_certificates_is_a_metric(tmp_path: Path) -> None:
     assert name not in {key[0] for key in reported(tmp_path)}
     given = write_security(tmp_path)
     ca_file = Path(given["ca_file"])
-    ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
+    ca_file.write_bytes(DevelopmentCa(-1).ca.certificate + ca_file.read_bytes())
     service_credentials(SecurityConfig(**given), EndpointConfig())
     signed = Path(given["cert_file"]).read_bytes()
     for file in ("cert_file", "ca_file"):  # what is put in their place later is not loaded
         Path(given[file]).unlink()
     found = reported(tmp_path)
-    signer = authority("ours").itself.certificate
+    signer = authority("ours").ca.certificate
     assert found[name, "cert_file"] == ends_of_validity(signed)[0].timestamp()
     assert found[name, "ca_file"] == ends_of_validity(signer)[0].timestamp()
     CERTIFICATE_ENDS.clear()
