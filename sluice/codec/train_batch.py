@@ -224,8 +224,8 @@ def _unsent_experts(
     """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
 
     Args:
-        first: number of its first sample in the batch.
-        wanted: numbers of the samples to send.
+        first_row: number of its first sample in the batch.
+        wanted_rows: numbers of the samples to send.
     """
     routed = (
         (row, rollout.routing)

@@ -258,7 +258,7 @@ class ChangeSignal:
     """Take `next_change` before looking at the state, then wait for it: no change is missed.
 
     Args:
-        then: notified as well, after this one.
+        following: notified as well, after this one.
 
     Attributes:
         next_change: is set at the first `notify` from now on.

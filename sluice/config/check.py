@@ -234,7 +234,8 @@ def check_report(
         device_gib: memory of one device, GiB, if known.
         dataset_rows: rows of data.train_files, if countable.
         files: whether the paths that the configuration names must exist.
-        here: the configuration as this host would run it, on its devices; `None` for `config`.
+        host_config: the configuration as this host would run it, on its devices; `None`:
+            `config`.
     """
     settings = KeySettings(config, as_set.by_key())
     problems = all_problems(config, settings, shape=shape, files=files)

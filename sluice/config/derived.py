@@ -292,7 +292,7 @@ def is_named(name: str, pattern: str | Sequence[str]) -> bool:
 
     Args:
         name: name of a layer in the model's files.
-        wanted: a regular expression for the whole name, or a list of possible suffixes.
+        pattern: a regular expression for the whole name, or a list of possible suffixes.
     """
     if isinstance(pattern, str):
         return re.fullmatch(pattern, name) is not None

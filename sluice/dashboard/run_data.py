@@ -56,7 +56,7 @@ class RunData:
         run_dir: the run's folder.
         trainer: of its configuration: the number of steps, and the folder of validations.
         clock: seconds, monotonic.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
     """
 
     def __init__(

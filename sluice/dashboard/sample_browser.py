@@ -210,7 +210,7 @@ class SampleBrowser:
         """Return some groups of the list, highest step first, then newest first.
 
         Args:
-            wanted: the groups to list.
+            sample_filter: the groups to list.
             text: only groups with this text in the prompt or in a response, in any case.
             after: the end of the previous page.
             limit: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page

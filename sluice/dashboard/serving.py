@@ -58,7 +58,7 @@ async def serve_page(
         port: the port; 0 lets the system choose one.
         stop: ends the server.
         on_address: called with the address of the page.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
 
     Raises:
         ConfigError: no run was started in the folder, the address is not free, it is open to
@@ -166,7 +166,7 @@ def export_page(
         run_dir: the run's folder.
         trainer: of its configuration.
         file: the file to write; others see the former one or the new one.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
 
     Raises:
         OSError: a file cannot be read or written.

@@ -19,8 +19,8 @@ def benchmark_files(benchmarks: str, folder: Path) -> Mapping[str, Path]:
     """Return the file of each benchmark by its name, in order.
 
     Args:
-        wanted: names of published sets and paths of files, separated by commas. A set is the file
-            ``<name>-test.parquet`` that ``sluice data prepare`` writes.
+        benchmarks: names of published sets and paths of files, separated by commas. A set is the
+            file ``<name>-test.parquet`` that ``sluice data prepare`` writes.
         folder: where prepared sets are.
 
     Raises:

@@ -145,8 +145,8 @@ def disk_finding(
         key: the configuration key that names the folder.
         folder: as named; it need not exist yet.
         free_bytes: of its file system.
-        one: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
-        kept: checkpoints at once; ``None``: all of them, and their number is not known.
+        checkpoint_size: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
+        num_kept: checkpoints at once; ``None``: all of them, and their number is not known.
     """
     statement = f"{key} = {folder}: {gib(free_bytes)} free"
     move = f"free some, or set {key} to a folder on another disk"

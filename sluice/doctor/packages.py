@@ -143,7 +143,7 @@ def requirement_findings(requirements: Iterable[tuple[str, str, Requirement]]) -
     """Yield a problem for each package that is missing or too old; else one finding for all.
 
     Args:
-        needed: configuration key and extra that need each package.
+        requirements: configuration key and extra that need each package.
     """
     fit: dict[str, str] = {}
     unmet: set[str] = set()

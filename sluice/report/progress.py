@@ -148,7 +148,7 @@ def groups_since(
 
     Args:
         before: prompts by end, at the last step.
-        now: the same at the moment.
+        after: the same at the moment.
         kept: groups that wait for a batch.
     """
     ends = {GROUPS_ALL_RIGHT: "filtered_all_right", GROUPS_ALL_WRONG: "filtered_all_wrong"}

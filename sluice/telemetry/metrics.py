@@ -157,7 +157,7 @@ class MetricsPage:
     """The page of metrics and the server that answers with it.
 
     Args:
-        read: returns all readings; called once a page, in a request's thread.
+        read_metrics: returns all readings; called once a page, in a request's thread.
         port: 0 lets the system choose.
 
     Raises:

@@ -105,7 +105,7 @@ def end_run(
         total_steps: of the whole run; None: unknown.
         seconds_total: of the whole command.
         seconds_services: from the start of its services to their end.
-        shown: log lines that the user has seen already.
+        shown_lines: log lines that the user has seen already.
         as_json: print the summary to standard output as one JSON object, as the last line.
     """
     run_dir = Path(config.sluice.run_dir)
