@@ -172,8 +172,8 @@ def check_gpus(context: DoctorContext) -> Iterator[Finding]:
         yield fine(f"the run takes {num_wanted} GPU(s) of this host, {visible} are visible")
         return
     yield problem(
-        f"the run takes {num_wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas "
-        f"of {share.devices_per_replica}), and {visible} are visible",
+        f"the run takes {num_wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
+        f"replicas of {share.devices_per_replica}), and {visible} are visible",
         "processes would share GPUs",
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
         f"({CUDA_VISIBLE_VARIABLE})",

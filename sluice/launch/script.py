@@ -142,34 +142,26 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
             f"script {script}: starts {len(set(launches))} different trainings ({names}); give a "
             "script that starts one"
         )
-    call = launches[0]
-    start = _start_of(call)
+    launch = launches[0]
+    start = _start_of(launch)
     assert start is not None
-    _check_algorithm(script, call[start])
-    launch_words = call[start + 1 :]
+    _check_algorithm(script, launch[start])
+    launch_words = launch[start + 1 :]
     settings = [word for word in launch_words if _SETTING.match(word)]
     settings += _missing_arguments(arguments, launch_words)
-    other_calls = [
-        other_call for other_call in dict.fromkeys(recording.calls) if other_call not in launches
-    ]
+    other_calls = [call for call in dict.fromkeys(recording.calls) if call not in launches]
     folder = Path(os.path.relpath(recording.exported.get("PWD", os.curdir)))
     words = [word for word in launch_words if not _SETTING.match(word)]
-    config, left_out = _config_file(folder, call[start], words)
+    config, left_out = _config_file(folder, launch[start], words)
     return ScriptLaunch(
-        call[start],
+        launch[start],
         config,
         tuple(settings),
         tuple(left_out),
-        tuple(
-            recording.as_text(other_call)
-            for other_call in other_calls
-            if _SETTING.match(other_call[0])
-        ),
+        tuple(recording.as_text(call) for call in other_calls if _SETTING.match(call[0])),
         tuple(
             dict.fromkeys(
-                recording.as_text(other_call)
-                for other_call in other_calls
-                if not _SETTING.match(other_call[0])
+                recording.as_text(call) for call in other_calls if not _SETTING.match(call[0])
             )
         ),
         recording.unset,

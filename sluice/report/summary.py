@@ -176,9 +176,7 @@ def summarize(
     return RunSummary(
         is_finished=bool(record.accounts),
         is_resumed=len(tokens) > 1,
-        accuracy_before=next(
-            (accuracy.accuracy for accuracy in accuracies if accuracy.step == 0), None
-        ),
+        accuracy_before=next((point.accuracy for point in accuracies if point.step == 0), None),
         accuracy_after=accuracies[-1].accuracy if accuracies else None,
         accuracy_best=best.accuracy if best else None,
         accuracy_best_step=best.step if best else None,
