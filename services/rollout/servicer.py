@@ -331,7 +331,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 def _held(
     quota: ClientQuota | None, client: str | None, amount: int
 ) -> AbstractContextManager[None]:
-    return nullcontext() if quota is None else quota.held(client, amount)
+    return nullcontext() if quota is None else quota.hold(client, amount)
 
 
 def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:

@@ -99,8 +99,8 @@ class CallerQuotas:
         # The key's own bound comes first, so that an error names the option that was exceeded.
         of_key = None if name == KEYLESS else name
         with (
-            self._of_each.held(of_key, num_choices),
-            self._of_all.held(KEYLESS, num_choices),
+            self._of_each.hold(of_key, num_choices),
+            self._of_all.hold(KEYLESS, num_choices),
         ):
             yield
 

@@ -328,7 +328,7 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
     pixels = tokens * encoder.pixel_bytes
     if actor.freeze_vision_tower:
         return _Images(pixels)
-    kept = tokens * encoder.kept(
+    kept = tokens * encoder.saved_bytes(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         dtype_bytes=DTYPE_BYTES[actor.fsdp_config.dtype],
     )

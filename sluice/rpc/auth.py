@@ -194,7 +194,7 @@ class ClientQuota:
         return self._held.get(client, 0) if client is not None else 0
 
     @contextmanager
-    def held(self, client: str | None, amount: int) -> Iterator[None]:
+    def hold(self, client: str | None, amount: int) -> Iterator[None]:
         """Count `amount` units as in use during the block. Without a client nothing is counted.
 
         Raises:

@@ -366,7 +366,7 @@ class ImageEncoder:
         """Of the pixels of one token."""
         return self.merged * self.numbers * _FLOAT
 
-    def kept(self, *, recomputes: bool, dtype_bytes: int) -> float:
+    def saved_bytes(self, *, recomputes: bool, dtype_bytes: int) -> float:
         """Return the bytes that one token leaves for the backward pass.
 
         A block keeps the inputs of its norms, projections and attention, without dropout

@@ -166,7 +166,7 @@ def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
 def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> None:
     key = ("sluice_quota_refusals_total", "sluice.limits.of_a_test")
     quota = ClientQuota(1, "things", key[1])
-    with quota.held("a", 1), pytest.raises(ExhaustedError), quota.held("a", 1):
+    with quota.hold("a", 1), pytest.raises(ExhaustedError), quota.hold("a", 1):
         pass
     assert reported(tmp_path)[key] == 1.0
 
