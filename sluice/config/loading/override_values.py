@@ -172,14 +172,14 @@ class _ValueReader:
         match = form.match(self._text, self._at)
         if match is None or not match[0].strip():
             raise self._syntax_error(expected)
-        self._at = match.expect_end()
+        self._at = match.end()
         return _unescape_word(match[0])
 
     def _read_quoted(self, quote: str) -> str:
         match = _QUOTED[quote].match(self._text, self._at)
         if match is None:
             raise self._syntax_error("a second quote")
-        self._at = match.expect_end()
+        self._at = match.end()
         self._skip_blanks()
         # Before a quote, and at the end, backslashes stand in pairs or with the quote.
         return re.sub(rf"(?<!\\)\\++(?:{quote}|\Z)", lambda run: run[0][1::2], match[1])
@@ -201,7 +201,7 @@ class _ValueReader:
 
     def _skip_blanks(self) -> None:
         match = _BLANKS.match(self._text, self._at)
-        self._at = match.expect_end() if match else self._at
+        self._at = match.end() if match else self._at
 
     def _syntax_error(self, expected: str) -> ConfigError:
         pair = self._text[max(self._at - 1, 0) : self._at + 1]
