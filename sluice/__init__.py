@@ -35,10 +35,10 @@ def own_version() -> str:
     return installed_version("sluice") or UNINSTALLED
 
 
-def other_version(peer: str) -> str:
+def version_difference(peer: str) -> str:
     """Return words for the log if a peer has another version of sluice; empty if not, or if one of
     the two is not known."""
-    own = own_version()
-    if peer in ("", own) or UNINSTALLED in (peer, own):
+    version = own_version()
+    if peer in ("", version) or UNINSTALLED in (peer, version):
         return ""
-    return f"runs sluice {peer}, and this service {own}; run the same version everywhere"
+    return f"runs sluice {peer}, and this service {version}; run the same version everywhere"

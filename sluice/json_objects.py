@@ -41,13 +41,13 @@ def problem_of_object(text: str, max_bytes: int) -> str:
     # Level by level: no text can exhaust the stack.
     level: list[object] = [value]
     for _ in range(MAX_JSON_LEVELS + 1):
-        level = [inner for each in level for inner in _inner(each)]
+        level = [inner for node in level for inner in _children(node)]
         if not level:
             return ""
     return f"{shown(text)} is more than {MAX_JSON_LEVELS} levels deep; flatten it"
 
 
-def _inner(value: object) -> Iterable[object]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

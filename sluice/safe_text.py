@@ -29,7 +29,8 @@ def printable(text: str) -> str:
     escapes like ``\x1b``; newlines and tabs stay.
     """
     return "".join(
-        one if _is_safe(one) else one.encode("unicode_escape").decode("ascii") for one in text
+        character if _is_safe(character) else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
 
 
@@ -48,12 +49,12 @@ def encodable(text: str) -> str:
 def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by dotted key, with `HIDDEN` for each secret: what shows them is shared."""
     return {
-        key: HIDDEN if value and _SECRET_NAME.search(key) else _public(value)
+        key: HIDDEN if value and _SECRET_NAME.search(key) else _hide_secrets(value)
         for key, value in settings.items()
     }
 
 
-def _public(value: object) -> object:
+def _hide_secrets(value: object) -> object:
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return [_public(one) for one in value] if isinstance(value, list) else value
+    return [_hide_secrets(item) for item in value] if isinstance(value, list) else value

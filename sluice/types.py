@@ -233,7 +233,7 @@ def absent_logprobs(size: int) -> Logprobs:
 
 def is_absent(values: TokenIds | RoutedExperts) -> bool:
     """Return whether these tokens, or experts, are elsewhere; no tokens never are."""
-    return any(np.may_share_memory(values, one) for one in (_ABSENT_TOKEN, _ABSENT_EXPERT))
+    return any(np.may_share_memory(values, mark) for mark in (_ABSENT_TOKEN, _ABSENT_EXPERT))
 
 
 _NO_TOKENS: TokenIds = np.zeros(0, dtype=np.uint32)
@@ -477,9 +477,9 @@ class Rollout:
     @property
     def is_plain(self) -> bool:
         """Whether it is one answer to the group's prompt, with nothing else to know of its turn."""
-        first = self.turns[0]
-        has_more = first.context.size or first.is_new_root
-        return len(self.turns) == 1 and not has_more and first.reward is None
+        turn = self.turns[0]
+        has_more = turn.context.size or turn.is_new_root
+        return len(self.turns) == 1 and not has_more and turn.reward is None
 
     @property
     def _is_absent(self) -> bool:
@@ -664,7 +664,9 @@ class TrainBatch:
     @property
     def num_routed(self) -> int:
         """Samples with the engine's experts."""
-        return sum(one.routing is not None for group in self.groups for one in group.rollouts)
+        return sum(
+            rollout.routing is not None for group in self.groups for rollout in group.rollouts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -726,8 +728,8 @@ class TransferGroupSpec:
 
     def of_worker(self, worker: int) -> TransferGroupSpec:
         """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
-        own = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
-        return replace(self, ranks=1, places=(), **own)
+        places = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
+        return replace(self, ranks=1, places=(), **places)
 
     def of_sender(self, number: int) -> TransferGroupSpec:
         """Return the spec of the group with one of the senders, for one worker."""

@@ -104,7 +104,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun:
     summary = quickstart(run_dir, seed, [*MEASURED_AFTERWARDS, *overrides])
-    rss_mb = read_progress(run_dir).largest("perf/reward_rss_mb")
+    rss_mb = read_progress(run_dir).maximum("perf/reward_rss_mb")
     return SluiceRun(summary, list(checkpoint_curve(run_dir, seed)), rss_mb)
 
 

@@ -140,7 +140,7 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
             f"{run_dir}: the record of {len(record.steps)} steps is too short; at least 2 are "
             "needed"
         )
-    num_replicas = max(1, round(record.largest("rollout/replicas")))
+    num_replicas = max(1, round(record.maximum("rollout/replicas")))
     fleet = _fleet(recorded, num_replicas, slots, slack)
     return FittedRun(groups, record, fleet, _trainer(record))
 

@@ -195,7 +195,7 @@ def loss(model, batch):
         targets[row, prompt.size - 1 : known.size] = answer
         is_image[row, image.places] = True
     images = [image for image, _, _ in batch]
-    positions = np.stack([image.positions.extended(width) for image in images], axis=1)
+    positions = np.stack([image.positions.extend(width) for image in images], axis=1)
     pixels = np.concatenate([image.pixel_values for image in images])
     grids = np.concatenate([image.grid_thw for image in images])
     features = encode_images(model, torch.from_numpy(pixels), torch.from_numpy(grids))

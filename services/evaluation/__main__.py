@@ -18,15 +18,15 @@ from services.trainer.servicer import trainer_server
 from sluice.concurrency.process import (
     end_by_sigterm,
     end_with_supervisor,
-    exempt_start_up,
+    exempt_from_gc,
     exit_status,
-    leave,
     process_age_s,
+    run_and_exit,
     service_parser,
     until_signal,
 )
 from sluice.concurrency.waits import deadline, units_done
-from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.concurrency.watchdog import WorkState, watch_service
 from sluice.config.addresses import advertised_address
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.loading.loader import load_config
@@ -35,7 +35,7 @@ from sluice.evaluation.results import Results, write_results
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_setup import trace_process
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ async def _evaluate(config: RunConfig) -> bool:
         await server.start()
         stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
         stack.enter_context(_watchdog(config, fleet, state))
-        exempt_start_up()
+        exempt_from_gc()
         # Runs first at shutdown: streams of steps get their end.
         stack.push_async_callback(state.finish)
         await Evaluator(config, reward, fleet, state).run()
@@ -169,7 +169,7 @@ def _watchdog(config: RunConfig, fleet: Fleet, state: RunState) -> AbstractConte
     endpoint = config.sluice.trainer.endpoint
     address = advertised_address(endpoint, endpoint.port)
     work = evaluation_work(config, fleet, state)
-    return watched_service(NAME, config.sluice, work, address=address)
+    return watch_service(NAME, config.sluice, work, address=address)
 
 
 def evaluation_work(config: RunConfig, fleet: Fleet, state: RunState) -> Callable[[], WorkState]:
@@ -189,7 +189,7 @@ def _serve(path: Path, overrides: Sequence[str]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
     farewell = "a signal ends the evaluation; stored responses stand"
-    with traced_process(config, "trainer", NAME):
+    with trace_process(config, "trainer", NAME):
         is_complete = asyncio.run(until_signal(_evaluate(config), farewell))
     if not is_complete:
         end_by_sigterm()
@@ -207,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

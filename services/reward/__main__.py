@@ -23,7 +23,7 @@ from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.process import (
     end_with_supervisor,
-    exempt_start_up,
+    exempt_from_gc,
     exit_status,
     service_parser,
     stop_on_signals,
@@ -40,7 +40,7 @@ from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.sandbox.choice import as_variable
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_setup import trace_process
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ async def _serve(config: RunConfig) -> None:
             await server.start()
             try:
                 with watching(config, app, server.address), exported(config, app, NAME):
-                    exempt_start_up()
+                    exempt_from_gc()
                     await run_until_stopped(app, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
@@ -165,7 +165,7 @@ def _run(path: Path, overrides: list[str]) -> None:
     configure_logging(NAME, config.sluice.log_level)
     # Check what this service depends on, also without `sluice up`; the trainer checks the rest.
     raise_problems(strategy_problems(config), "checks before the start")
-    with traced_process(config, NAME, NAME):
+    with trace_process(config, NAME, NAME):
         asyncio.run(_serve(config))
 
 

@@ -273,7 +273,7 @@ class RewardApp:
             groups=self.groups,
             sources=self.sources,
             statistics=self.counters,
-            changes=ChangeSignal(then=self.queue.capacity),
+            changes=ChangeSignal(following=self.queue.capacity),
         )
         runs = GroupRun(
             sources=self.sources,

@@ -16,11 +16,11 @@ from services.reward.app import RewardApp
 from services.reward.group_table import PENDING_STATES, GroupState
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slots_needed
-from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.concurrency.watchdog import WorkState, watch_service
 from sluice.config.deadlines import generate_timeout_s
 from sluice.config.run import RunConfig
 from sluice.config.sources import largest_n
-from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.rpc.metrics import ProcessName, serve_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
@@ -268,7 +268,7 @@ def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
     app.counters.on_batch = history.note_batch
     metrics = RewardMetrics(app, history, demand, config.data.train_batch_size)
     process = ProcessName("reward", name, restarts())
-    with demand.measuring(), served_metrics(config.sluice, endpoint, process, metrics.readings):
+    with demand.measuring(), serve_metrics(config.sluice, endpoint, process, metrics.readings):
         yield
 
 
@@ -278,7 +278,7 @@ def watching(config: RunConfig, app: RewardApp, address: str) -> AbstractContext
     # Only a fully graded group counts as progress, and each sample may take its whole time limit.
     grading_s = largest_n(config) * timeouts * config.reward.scorer_pool.timeout_s
     work = partial(work_state, app, max(generate_timeout_s(config), grading_s))
-    return watched_service("reward", config.sluice, work, address=address)
+    return watch_service("reward", config.sluice, work, address=address)
 
 
 def work_state(app: RewardApp, patience_s: float) -> WorkState:

@@ -15,7 +15,7 @@ import time
 import msgspec
 
 from services.reward.grading.pool import running_scorer_pool
-from sluice.concurrency.answers import answer_asked
+from sluice.concurrency.answers import serve_answer
 from sluice.concurrency.process import exit_status
 from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.types import Scored
@@ -48,7 +48,7 @@ async def try_rows(trial: ScorerTrial) -> list[TrialAnswer]:
 
 def main() -> None:
     """Write answers to standard output, and nothing else."""
-    answer_asked(ScorerTrial, lambda trial: asyncio.run(try_rows(trial)))
+    serve_answer(ScorerTrial, lambda trial: asyncio.run(try_rows(trial)))
 
 
 if __name__ == "__main__":

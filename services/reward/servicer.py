@@ -16,7 +16,7 @@ from services.reward.groups.settings import validation_sampling
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
-from sluice import other_version
+from sluice import version_difference
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -40,7 +40,7 @@ from sluice.codec.reward import (
     reward_of,
     score_to_proto,
 )
-from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
+from sluice.codec.train_batch import outline_to_proto, pack_messages, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.actor_rollout_ref import RolloutConfig
 from sluice.config.schema.service import LimitsConfig
@@ -135,7 +135,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Send samples of the leased batch and their prompts."""
         check_fields(request)
         batch = self._app.loop.batches.batch(request.batch_id)
-        for message in packed(sample_messages(batch, request.rows)):
+        for message in pack_messages(sample_messages(batch, request.rows)):
             with waiting_for("trainer", "taking samples of a batch"):
                 await context.write(message)
 
@@ -169,7 +169,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Adopt a version and its fleet."""
         check_announcement(request)
         is_new = request.trainer_instance_id != self._trainer
-        if is_new and (mismatch := other_version(request.sluice_version)):
+        if is_new and (mismatch := version_difference(request.sluice_version)):
             logger.warning("trainer %s %s", request.trainer_instance_id, mismatch)
         self._trainer = request.trainer_instance_id
         await self._app.loop.announce(

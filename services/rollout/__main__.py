@@ -25,13 +25,13 @@ from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.process import (
     end_with_supervisor,
-    exempt_start_up,
+    exempt_from_gc,
     exit_status,
-    leave,
+    run_and_exit,
     service_parser,
     stop_on_signals,
 )
-from sluice.concurrency.watchdog import watched_service
+from sluice.concurrency.watchdog import watch_service
 from sluice.config.addresses import advertised_address, peer_address
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.loading.loader import load_config
@@ -43,12 +43,12 @@ from sluice.device.host import prepare_process
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.client import open_channel, trainer_stub
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.rpc.metrics import ProcessName, serve_metrics
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import WEIGHTS_HEALTH, restarts
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_setup import trace_process
 from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ async def _serve(config: RunConfig, name: str) -> None:
     problems = [*unknown_engine(config), *group_capacity_problems(config)]
     raise_problems(problems, f"start of replica {name}")
     configure_logging(name, config.sluice.log_level)
-    with traced_process(config, "rollout", name):
+    with trace_process(config, "rollout", name):
         await _run_replica(config, name)
 
 
@@ -93,7 +93,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             try:
                 replica = _replica(config, identity, server.port, engine)
                 with _observability(config, replica, engine):
-                    exempt_start_up()  # exclude the model's objects from garbage collection
+                    exempt_from_gc()  # exclude the model's objects from garbage collection
                     await _stay_registered(config, engine, replica, server, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
@@ -107,13 +107,13 @@ def _observability(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> I
     process = ProcessName("rollout", replica.name, restarts())
     endpoint = config.sluice.rollout.endpoint
     with (
-        watched_service(
+        watch_service(
             replica.name,
             config.sluice,
             lambda: work_state(engine.load()),
             address=replica.address,
         ),
-        served_metrics(config.sluice, endpoint, process, lambda: load_readings(engine.load())),
+        serve_metrics(config.sluice, endpoint, process, lambda: load_readings(engine.load())),
     ):
         yield
 
@@ -240,4 +240,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from sluice.concurrency.answers import answer_asked
+from sluice.concurrency.answers import serve_answer
 from sluice.concurrency.process import exit_status
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import InvalidRequestError
@@ -47,7 +47,7 @@ def measure_prompts(request: PromptsToMeasure) -> list[int | str]:
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    answer_asked(PromptsToMeasure, measure_prompts)
+    serve_answer(PromptsToMeasure, measure_prompts)
 
 
 if __name__ == "__main__":

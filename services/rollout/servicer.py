@@ -53,7 +53,7 @@ from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.data.prompt_length import PromptLimit, check_context, check_sequence
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.auth import ClientQuota
-from sluice.rpc.metadata import caller_of, is_service_of_run, served
+from sluice.rpc.metadata import caller_of, is_service_of_run, served_span
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import SpanAttribute, SpanName, Timestamp
 from sluice.types import Rollout, TokenIds, TransferCertificates
@@ -144,7 +144,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         with (
             _hold_quota(self._quota, client, len(request.sample_indexes)),
             _hold_quota(self._images.quota, client, image_bytes),
-            served(SpanName.SERVE, context) as span,
+            served_span(SpanName.SERVE, context) as span,
         ):
             span.set(
                 {
@@ -333,7 +333,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 def _hold_quota(
     quota: ClientQuota | None, client: str | None, amount: int
 ) -> AbstractContextManager[None]:
-    return nullcontext() if quota is None else quota.held(client, amount)
+    return nullcontext() if quota is None else quota.hold(client, amount)
 
 
 def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
@@ -398,7 +398,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     ) -> weights.StageUpdateResponse:
         """Receive a version while generation continues."""
         check_fields(request)
-        with served(SpanName.RECEIVE_WEIGHTS, context) as span:
+        with served_span(SpanName.RECEIVE_WEIGHTS, context) as span:
             span.set({SpanAttribute.VERSION: request.policy_version})
             staged = await self._engine.stage(request.epoch, request.policy_version)
         return weights.StageUpdateResponse(
@@ -413,7 +413,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     ) -> weights.CommitUpdateResponse:
         """Swap the staged version in."""
         check_fields(request)
-        with served(SpanName.SWAP_WEIGHTS, context) as span:
+        with served_span(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({SpanAttribute.VERSION: request.policy_version})
             stall_s = await self._engine.commit(
                 request.epoch, request.policy_version, request.digest

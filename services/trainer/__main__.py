@@ -14,7 +14,7 @@ from sluice.concurrency.process import (
     end_by_sigterm,
     end_with_supervisor,
     exit_status,
-    leave,
+    run_and_exit,
     service_parser,
 )
 from sluice.config.derived import world_size
@@ -24,7 +24,7 @@ from sluice.config.rules.checks import check_config, training_problems
 from sluice.config.run import RunConfig
 from sluice.device.host import prepare_process
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_setup import trace_process
 
 
 def main() -> int:
@@ -66,9 +66,9 @@ def _run_traced(config: RunConfig) -> bool:
     # Imported late: `--help` and a refused configuration need not load torch for 5 s.
     from services.trainer.leader import run_leader
 
-    with traced_process(config, "trainer", "trainer"):
+    with trace_process(config, "trainer", "trainer"):
         return asyncio.run(run_leader(config))
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

@@ -67,11 +67,11 @@ from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import (
     SUPERVISOR_VARIABLE,
-    exempt_start_up,
+    exempt_from_gc,
     process_age_s,
     until_signal,
 )
-from sluice.concurrency.waits import beside, within
+from sluice.concurrency.waits import ends_within, run_beside
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import commit_timeout_s
 from sluice.config.derived import (
@@ -86,7 +86,7 @@ from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.ports import bound_socket
+from sluice.rpc.ports import bind_socket
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME, restarts
 from sluice.types import layout_digest
@@ -133,7 +133,7 @@ async def _run_rank_0(config: RunConfig) -> bool:
         # Nothing listens yet: replicas are refused until the server starts.
         reserved_port = stack.enter_context(ExitStack())
         if endpoint.port:
-            reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
+            reserved_port.enter_context(bind_socket(endpoint.host, endpoint.port))
         reward = await connect_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Both calls block the event loop, but nothing else needs it yet.
@@ -154,7 +154,7 @@ async def _run_rank_0(config: RunConfig) -> bool:
         stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
         stack.enter_context(watched_trainer(config, observed.state, observed.fleet))
         stack.enter_context(served_readings(config, observed))
-        exempt_start_up()
+        exempt_from_gc()
         await stack.enter_async_context(live_page(config))
         # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
         stack.push_async_callback(observed.state.finish)
@@ -210,8 +210,8 @@ async def _run_loop(
     loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
 ) -> None:
     async with (
-        beside(drop_silent(fleet), "heartbeats"),
-        beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
+        run_beside(drop_silent(fleet), "heartbeats"),
+        run_beside(_refresh_accounting(accounting, fleet, replicas), "accounting"),
     ):
         await loop.run()
 
@@ -328,7 +328,7 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         yield
         return
     try:
-        async with beside(_log_end_of_page(process), "dashboard"):
+        async with run_beside(_log_end_of_page(process), "dashboard"):
             yield
     finally:
         await _end_page(process)
@@ -368,6 +368,6 @@ async def _end_page(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.terminate()
-    if not await within(_PAGE_ENDS_S, process.wait()):
+    if not await ends_within(_PAGE_ENDS_S, process.wait()):
         process.kill()
         await process.wait()

@@ -12,7 +12,7 @@ import grpc
 
 from services.trainer.fleet.members import Fleet, FleetMember
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
-from sluice import other_version
+from sluice import version_difference
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.bounds import check_fields
@@ -55,7 +55,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Add a replica to the fleet as pending."""
         check_register(request)
         replica = replica_from_proto(request.replica)
-        if mismatch := other_version(request.sluice_version):
+        if mismatch := version_difference(request.sluice_version):
             logger.warning("replica %s %s", replica.name, mismatch)
         replica = replace(replica, shares=shares_from_proto(request.shares, replica.ranks))
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())

@@ -19,12 +19,12 @@ from sluice.algorithm.guards import RuleState
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import units_done
-from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.concurrency.watchdog import WorkState, watch_service
 from sluice.config.addresses import advertised_address
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
-from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.rpc.metrics import ProcessName, serve_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
@@ -101,7 +101,7 @@ def served_readings(config: RunConfig, metrics: TrainerMetrics) -> AbstractConte
     """Serve the readings during the block, if a port is set."""
     process = ProcessName("trainer", "trainer", restarts())
     endpoint = config.sluice.trainer.endpoint
-    return served_metrics(config.sluice, endpoint, process, metrics.readings)
+    return serve_metrics(config.sluice, endpoint, process, metrics.readings)
 
 
 def _run_readings(state: RunState) -> Iterator[InstrumentReading]:
@@ -183,7 +183,7 @@ def watched_trainer(
     endpoint = config.sluice.trainer.endpoint
     address = advertised_address(endpoint, endpoint.port)
     work = trainer_work(config, state, fleet)
-    return watched_service("trainer", config.sluice, work, address=address)
+    return watch_service("trainer", config.sluice, work, address=address)
 
 
 def trainer_work(config: RunConfig, state: RunState, fleet: Fleet) -> Callable[[], WorkState]:

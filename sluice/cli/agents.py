@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import RunArgument, RunOption, named_run
-from sluice.cli.running_run import ask_run, connected, past_run
+from sluice.cli.running_run import ask_run, connect_client, past_run
 from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.errors import ConfigError, NotReadyError, SluiceError
 from sluice.service_contract import CONFIG_NAME
 
@@ -73,11 +73,11 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
         ) from error
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await unless(stop, _until_up(run, wait_s))
+        await run_unless(stop, _wait_until_up(run, wait_s))
         if stop.is_set():
             return
         async with (
-            connected(run, name=_CLIENT_NAME) as client,
+            connect_client(run, name=_CLIENT_NAME) as client,
             listening(OpenAIServer(client, OpenAIServerSettings()), "127.0.0.1", 0) as port,
         ):
             url = f"http://127.0.0.1:{port}"
@@ -91,11 +91,11 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
                 wait_s,
             )
             typer.echo(f"agents of {run} call {url}")
-            await unless(stop, runner.run())
+            await run_unless(stop, runner.run())
     typer.echo(f"ended: {runner.counts}")
 
 
-async def _until_up(run: Path, wait_s: float) -> None:
+async def _wait_until_up(run: Path, wait_s: float) -> None:
     """Wait until a run's trainer answers; print for what.
 
     Raises:
@@ -103,18 +103,18 @@ async def _until_up(run: Path, wait_s: float) -> None:
         SluiceError: its configuration or its credentials cannot be used.
     """
     loop = asyncio.get_running_loop()
-    give_up_s, said = loop.time() + wait_s, ""
-    while (reason := await _missing(run)) is not None:
+    give_up_s, printed_reason = loop.time() + wait_s, ""
+    while (reason := await _missing_reason(run)) is not None:
         left_s = give_up_s - loop.time()
-        if reason != said:
-            said = reason
+        if reason != printed_reason:
+            printed_reason = reason
             typer.echo(f"waiting up to {max(0.0, left_s):.0f} s for {run}: {reason}")
         if left_s <= 0:
             raise NotReadyError(f"run: {run} was not up within --wait-s {wait_s:g}: {reason}")
         await asyncio.sleep(_LOOK_S)
 
 
-async def _missing(run: Path) -> str | None:
+async def _missing_reason(run: Path) -> str | None:
     """Return why a run cannot lease samples yet; ``None``: it can."""
     try:
         location, _ = await ask_run(run)

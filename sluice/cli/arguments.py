@@ -18,7 +18,7 @@ from sluice.launch.script import (
     RECORDED,
     is_script,
     launch_of,
-    printers_in,
+    printing_programs,
     script_text,
 )
 from sluice.safe_text import printable
@@ -73,39 +73,45 @@ def script_settings(
     Raises:
         ConfigError, DeadlineError: as `launch_of`.
     """
-    printers = printers_in(script_text(script))
+    printers = printing_programs(script_text(script))
     runs = f" Only {', '.join(printers)} and bash itself run." if printers else ""
-    _report(f"{script}: bash runs the script to read its arguments; programs are recorded.{runs}")
+    _print_report_line(
+        f"{script}: bash runs the script to read its arguments; programs are recorded.{runs}"
+    )
     if trusted:
-        _report(f"  without isolation: what it writes stays; replaced: {', '.join(RECORDED)}")
+        _print_report_line(
+            f"  without isolation: what it writes stays; replaced: {', '.join(RECORDED)}"
+        )
     launch = launch_of(script, arguments, isolated=not trusted)
     for line in launch.not_run:
-        _report(f"  not run: {line}")
+        _print_report_line(f"  not run: {line}")
     for line in launch.cut_off:
-        _report(f"  warning: a comment or a missing \\ ends the launch before: {line}")
+        _print_report_line(f"  warning: a comment or a missing \\ ends the launch before: {line}")
     for name in launch.unset:
-        _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
+        _print_report_line(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
         name = word.removeprefix("--config-name=").removesuffix(".yaml")
         is_file = word.startswith("--config-name") and not VERLS_OWN.fullmatch(name)
-        more = "; give what it changes of verl's defaults as key=value" if is_file else ""
-        _report(f"  ignored: {word}{more}")
+        advice = "; give what it changes of verl's defaults as key=value" if is_file else ""
+        _print_report_line(f"  ignored: {word}{advice}")
     if launch.config is not None:
-        _report(f"  configuration: {launch.config}")
+        _print_report_line(f"  configuration: {launch.config}")
     if launch.exported:
-        _report(f"  exports: {', '.join(sorted(launch.exported))}")
+        _print_report_line(f"  exports: {', '.join(sorted(launch.exported))}")
         os.environ.update(launch.exported)
-    _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
+    _print_report_line(f"  launch: {launch.module}, {len(launch.settings)} settings")
     if _AHEAD.search(launch.module):
-        _report(
+        _print_report_line(
             "  note: verl's recipe trains on samples of an older policy, with "
             "algorithm.rollout_correction.bypass_mode=true; for the same here, set this key and "
             "sluice.asynchrony.max_staleness=1"
         )
     settings = list(launch.settings)
-    if launch.config is None and not any(_sets_estimator(one) for one in settings):
+    if launch.config is None and not any(_sets_estimator(setting) for setting in settings):
         settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins
-        _report(f"  added: {settings[0]}, verl's default; settings beside the script win")
+        _print_report_line(
+            f"  added: {settings[0]}, verl's default; settings beside the script win"
+        )
     return launch.config, settings
 
 
@@ -113,7 +119,7 @@ def _sets_estimator(setting: str) -> bool:
     return setting.partition("=")[0].lstrip("+~") == _ESTIMATOR
 
 
-def _report(line: str) -> None:
+def _print_report_line(line: str) -> None:
     typer.echo(printable(line), err=True)
 
 
@@ -182,13 +188,13 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
     """
     if argument is not None and option is not None and argument != option:
         raise ConfigError(f"run: named twice, {argument} and --run {option}; leave one out")
-    named = argument or option
-    if named is not None:
-        if named.suffix not in {".yaml", ".yml"} or not named.is_file():
-            return named
+    path = argument or option
+    if path is not None:
+        if path.suffix not in {".yaml", ".yml"} or not path.is_file():
+            return path
         from sluice.client.run_address import run_started_from  # gRPC, which not all need
 
-        return run_started_from(named)
+        return run_started_from(path)
     variable = os.environ.get(RUN_VARIABLE)
     runs = [Path(variable)] if variable else started_runs()
     if not runs:
@@ -196,7 +202,7 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
             f"run: none named, and none was started in {RUNS.absolute()}; give the folder of a run "
             f"(its sluice.run_dir), or set {RUN_VARIABLE}"
         )
-    _report(f"run: {runs[0]} ({RUN_VARIABLE if variable else 'newest'})")
+    _print_report_line(f"run: {runs[0]} ({RUN_VARIABLE if variable else 'newest'})")
     return runs[0]
 
 
@@ -209,11 +215,11 @@ def split_arguments(
     """
     if not arguments:
         return None, []
-    first = Path(arguments[0])
-    if first.is_file() and is_script(first):
-        return script_settings(first, arguments[1:], trusted=trust_script)
-    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
-        return first, arguments[1:]
+    path = Path(arguments[0])
+    if path.is_file() and is_script(path):
+        return script_settings(path, arguments[1:], trusted=trust_script)
+    if path.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
+        return path, arguments[1:]
     return None, arguments
 
 
@@ -229,10 +235,10 @@ class GroupedCommands(TyperGroup):
                 continue
             heading = getattr(command, "rich_help_panel", None) or "Commands"
             rows.setdefault(heading, []).append((name, summary(command.help or "")))
-        width = max(len(name) for listed in rows.values() for name, _ in listed)
-        for heading, listed in rows.items():
+        width = max(len(name) for summaries in rows.values() for name, _ in summaries)
+        for heading, summaries in rows.items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(width), text) for name, text in listed])
+                formatter.write_dl([(name.ljust(width), text) for name, text in summaries])
 
 
 def summary(help_text: str) -> str:

@@ -34,9 +34,9 @@ from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
-from sluice.doctor.configuration import check_configuration, of_other_keys
+from sluice.doctor.configuration import check_configuration, without_wrong_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import DoctorContext, examined_of
+from sluice.doctor.finding import DoctorContext, doctor_context
 from sluice.doctor.machine import check_gpus
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import launch_devices
@@ -129,7 +129,7 @@ def check(
     """
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     run = read_run(file, overrides)
-    examined = examined_of(run) if files else None
+    examined = doctor_context(run) if files else None
     model = local_model(run.config.actor_rollout_ref.model.path, model_config)
     report = check_report(
         run.config,
@@ -138,13 +138,13 @@ def check(
         device_gib=device_memory,
         dataset_rows=count_rows(run.config),
         files=files,
-        here=None if examined is None else examined.config,
+        host_config=None if examined is None else examined.config,
     )
     memory, problems = None, list(report.problems)
     if model is not None and report.engine is not None:
-        divided, keys = _divided(run, examined, overrides)
-        memory = checked_memory(divided, model, report.engine)
-        problems += _too_large(memory, device_memory, model, file, keys)
+        divided, keys = _divide_devices(run, examined, overrides)
+        memory = check_memory(divided, model, report.engine)
+        problems += _memory_problems(memory, device_memory, model, file, keys)
     report = with_preflight(replace(report, problems=tuple(problems)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
@@ -176,18 +176,18 @@ def explain(
     keys = list(catalogue().values()) if key is None else keys_of_section(key)
     if key is None or keys:
         if as_json:
-            print_json([description_as_json(one) for one in keys])
+            print_json([description_as_json(key_entry) for key_entry in keys])
         else:
             print_keys(output_console(), keys)
         return
-    entry = explain_key(_meant(key))
+    entry = explain_key(_intended_key(key))
     if as_json:
         print_json(description_as_json(entry))
     else:
         print_description(output_console(), entry)
 
 
-def _divided(
+def _divide_devices(
     run: ReadRun, examined: DoctorContext | None, overrides: list[str]
 ) -> tuple[ReadRun, list[str]]:
     """Return the run, and overrides, with devices divided as its start here divides them."""
@@ -197,7 +197,7 @@ def _divided(
     return replace(run, config=config), [*overrides, *named_split(config).overrides]
 
 
-def checked_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> CheckedMemory:
+def check_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> CheckedMemory:
     """Count the trainer's memory, unless the model is small or the configuration has wrong keys."""
     config = run.config
     guess = guessed_memory(model.shape, training_layout(config)).peak
@@ -212,7 +212,7 @@ def checked_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> C
         return CheckedMemory(engine, None, guess, str(error))
 
 
-def _too_large(
+def _memory_problems(
     memory: CheckedMemory,
     device_gib: float | None,
     model: PlannedModel,
@@ -241,7 +241,7 @@ def with_preflight(
     report: CheckReport, run: ReadRun, examined: DoctorContext | None
 ) -> CheckReport:
     """Return the report with wrong keys and values and, of an examined machine, the preflight."""
-    broken = of_other_keys(report.problems, run.problems)
+    broken = without_wrong_keys(report.problems, run.problems)
     problems: list[Problem] = []
     if examined is not None:
         devices = launch_devices(run.config, examined.environment)
@@ -253,28 +253,32 @@ def with_preflight(
         problems += preflight(examined, lambda check: check.examine not in skipped)
         if line := examined.devices.line:
             problems.append(Problem("", UNSET, line, severity=Severity.NOTE))
-    notes = [one for one in problems if one.severity is Severity.NOTE]
-    wrong = [replace(one, rule="keys") for one in run.problems]
+    notes = [problem for problem in problems if problem.severity is Severity.NOTE]
+    wrong = [replace(problem, rule="keys") for problem in run.problems]
     return replace(
         report,
         problems=(*wrong, *broken, *errors(problems)),
-        notes=(*of_other_keys(report.notes, run.problems), *notes),
+        notes=(*without_wrong_keys(report.notes, run.problems), *notes),
     )
 
 
-def _meant(key: str) -> str:
+def _intended_key(key: str) -> str:
     """Return the key, or the only one that an unknown key can mean."""
     path = tuple(key.split("."))
     if is_known(path):
         return key
-    near = list(dict.fromkeys(".".join(canonical(tuple(n.split(".")))) for n in nearest_keys(path)))
+    candidates = list(
+        dict.fromkeys(".".join(canonical(tuple(n.split(".")))) for n in nearest_keys(path))
+    )
     # A critic is trained with few estimators; its keys repeat the actor's.
-    meant = [one for one in near if not one.startswith("critic.")] or near
-    if len(meant) != 1:
+    intended = [
+        candidate for candidate in candidates if not candidate.startswith("critic.")
+    ] or candidates
+    if len(intended) != 1:
         return key
-    others = f" (also {', '.join(near[1:])})" if len(near) > 1 else ""
-    print_line(Console(stderr=True), f"{key}: the nearest key is {meant[0]}{others}")
-    return meant[0]
+    alternatives = f" (also {', '.join(candidates[1:])})" if len(candidates) > 1 else ""
+    print_line(Console(stderr=True), f"{key}: the nearest key is {intended[0]}{alternatives}")
+    return intended[0]
 
 
 def count_rows(config: RunConfig) -> int | None:
@@ -299,7 +303,10 @@ def print_keys(console: Console, keys: Sequence[CatalogueEntry]) -> None:
         console,
         f"{len(keys)} keys",
         ("key", "status", "default", "meaning"),
-        ((one.path, str(one.status), _default(one.default), one.meaning) for one in keys),
+        (
+            (entry.path, str(entry.status), _default_text(entry.default), entry.meaning)
+            for entry in keys
+        ),
     )
 
 
@@ -309,7 +316,7 @@ def print_description(console: Console, key: CatalogueEntry) -> None:
         ("status", f"{key.status}{f': {key.instead}' if key.instead else ''}"),
         ("meaning", key.meaning),
         ("takes", f"{key.takes}{f', in {key.unit}' if key.unit else ''}"),
-        ("default", "any keys may stand below" if key.is_block else _default(key.default)),
+        ("default", "any keys may stand below" if key.is_block else _default_text(key.default)),
         ("verl's default", key.verl_default or ""),
         ("effect", key.effect),
         ("advice", key.advice),
@@ -332,7 +339,7 @@ def description_as_json(key: CatalogueEntry) -> dict[str, object]:
     return {name: value for name, value in facts.items() if value is not UNSET}
 
 
-def _default(value: object) -> str:
+def _default_text(value: object) -> str:
     return _DASH if value is UNSET else shown(value, longest=sys.maxsize)
 
 
@@ -340,7 +347,7 @@ def print_report(
     console: Console,
     report: CheckReport,
     memory: CheckedMemory | None,
-    broken: Sequence[Problem],
+    problems: Sequence[Problem],
 ) -> None:
     """Print numbers first and broken rules last, where they stay in sight."""
     print_table(
@@ -348,8 +355,13 @@ def print_report(
         "Numbers that follow from the batch sizes",
         ("quantity", "as verl would run it", "here", "formula"),
         (
-            (one.name, _whole(one.as_verl), _whole(one.here), one.formula)
-            for one in report.quantities
+            (
+                quantity.name,
+                _number_text(quantity.as_verl),
+                _number_text(quantity.here),
+                quantity.formula,
+            )
+            for quantity in report.quantities
         ),
         right=("as verl would run it", "here"),
     )
@@ -359,49 +371,49 @@ def print_report(
         )
     else:
         _print_memory(console, memory)
-    print_problems(console, (*report.notes, *broken))
+    print_problems(console, (*report.notes, *problems))
     print_line(console, f"Learning rate: {report.learning_rate:g}")
-    print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
+    print_line(console, f"{_key_counts_text(report.keys)}{_verdict(problems)}")
 
 
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
     """Print the findings by severity."""
     for severity, (heading, style) in _HEADINGS.items():
-        selected = [one for one in problems if one.severity is severity]
+        selected = [problem for problem in problems if problem.severity is severity]
         if not selected:
             continue
         console.print(Text(f"{heading}:", style=style))
-        for one in selected:
-            rule = "" if severity is Severity.NOTE else f"[{one.rule}] "
-            print_line(console, f"  - {rule}{one.text}")
+        for problem in selected:
+            rule = "" if severity is Severity.NOTE else f"[{problem.rule}] "
+            print_line(console, f"  - {rule}{problem.text}")
         if severity is Severity.NOTE:
             console.print()
 
 
 def report_as_json(
-    report: CheckReport, memory: CheckedMemory | None, broken: Sequence[Problem]
+    report: CheckReport, memory: CheckedMemory | None, problems: Sequence[Problem]
 ) -> dict[str, object]:
     """Return the report for machines; bytes are bytes, unknown numbers are null."""
     return {
-        "violations": [_problem_as_json(one) for one in broken],
-        "remedies": list(_overrides(broken)),
-        "notices": [one.text for one in report.notes],
+        "violations": [_problem_as_json(problem) for problem in problems],
+        "remedies": list(_all_overrides(problems)),
+        "notices": [note.text for note in report.notes],
         "keys": {key: str(status) for key, status in report.keys.items()},
-        "quantities": [asdict(one) for one in report.quantities],
+        "quantities": [asdict(quantity) for quantity in report.quantities],
         "learning_rate": report.learning_rate,
         "memory": None if memory is None else _memory_as_json(memory),
     }
 
 
-def _problem_as_json(one: Problem) -> dict[str, object]:
+def _problem_as_json(problem: Problem) -> dict[str, object]:
     return {
-        "rule": one.rule,
-        "key": one.key,
-        "value": None if one.value is UNSET else one.value,
-        "severity": str(one.severity),
-        "here": one.severity is Severity.ERROR,
-        "text": one.text,
-        "remedy": list(one.overrides),
+        "rule": problem.rule,
+        "key": problem.key,
+        "value": None if problem.value is UNSET else problem.value,
+        "severity": str(problem.severity),
+        "here": problem.severity is Severity.ERROR,
+        "text": problem.text,
+        "remedy": list(problem.overrides),
     }
 
 
@@ -415,11 +427,11 @@ def _memory_as_json(memory: CheckedMemory) -> dict[str, object]:
     return {**tree, "trainer_guess": memory.guess, "trainer_not_counted": memory.why or None}
 
 
-def _overrides(broken: Sequence[Problem]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(text for one in broken for text in one.overrides))
+def _all_overrides(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for problem in problems for text in problem.overrides))
 
 
-def _keys(keys: dict[str, KeyStatus]) -> str:
+def _key_counts_text(keys: dict[str, KeyStatus]) -> str:
     """Return how many keys were set, and how many have each status."""
     if not keys:
         return ""
@@ -428,11 +440,11 @@ def _keys(keys: dict[str, KeyStatus]) -> str:
     return f"{len(keys)} {'key is' if len(keys) == 1 else 'keys are'} set: {parts}. "
 
 
-def _verdict(broken: Sequence[Problem]) -> str:
-    if not broken:
+def _verdict(problems: Sequence[Problem]) -> str:
+    if not problems:
         return "No problems found."
-    count = "1 problem found" if len(broken) == 1 else f"{len(broken)} problems found"
-    overrides = _overrides(broken)
+    count = "1 problem found" if len(problems) == 1 else f"{len(problems)} problems found"
+    overrides = _all_overrides(problems)
     return f"{count}. To fix: {' '.join(overrides)}" if overrides else f"{count}."
 
 
@@ -454,14 +466,14 @@ def _print_memory(console: Console, memory: CheckedMemory) -> None:
         why = f", not counted: {memory.why}" if memory.why else ""
         print_line(console, f"A guess for each trainer device: {in_gib(memory.guess)} GiB{why}\n")
     else:
-        counted = {**trainer.parts, **trainer.phases, "host": trainer.host}
+        sizes = {**trainer.parts, **trainer.phases, "host": trainer.host}
         print_table(
             console,
             "GiB on each trainer device, counted: what it holds, and peaks by phase; on the host "
             "of the first machine",
-            tuple(counted),
-            [[in_gib(one) for one in counted.values()]],
-            right=tuple(counted),
+            tuple(sizes),
+            [[in_gib(num_bytes) for num_bytes in sizes.values()]],
+            right=tuple(sizes),
         )
     print_table(
         console,
@@ -487,10 +499,10 @@ def _engine_cells(report: EngineReport) -> tuple[str, ...]:
         in_gib(engine.activations),
         in_gib(engine.kv_of_all_sequences),
         _DASH if engine.kv_cache is None else in_gib(engine.kv_cache),
-        _whole(engine.kv_tokens),
-        _whole(engine.longest_rows),
+        _number_text(engine.kv_tokens),
+        _number_text(engine.longest_rows),
     )
 
 
-def _whole(number: int | None) -> str:
+def _number_text(number: int | None) -> str:
     return _DASH if number is None else f"{number:,}"

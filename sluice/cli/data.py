@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.terminal import counted, output_console, print_json, print_line, print_table
+from sluice.cli.terminal import output_console, print_json, print_line, print_table, show_count
 from sluice.config.schema.data import file_list
 from sluice.data.inspection import (
     QUANTILES,
@@ -103,12 +103,12 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         deduplicate,
         skip_bad,
     )
-    with counted("preparing", None) as advance:
-        made = prepare(order, lambda _num_read: advance(1))
+    with show_count("preparing", None) as advance:
+        result = prepare(order, lambda _num_read: advance(1))
     if as_json:
-        print_json({"output": str(order.output), **asdict(made)})
+        print_json({"output": str(order.output), **asdict(result)})
     else:
-        print_prepared(output_console(), str(order.output), made)
+        print_prepared(output_console(), str(order.output), result)
 
 
 @data_commands.command("inspect")
@@ -152,7 +152,7 @@ def inspect(
     paths = file_list([str(file) for file in files])
     opened = open_prompt_files(paths, columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
-    with counted("reading", opened.num_rows) as advance:
+    with show_count("reading", opened.num_rows) as advance:
         inspection = inspect_files(
             opened,
             measure_tokens=measure,
@@ -224,7 +224,7 @@ def print_inspection(
     ]
     if max_prompt_length is not None:
         overlong = inspection.num_longer(max_prompt_length)
-        name = f"over {max_prompt_length} tokens{_of_text(inspection)}"
+        name = f"over {max_prompt_length} tokens{_length_suffix(inspection)}"
         facts.append((name, _share(overlong, inspection.tokens.size)))
     print_table(console, printable(", ".join(files)), ("what", "value"), facts)
     print_table(
@@ -267,15 +267,15 @@ def inspection_as_json(
     }
 
 
-def print_prepared(console: Console, output: str, made: PrepareResult) -> None:
+def print_prepared(console: Console, output: str, result: PrepareResult) -> None:
     """Print the numbers of rows written and left out."""
     left_out = [
-        *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
-        *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
+        *([f"{result.num_duplicates} duplicates"] if result.num_duplicates else []),
+        *([f"{result.num_bad} unusable rows"] if result.num_bad else []),
     ]
     tail = f", left out {' and '.join(left_out)}" if left_out else ""
-    print_line(console, f"{output}: {made.num_written} rows of {made.num_read} read{tail}")
-    for problem in made.problems:
+    print_line(console, f"{output}: {result.num_written} rows of {result.num_read} read{tail}")
+    for problem in result.problems:
         print_line(console, f"  {problem}")
 
 
@@ -286,14 +286,16 @@ def _sources(inspection: Inspection) -> list[tuple[str, str, str]]:
     ]
 
 
-def _of_text(inspection: Inspection) -> str:
+def _length_suffix(inspection: Inspection) -> str:
     return " (rows without images)" if inspection.num_images else ""
 
 
 def _print_lengths(console: Console, inspection: Inspection) -> None:
     rows = [("characters", *map(str, quantiles(inspection.characters)))]
     if inspection.tokens.size:
-        rows.append((f"tokens{_of_text(inspection)}", *map(str, quantiles(inspection.tokens))))
+        rows.append(
+            (f"tokens{_length_suffix(inspection)}", *map(str, quantiles(inspection.tokens)))
+        )
     names = ("prompt length", *_QUANTILE_NAMES)
     print_table(console, "prompt lengths", names, rows, right=names[1:])
 

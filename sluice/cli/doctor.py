@@ -14,7 +14,7 @@ from rich.text import Text
 from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json
 from sluice.doctor.examination import CHECKS, CheckResult, examine
-from sluice.doctor.finding import FindingSeverity, examined_run
+from sluice.doctor.finding import FindingSeverity, read_doctor_context
 from sluice.safe_text import printable
 
 _STYLES = {
@@ -39,21 +39,23 @@ def print_result(console: Console, result: CheckResult) -> None:
 
 def verdict(num_problems: int, num_warnings: int, *, has_run: bool) -> str:
     """Return the last line: how many problems and warnings."""
-    problems, warnings = _number(num_problems, "problem"), _number(num_warnings, "warning")
+    problems, warnings = _count_text(num_problems, "problem"), _count_text(num_warnings, "warning")
     counts = f"{problems}, {warnings}.".capitalize()
     if has_run:
         return counts
     return f"{counts} No run was named: name its configuration to check what it needs."
 
 
-def _number(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+def _count_text(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 def results_as_json(results: Sequence[CheckResult]) -> list[dict[str, str]]:
     """Return an object for each finding; a severity is "ok", "warning" or "problem"."""
     return [
-        {"check": result.check.name, **asdict(one)} for result in results for one in result.findings
+        {"check": result.check.name, **asdict(finding)}
+        for result in results
+        for finding in result.findings
     ]
 
 
@@ -83,14 +85,14 @@ def doctor(
       sluice doctor run.yaml
       sluice doctor run.yaml sluice.rollout.replicas=4 --json
     """
-    examined = examined_run(*split_arguments(arguments, trust_script=trust_script))
+    examined = read_doctor_context(*split_arguments(arguments, trust_script=trust_script))
     console = output_console()
     results: list[CheckResult] = []
     for result in examine(examined, CHECKS):
         results.append(result)
         if not as_json:
             print_result(console, result)
-    counts = Counter(one.severity for result in results for one in result.findings)
+    counts = Counter(finding.severity for result in results for finding in result.findings)
     problems, warnings = counts[FindingSeverity.PROBLEM], counts[FindingSeverity.WARNING]
     if as_json:
         print_json(

@@ -74,17 +74,17 @@ def check(
       sluice env check tools.py --verl
       sluice env check tools.yaml
     """
-    world = _loaded(file, name, verl=verl)
+    world = _load_environment(file, name, verl=verl)
     typer.echo(f"{world.name}: {len(world.tools)} tool{'' if len(world.tools) == 1 else 's'}")
     for tool in world.tools:
         typer.echo(printable(f"  {tool.name}: {tool.description}\n    {tool.parameters}"))
-    answers = [Answer("", tool_calls=(_call(one),)) for one in call or ()]
-    answers += [Answer(one) for one in answer or ()]
-    for line in asyncio.run(_played(world, prompt, truth, answers)):
+    answers = [Answer("", tool_calls=(_parse_call(call_text),)) for call_text in call or ()]
+    answers += [Answer(answer_text) for answer_text in answer or ()]
+    for line in asyncio.run(_play_episode(world, prompt, truth, answers)):
         typer.echo(printable(line))
 
 
-def _loaded(file: Path, name: str | None, *, verl: bool) -> Environment:
+def _load_environment(file: Path, name: str | None, *, verl: bool) -> Environment:
     if file.suffix in {".yaml", ".yml"}:
         return EnvironmentSource(tool_config_path=str(file)).load()
     if verl:
@@ -92,33 +92,33 @@ def _loaded(file: Path, name: str | None, *, verl: bool) -> Environment:
     return file_environment(str(file), name)
 
 
-def _call(text: str) -> ToolCall:
+def _parse_call(text: str) -> ToolCall:
     name, _, arguments = text.partition(" ")
     return ToolCall(name, arguments or "{}", "call_0")
 
 
-async def _played(
+async def _play_episode(
     world: Environment, prompt: str, truth: str, answers: Sequence[Answer]
 ) -> list[str]:
     """Play an episode; return what happens, a line each."""
     row = {"data_source": "", "ground_truth": truth, "extra_info": {}}
     task = PlayedRow((ChatMessage("user", prompt),), row, 0)
     calls = AuthorCalls()
-    shown = [*task.messages]
-    lines = [*_written(shown)]
+    conversation = [*task.messages]
+    lines = [*_message_lines(conversation)]
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         episode = world.begin(task, calls, tasks)
         try:
-            seen = await episode.open()
-            lines += _seen(seen, shown)
+            observation = await episode.open()
+            lines += _observation_lines(observation, conversation)
             for answer in answers:
-                if seen.done:
+                if observation.done:
                     break
-                shown.append(answer_message(answer))
-                lines += _written(shown[-1:])
-                seen = await episode.step(answer, FinishReason.STOP)
-                lines += _seen(seen, shown)
+                conversation.append(answer_message(answer))
+                lines += _message_lines(conversation[-1:])
+                observation = await episode.step(answer, FinishReason.STOP)
+                lines += _observation_lines(observation, conversation)
             scored = await episode.score() if answers else None
             if scored is not None:
                 lines.append(f"score {scored.score:g}")
@@ -132,28 +132,28 @@ async def _played(
     return lines
 
 
-def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
-    """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
-    goes too."""
-    new, whole = truncate_tool_texts(seen.messages, _RULES), seen.messages
-    if seen.is_whole:
-        is_continued = list(new[: len(shown)]) == shown
+def _observation_lines(observation: Observation, conversation: list[ChatMessage]) -> Iterator[str]:
+    """Yield what the policy reads, and add it to `conversation`; of a whole conversation, what does
+    not repeat that."""
+    new_messages, uncut = truncate_tool_texts(observation.messages, _RULES), observation.messages
+    if observation.is_whole:
+        is_continued = list(new_messages[: len(conversation)]) == conversation
         if is_continued:
-            new, whole = new[len(shown) :], whole[len(shown) :]
+            new_messages, uncut = new_messages[len(conversation) :], uncut[len(conversation) :]
         if not is_continued:
             yield "a new root:"
-            shown.clear()
-    shown += new
-    yield from _written(new)
-    if new != whole:
+            conversation.clear()
+    conversation += new_messages
+    yield from _message_lines(new_messages)
+    if new_messages != uncut:
         yield _CUT
-    if seen.reward is not None:
-        yield f"reward {seen.reward:g}"
-    if seen.done:
+    if observation.reward is not None:
+        yield f"reward {observation.reward:g}"
+    if observation.done:
         yield "the episode is over"
 
 
-def _written(messages: Sequence[ChatMessage]) -> Iterator[str]:
+def _message_lines(messages: Sequence[ChatMessage]) -> Iterator[str]:
     for message in messages:
-        calls = [f"{one.name} {one.arguments}" for one in message.tool_calls]
+        calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
         yield f"{message.role}: {' '.join([message.content, *calls]).strip()}"

@@ -67,7 +67,7 @@ _PLACES = {
 _CLASSES = {"eval": "policy.evaluate:EvaluateCommand"}
 
 
-def _imported(place: str) -> Any:  # noqa: ANN401 - a function, or commands
+def _import_attribute(place: str) -> Any:  # noqa: ANN401 - a function, or commands
     module, _, name = place.partition(":")
     return getattr(import_module(f"sluice.cli.{module}"), name)
 
@@ -86,18 +86,18 @@ class _Commands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - private types
         if name not in self._built:
-            self._built[name] = _built(name, *_PLACES[name])
+            self._built[name] = _build_command(name, *_PLACES[name])
         return self._built[name]
 
 
-def _built(name: str, place: str, purpose: str) -> Any:  # noqa: ANN401 - private types
+def _build_command(name: str, place: str, purpose: str) -> Any:  # noqa: ANN401 - private types
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     if name in _GROUPS:
-        group = _imported(place)
+        group = _import_attribute(place)
         alone.add_typer(group, name=name, cls=GroupedCommands, rich_help_panel=purpose)
     else:
-        kind = _imported(_CLASSES[name]) if name in _CLASSES else None
-        alone.command(name, cls=kind, rich_help_panel=purpose)(_imported(place))
+        kind = _import_attribute(_CLASSES[name]) if name in _CLASSES else None
+        alone.command(name, cls=kind, rich_help_panel=purpose)(_import_attribute(place))
     return get_group(alone).commands[name]
 
 
@@ -157,7 +157,7 @@ def app() -> None:
     except OSError as error:
         if error.filename is None and error.errno != ENOSPC:
             raise
-        code = exit_status("sluice", partial(_refuse, error))
+        code = exit_status("sluice", partial(_raise_file_error, error))
     finally:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
             _drop_unwritable(stream)
@@ -172,11 +172,11 @@ def _drop_unwritable(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _refuse(error: OSError) -> NoReturn:
+def _raise_file_error(error: OSError) -> NoReturn:
     """Raise DataError that names the file of an OSError and the remedy."""
     if error.filename is None:
-        what = "a file or the output cannot be written"
-        raise DataError(f"{what}: {error.strerror}; free some space")
+        message = "a file or the output cannot be written"
+        raise DataError(f"{message}: {error.strerror}; free some space")
     raise DataError(
         f"{error.filename}: {error.strerror}; correct the path, its permissions or "
         "the space on its disk"

@@ -62,18 +62,18 @@ def merge(  # noqa: PLR0913 - one parameter per option
     """
     if target is None and compare is None:
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
-    _need_torch()
+    _require_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import find_source
 
     source = find_source(checkpoint, role)
-    wanted = _whole_weights(compare, role) if compare else None
+    compared_model = _whole_weights(compare, role) if compare else None
     if target is not None:
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
         _merge(source, target, options, as_json=as_json)
     ours = target or _whole_weights(checkpoint, role)
-    differences = _differences(ours, wanted) if wanted else None
+    differences = _differences(ours, compared_model) if compared_model else None
     if as_json:
         model = None if target is None else str(target)
         print_json({"model": model, "role": source.role, "differences": differences})
@@ -86,7 +86,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
 def _merge(source: CheckpointSource, target: Path, options: MergeOptions, *, as_json: bool) -> None:
     from sluice.checkpoint.merge import merge_checkpoint
 
-    with _progress("merging") as on_tensor:
+    with _show_progress("merging") as on_tensor:
         merge_checkpoint(source, target, options, on_tensor)
     if not as_json:
         dtype = "as saved" if options.dtype == "keep" else options.dtype
@@ -106,12 +106,12 @@ def _whole_weights(checkpoint: Path, role: str) -> Path:
     return source.huggingface
 
 
-def _differences(model: Path, wanted: Path) -> list[str]:
+def _differences(model: Path, compared_model: Path) -> list[str]:
     """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
 
-    with _progress("comparing") as on_tensor:
-        differences = compare_weights(model, wanted, on_tensor)
+    with _show_progress("comparing") as on_tensor:
+        differences = compare_weights(model, compared_model, on_tensor)
     for line in differences[:_MAX_DIFFERENCES]:
         typer.echo(line, err=True)
     if len(differences) > _MAX_DIFFERENCES:
@@ -119,7 +119,7 @@ def _differences(model: Path, wanted: Path) -> list[str]:
     return list(differences)
 
 
-def _need_torch() -> None:
+def _require_torch() -> None:
     try:
         import safetensors  # noqa: F401 - whether it is installed
         import torch  # noqa: F401
@@ -130,8 +130,8 @@ def _need_torch() -> None:
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(text: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error; yield a function that sets done and total tensors."""
     with progress_bars(Console(stderr=True)) as bars:
         bar = bars.add_task(text, total=None)
-        yield lambda done, total: bars.update(bar, completed=done, total=total)
+        yield lambda num_done, total: bars.update(bar, completed=num_done, total=total)

@@ -135,10 +135,12 @@ def print_plan(console: Console, planned: PlannedLaunch) -> None:
         f"{layout.sequence} share a sequence, {layout.experts} divide the experts, "
         f"{layout.tensor} cut each layer\n",
     )
-    where = f" of {trainer.stage_name}" if trainer.stage_name else ""
-    _print_phases(console, f"GiB on a trainer's device{where}, peak by phase", trainer.phases)
+    suffix = f" of {trainer.stage_name}" if trainer.stage_name else ""
+    _print_phases(console, f"GiB on a trainer's device{suffix}, peak by phase", trainer.phases)
     if trainer.stage_name:
-        peaks = ", ".join(f"{number + 1}: {in_gib(one)}" for number, one in trainer.stages.items())
+        peaks = ", ".join(
+            f"{number + 1}: {in_gib(peak)}" for number, peak in trainer.stages.items()
+        )
         print_line(console, f"peaks of stages, GiB: {peaks}")
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)
     kinds = ", ".join(f"{kind} {in_gib(size)}" for kind, size in trainer.moved.items() if size)
@@ -177,7 +179,7 @@ def _verdict(planned: PlannedLaunch) -> str:
             text += f" The closest takes {in_gib(peak)} GiB: {' '.join(overrides)}"
         return text
     text += f"; it fits (as above) with: {' '.join(planned.fits_with)}"
-    if any(one.endswith("model_dtype=bfloat16") for one in planned.fits_with):
+    if any(override.endswith("model_dtype=bfloat16") for override in planned.fits_with):
         text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
     return text
 
@@ -199,20 +201,20 @@ def deployment_values(planned: PlannedLaunch, deployment: Deployment) -> str:
             'give a split with a smaller trainer (sluice.placement="trainer:N,rollout:M"), or '
             "start the launch on Ray"
         )
-    return _variables(planned) if deployment == "compose" else _values(planned)
+    return _compose_variables(planned) if deployment == "compose" else _helm_values(planned)
 
 
-def _settings(planned: PlannedLaunch, besides: tuple[str, ...]) -> list[str]:
+def _plan_overrides(planned: PlannedLaunch, besides: tuple[str, ...]) -> list[str]:
     """Return the overrides of the plan, without keys that the deployment sets."""
     return [
-        one
-        for one in planned.fits_with or planned.split.overrides
-        if one.partition("=")[0].lstrip("+") not in besides
+        override
+        for override in planned.fits_with or planned.split.overrides
+        if override.partition("=")[0].lstrip("+") not in besides
     ]
 
 
-def _variables(planned: PlannedLaunch) -> str:
-    settings = " ".join(_settings(planned, _OF_COMPOSE))
+def _compose_variables(planned: PlannedLaunch) -> str:
+    settings = " ".join(_plan_overrides(planned, _OF_COMPOSE))
     return (
         f"# {planned.split.summary}\n"
         f"SLUICE_REPLICAS={planned.split.replicas}\n"
@@ -220,7 +222,7 @@ def _variables(planned: PlannedLaunch) -> str:
     )
 
 
-def _values(planned: PlannedLaunch) -> str:
+def _helm_values(planned: PlannedLaunch) -> str:
     split, rollout = planned.split, planned.config.actor_rollout_ref.rollout
     if rollout.data_parallel_size > 1:
         raise ConfigError(
@@ -232,8 +234,10 @@ def _values(planned: PlannedLaunch) -> str:
         "trainer": {"ranks": split.trainer},
         "rollout": {"replicas": split.replicas, "devicesPerReplica": split.per_replica},
     }
-    if settings := _settings(planned, _OF_CHART):
+    if settings := _plan_overrides(planned, _OF_CHART):
         trainer = planned.config.trainer  # the chart's own list, which this one replaces
-        kept = f"trainer.save_freq={trainer.save_freq} trainer.resume_mode={trainer.resume_mode}"
-        values["run"] = {"settings": [*kept.split(), *settings]}
+        chart_settings = (
+            f"trainer.save_freq={trainer.save_freq} trainer.resume_mode={trainer.resume_mode}"
+        )
+        values["run"] = {"settings": [*chart_settings.split(), *settings]}
     return f"# {split.summary}\n{yaml.safe_dump(values, sort_keys=False)}"

@@ -13,12 +13,12 @@ import typer
 from sluice.cli.arguments import AsJsonLines, complete_setting
 from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.run import RunConfig
 from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import read_rows
-from sluice.doctor.finding import ROWS_LOOKED_AT, opened_rows
+from sluice.doctor.finding import ROWS_LOOKED_AT, open_first_rows
 from sluice.doctor.reward import made_up_response, try_responses
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
@@ -96,8 +96,8 @@ def try_function(
     """
     if with_truth and responses is not None:
         raise ConfigError("--with-truth and --responses both name the responses; leave one out")
-    config = _config(function, settings or [], data)
-    pairs = _pairs(config, count, responses, with_truth=with_truth)
+    config = _load_function_config(function, settings or [], data)
+    pairs = _rows_with_responses(config, count, responses, with_truth=with_truth)
     enough_s = len(pairs) * (config.reward.scorer_pool.timeout_s + _CALL_S)
     answers, printed = try_responses(config, pairs, enough_s)
     if printed:
@@ -106,47 +106,53 @@ def try_function(
         if as_json:
             print_json({"row": row.place, "response": response, **msgspec.to_builtins(answer)})
         else:
-            typer.echo(printable(_text(number, row, response, answer)))
-    scores = [one.score for one in answers if one.score is not None]
+            typer.echo(printable(_response_text(number, row, response, answer)))
+    scores = [trial.score for trial in answers if trial.score is not None]
     typer.echo(_verdict(scores, len(pairs)), err=True)
     if len(scores) < len(pairs):
         raise typer.Exit(1)
 
 
-def _config(function: str, settings: Sequence[str], data: Path | None) -> RunConfig:
+def _load_function_config(function: str, settings: Sequence[str], data: Path | None) -> RunConfig:
     is_run = Path(function).suffix in {".yaml", ".yml"}
-    own = [] if is_run else [f"reward.custom_reward_function.path={override_value(function)}"]
+    overrides = (
+        [] if is_run else [f"reward.custom_reward_function.path={format_override_value(function)}"]
+    )
     if data is not None:
-        own.append(f"{TRAIN_KEY}={override_value(str(data))}")
-    return load_config(Path(function) if is_run else None, [*own, *settings])
+        overrides.append(f"{TRAIN_KEY}={format_override_value(str(data))}")
+    return load_config(Path(function) if is_run else None, [*overrides, *settings])
 
 
-def _pairs(
+def _rows_with_responses(
     config: RunConfig, count: int, responses: Path | None, *, with_truth: bool
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
     keys = {key: files for key, files in prompt_files(config).items() if key != VAL_KEY}
-    of_keys = [opened_rows(config, key)[1] for key, files in keys.items() if files]
+    of_keys = [open_first_rows(config, key)[1] for key, files in keys.items() if files]
     turns = chain.from_iterable(zip_longest(*of_keys))
     rows = [row for row in turns if row is not None][:count]
     if responses is not None:
-        return list(_given(responses, rows, count))
+        return list(_read_responses(responses, rows, count))
     if not rows:
         raise ConfigError(f"{next(iter(keys))} is null: there is no row to try; give --data FILE")
     return [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
 
 
-def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[PromptRow, str]]:
+def _read_responses(
+    file: Path, rows: Sequence[PromptRow], count: int
+) -> Iterator[tuple[PromptRow, str]]:
     """Yield the responses of a file, each with its own row or with the one of its number."""
-    for number, (place, one) in enumerate(read_rows(file, _Response, _NEEDS)[:count]):
+    for number, (place, entry) in enumerate(read_rows(file, _Response, _NEEDS)[:count]):
         row = rows[number] if number < len(rows) else None
-        source, truth = one.data_source, one.ground_truth
+        source, truth = entry.data_source, entry.ground_truth
         if row is None and (source is None or truth is None):
             raise DataError(
                 f"{file}, {place}: no data_source or ground_truth, and no row {number} in --data; "
                 f"it needs {_NEEDS}"
             )
-        extra_info = one.extra_info if one.extra_info is not None or row is None else row.extra_info
+        extra_info = (
+            entry.extra_info if entry.extra_info is not None or row is None else row.extra_info
+        )
         yield (
             PromptRow(
                 row.messages if row else (),
@@ -156,11 +162,11 @@ def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[
                 f"{file}, {place}",
                 truth_is_json=row is not None and truth is None and row.truth_is_json,
             ),
-            one.response,
+            entry.response,
         )
 
 
-def _text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> str:
+def _response_text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> str:
     """Return the lines of one response."""
     if answer.score is None:
         outcome = f"failed: {answer.failure}"
@@ -169,8 +175,10 @@ def _text(number: int, row: PromptRow, response: str, answer: TrialAnswer) -> st
         parts += [f"{name}={value:g}" for name, value in sorted(answer.metrics.items())]
         parts += [] if answer.prediction is None else [f"pred={answer.prediction!r}"]
         outcome = " ".join(parts)
-    shown = response if len(response) <= _SHOWN_CHARACTERS else f"…{response[-_SHOWN_CHARACTERS:]}"
-    lines = [f"[{number}] {row.place}: {outcome}", f"response {shown!r}", *answer.frames]
+    response_end = (
+        response if len(response) <= _SHOWN_CHARACTERS else f"…{response[-_SHOWN_CHARACTERS:]}"
+    )
+    lines = [f"[{number}] {row.place}: {outcome}", f"response {response_end!r}", *answer.frames]
     return "\n    ".join(lines)
 
 

@@ -17,12 +17,12 @@ from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import host_of_pids, process_marks
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
-from sluice.launch.servicer import all_left, launched_processes
+from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.report.run_record import read_progress
-from sluice.report.summary import ended_summary
+from sluice.report.summary import read_summary
 from sluice.service_contract import CONFIG_NAME, ON_RAY_NAME, TRACKER_NAME
 
 
@@ -68,14 +68,14 @@ class PastRun:
             why = " (data exhausted)" if self.is_data_exhausted else ""
             return f"{run_dir}: finished after {steps}{why}{accuracy}"
         if self.phase == "starting":
-            restarts = [text for each in self.processes if (text := each.restart_text)]
+            restarts = [text for process in self.processes if (text := process.restart_text)]
             return (
                 f"{run_dir}: starting; {steps} finished{accuracy}\n"
                 f"{', '.join(restarts) or f'{len(self.processes)} processes are starting'}; "
                 f"logs: {run_dir / 'logs'}"
             )
         if self.phase == "out of sight":
-            return f"{run_dir}: {steps} finished{accuracy}\n{elsewhere(run_dir)}"
+            return f"{run_dir}: {steps} finished{accuracy}\n{elsewhere_notice(run_dir)}"
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
             f"logs: {run_dir / 'logs'}; `{resume_command(run_dir)}` starts it again"
@@ -84,23 +84,23 @@ class PastRun:
 
 def resume_command(run_dir: Path) -> str:
     """Return the command that resumes a run, for a shell; a copied folder's resumes the copy."""
-    where = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
+    options = ("--on", "ray") if (run_dir / ON_RAY_NAME).is_file() else ()
     file = run_dir / CONFIG_NAME
     is_copy = file.is_file() and is_copied(run_dir, load_config(file, ()))
-    here = (folder_setting(run_dir.absolute()),) if is_copy else ()
-    return shlex.join(["sluice", "up", str(file), *here, *where])
+    folder_override = (folder_setting(run_dir.absolute()),) if is_copy else ()
+    return shlex.join(["sluice", "up", str(file), *folder_override, *options])
 
 
 def is_copied(run_dir: Path, config: RunConfig) -> bool:
     """Return whether a run's folder was copied or moved since its file was written."""
-    named = Path(config.sluice.run_dir)
-    is_there = named.is_dir() and named.samefile(run_dir)
-    return named.is_absolute() and named != run_dir.absolute() and not is_there
+    named_folder = Path(config.sluice.run_dir)
+    is_there = named_folder.is_dir() and named_folder.samefile(run_dir)
+    return named_folder.is_absolute() and named_folder != run_dir.absolute() and not is_there
 
 
 def folder_setting(run_dir: Path) -> str:
     """Return the override for the run's folder; 2026 is a name there."""
-    return f"sluice.run_dir={override_value(str(run_dir))}"
+    return f"sluice.run_dir={format_override_value(str(run_dir))}"
 
 
 def newest_step(config: RunConfig) -> int | None:
@@ -116,12 +116,12 @@ async def past_run(run_dir: Path) -> PastRun:
     """Read the state of a run whose trainer does not answer."""
     record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
-    ended: Literal["finished", "out of sight", "not running"]
-    ended = "out of sight" if elsewhere(run_dir) else "not running"
-    ended = "finished" if record.accounts else ended
+    state: Literal["finished", "out of sight", "not running"]
+    state = "out of sight" if elsewhere_notice(run_dir) else "not running"
+    state = "finished" if record.accounts else state
     is_here = (run_dir / CONFIG_NAME).is_file()
     return PastRun(
-        ended if processes is None else "starting",
+        state if processes is None else "starting",
         record.last_step,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
@@ -138,22 +138,22 @@ async def is_active(run_dir: Path) -> bool:
     return await launched_processes(run_dir) is not None
 
 
-def elsewhere(run_dir: Path) -> str:
+def elsewhere_notice(run_dir: Path) -> str:
     """Return on which other machines a run may be active, and what to do; may be empty."""
-    where = last_seen(run_dir)
-    return where and (
-        f"{where}; use the command there, or, if nothing runs there any more, "
+    notice = last_seen_notice(run_dir)
+    return notice and (
+        f"{notice}; use the command there, or, if nothing runs there any more, "
         f"`{resume_command(run_dir)}` starts it again"
     )
 
 
-def last_seen(run_dir: Path) -> str:
+def last_seen_notice(run_dir: Path) -> str:
     """Return the other hosts on which a run without a recorded end was seen; may be empty.
 
     A run that had processes here, too, is ours, such as one on Ray whose launcher has died.
     """
     hosts = {mark.host for mark in process_marks(run_dir)}
-    if not hosts or host_of_pids() in hosts or ended_summary(run_dir):
+    if not hosts or host_of_pids() in hosts or read_summary(run_dir):
         return ""
     names = ", ".join(sorted({host.partition(" ")[0] for host in hosts}))
     return f"the processes of {run_dir} were last seen on {names}"
@@ -172,7 +172,7 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
     """
     location = locate_run(run)
     failure: PeerError | DeadlineError | None = None
-    if not await all_left(location.run_dir):
+    if not await have_all_left(location.run_dir):
         async with RunMonitor.of(location) as monitor:
             try:
                 return location, await monitor.snapshot()
@@ -187,7 +187,7 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
 
 
 @asynccontextmanager
-async def connected(run: Path, *, name: str = "") -> AsyncIterator[AsyncClient]:
+async def connect_client(run: Path, *, name: str = "") -> AsyncIterator[AsyncClient]:
     """Connect a client, under a name, to a running run; raises what `ask_run` raises."""
     await ask_run(run)
     async with AsyncClient.connect(run, name=name) as client:

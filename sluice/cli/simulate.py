@@ -16,7 +16,7 @@ from rich.console import Console
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.cli.arguments import AsJson
-from sluice.cli.terminal import counted, output_console, print_json, print_table
+from sluice.cli.terminal import output_console, print_json, print_table, show_count
 from sluice.errors import ConfigError
 from sluice.simulate.result import (
     ComparedStrategy,
@@ -77,25 +77,25 @@ def print_comparison(console: Console, title: str, compared: Sequence[ComparedSt
     )
     rows = [
         (
-            one.result.strategy,
-            f"{one.result.gen_per_trained:.2f}",
-            f"{one.gen_ratio:.2f}x",
-            _seconds(one.fill.step_s),
-            _seconds(one.fill.step_s_p99),
-            f"{one.fill_speedup:.2f}x",
-            f"{one.result.steps_per_hour:.1f}",
-            f"{one.step_speedup:.2f}x",
-            f"{one.result.trainer_idle_share:.0%}",
-            f"{one.result.fleet_idle_share:.0%}",
-            _staleness(one.result),
-            str(one.result.num_staleness_exceeded + one.fill.num_staleness_exceeded),
-            _discarded(one.result),
-            str(one.result.num_restarted),
-            f"{one.result.long_prompt_ratio:.3f}",
-            f"{one.result.hard_share:.1%}",
-            f"{one.hard_share_ratio:.2f}x",
+            strategy.result.strategy,
+            f"{strategy.result.gen_per_trained:.2f}",
+            f"{strategy.gen_ratio:.2f}x",
+            _seconds(strategy.fill.step_s),
+            _seconds(strategy.fill.step_s_p99),
+            f"{strategy.fill_speedup:.2f}x",
+            f"{strategy.result.steps_per_hour:.1f}",
+            f"{strategy.step_speedup:.2f}x",
+            f"{strategy.result.trainer_idle_share:.0%}",
+            f"{strategy.result.fleet_idle_share:.0%}",
+            _staleness(strategy.result),
+            str(strategy.result.num_staleness_exceeded + strategy.fill.num_staleness_exceeded),
+            _discarded(strategy.result),
+            str(strategy.result.num_restarted),
+            f"{strategy.result.long_prompt_ratio:.3f}",
+            f"{strategy.result.hard_share:.1%}",
+            f"{strategy.hard_share_ratio:.2f}x",
         )
-        for one in compared
+        for strategy in compared
     ]
     print_table(console, title, columns, rows, right=columns[1:])
     console.print(
@@ -116,14 +116,14 @@ def result_as_json(result: SimulationResult, fill: SimulationResult) -> dict[str
 def comparison_as_json(compared: Sequence[ComparedStrategy]) -> dict[str, object]:
     """Return strategies by name."""
     return {
-        one.result.strategy: {
-            **result_as_json(one.result, one.fill),
-            "fill_speedup": one.fill_speedup,
-            "gen_ratio": one.gen_ratio,
-            "step_speedup": one.step_speedup,
-            "hard_share_ratio": one.hard_share_ratio,
+        strategy.result.strategy: {
+            **result_as_json(strategy.result, strategy.fill),
+            "fill_speedup": strategy.fill_speedup,
+            "gen_ratio": strategy.gen_ratio,
+            "step_speedup": strategy.step_speedup,
+            "hard_share_ratio": strategy.hard_share_ratio,
         }
-        for one in compared
+        for strategy in compared
     }
 
 
@@ -224,14 +224,14 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     )
     trainer = TrainerSettings(trainer_s)
     settings = SimulationSettings(rules, on_stale, fleet, trainer, num_steps=steps, seed=seed)
-    name, open_workload = _workload(mixture, workload, seed)
+    name, open_workload = _load_workload(mixture, workload, seed)
     if compare_all:
         _compare(name, settings, open_workload, as_json=as_json)
     else:
         _simulate_one(with_strategy(settings, strategy), open_workload, as_json=as_json)
 
 
-def _workload(mixture: str | None, file: Path | None, seed: int) -> tuple[str, OpenWorkload]:
+def _load_workload(mixture: str | None, file: Path | None, seed: int) -> tuple[str, OpenWorkload]:
     """Return its name, for titles, and what opens the same data set at each call.
 
     Raises:
@@ -251,19 +251,19 @@ def _compare(
     name: str, settings: SimulationSettings, open_workload: OpenWorkload, *, as_json: bool
 ) -> None:
     """Simulate every strategy, and print them side by side."""
-    with counted("comparing", 2 * len(StrategyName) * settings.num_steps) as advance:
+    with show_count("comparing", 2 * len(StrategyName) * settings.num_steps) as advance:
         compared = compare(settings, open_workload, on_step=lambda _num_leased: advance(1))
     if as_json:
         print_json(comparison_as_json(compared))
     else:
-        print_comparison(output_console(), f"{name}: {_described(settings)}", compared)
+        print_comparison(output_console(), f"{name}: {_describe(settings)}", compared)
 
 
 def _simulate_one(
     settings: SimulationSettings, open_workload: OpenWorkload, *, as_json: bool
 ) -> None:
     """Simulate one strategy, and print its figures and accounts."""
-    with counted("simulating", 2 * settings.num_steps) as advance:
+    with show_count("simulating", 2 * settings.num_steps) as advance:
         result = simulate_run(settings, open_workload(), on_step=lambda _num_leased: advance(1))
         fill = simulate_fill_times(settings, open_workload(), lambda _num_leased: advance(1))
     if as_json:
@@ -272,7 +272,7 @@ def _simulate_one(
         print_result(output_console(), result, fill)
 
 
-def _described(settings: SimulationSettings) -> str:
+def _describe(settings: SimulationSettings) -> str:
     rules, fleet = settings.rules, settings.fleet
     ahead = f", {rules.ahead_share:g} of it ahead" if rules.num_ahead is not None else ""
     if rules.preempts:

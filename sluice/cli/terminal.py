@@ -83,7 +83,7 @@ def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
 
 
 @contextmanager
-def counted(
+def show_count(
     text: str, total: int | None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
     """Show a count on standard error: a bar on a terminal, else a line every few seconds.
@@ -97,18 +97,18 @@ def counted(
         A function that adds a number to the count.
     """
     console = Console(stderr=True)
-    done, next_line_s = 0, clock() + _LINE_EVERY_S
+    num_done, next_line_s = 0, clock() + _LINE_EVERY_S
     of_all = "" if total is None else f"/{total}"
     with progress_bars(console, is_transient=True) as bars:
         bar = bars.add_task(text, total=total)
 
         def advance(number: int) -> None:
-            nonlocal done, next_line_s
-            done += number
+            nonlocal num_done, next_line_s
+            num_done += number
             bars.advance(bar, number)
             if not console.is_terminal and clock() >= next_line_s:
                 next_line_s = clock() + _LINE_EVERY_S
-                print_line(console, f"{text}: {done}{of_all}")
+                print_line(console, f"{text}: {num_done}{of_all}")
 
         yield advance
 
@@ -148,12 +148,12 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    lines = _rendered(console, table)
+    lines = _render_lines(console, table)
     console.print("\n".join(lines) if lines is not None else table, soft_wrap=True, markup=False)
     console.print()
 
 
-def _rendered(console: Console, table: Table) -> list[str] | None:
+def _render_lines(console: Console, table: Table) -> list[str] | None:
     """Return lines without trailing blanks for a pipe; ``None`` for a terminal."""
     if console.is_terminal:
         return None

@@ -61,9 +61,9 @@ def printed_reward(output: str) -> float | None:
         AgentFailedError: the line has a failure, or its reward is no finite number.
     """
     # Not `splitlines`: a text of JSON may hold some of the characters at which that splits.
-    last = output.strip().replace("\r", "\n").rpartition("\n")[2]
+    last_line = output.strip().replace("\r", "\n").rpartition("\n")[2]
     try:
-        result = json.loads(last)
+        result = json.loads(last_line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(result, dict):
@@ -132,13 +132,13 @@ class AgentProgram:
         try:
             async with asyncio.timeout(deadline_s):
                 with waiting_for("agent", "working on a sample"):
-                    output, errors = await self._talk(task)
+                    output, errors = await self._communicate(task)
         except TimeoutError:
             detail = f"stopped: it ran for sluice.environment.episode_timeout_s={deadline_s:g}"
             raise AgentLateError(detail) from None
         if code := self._transport.get_returncode():
-            said = (errors.strip() or output.strip())[-_MAX_OUTPUT_CHARS:]
-            raise AgentFailedError(f"exit code {code}: {said}")
+            output_end = (errors.strip() or output.strip())[-_MAX_OUTPUT_CHARS:]
+            raise AgentFailedError(f"exit code {code}: {output_end}")
         return printed_reward(output)
 
     def interrupt(self) -> None:
@@ -157,15 +157,15 @@ class AgentProgram:
         try:
             if not self._protocol.exited.is_set():
                 self.interrupt()
-                await self._exited("ending after SIGTERM", _GRACE_S)
+                await self._wait_for_exit("ending after SIGTERM", _GRACE_S)
         finally:
             self._signal(signal.SIGKILL)
             try:  # one that the system holds, such as in a lost file system, does not end
-                await self._exited("ending after SIGKILL", _KILLED_S)
+                await self._wait_for_exit("ending after SIGKILL", _KILLED_S)
             finally:
                 self._close()
 
-    async def _exited(self, phase: str, within_s: float) -> None:
+    async def _wait_for_exit(self, phase: str, within_s: float) -> None:
         """Wait for the end of the program, but not for long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -183,7 +183,7 @@ class AgentProgram:
         with suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), number)
 
-    async def _talk(self, task: bytes) -> tuple[str, str]:
+    async def _communicate(self, task: bytes) -> tuple[str, str]:
         """Send the task; return the ends of both outputs once the program has ended."""
         streams = self._protocol
         stdin, outputs = streams.stdin, (streams.stdout, streams.stderr)
@@ -194,7 +194,7 @@ class AgentProgram:
             for tail, stream in zip(tails, outputs, strict=True):
                 assert stream is not None
                 readers.append(tasks.create_task(tail.read(stream)))
-            sending = tasks.create_task(_sent(stdin, task))
+            sending = tasks.create_task(_send_task(stdin, task))
             await self._protocol.exited.wait()
             sending.cancel()
             # What it started and left behind may hold its outputs open.
@@ -205,7 +205,7 @@ class AgentProgram:
         return output, errors
 
 
-async def _sent(stdin: asyncio.StreamWriter, task: bytes) -> None:
+async def _send_task(stdin: asyncio.StreamWriter, task: bytes) -> None:
     """Write the task, which a program need not read, and close its input."""
     try:
         with suppress(ConnectionError):

@@ -130,24 +130,24 @@ class AgentRunner:
                 SluiceError, if the run leases no samples.
         """
         async with asyncio.TaskGroup() as tasks:
-            working = tasks.create_task(self._lease(), name="leases")
-            living = tasks.create_task(self._show_life(), name="sign of life")
-            await self._until_over()
+            working = tasks.create_task(self._lease_samples(), name="leases")
+            living = tasks.create_task(self._keep_leases_alive(), name="sign of life")
+            await self._report_until_over()
             working.cancel()
             living.cancel()
 
-    async def _until_over(self) -> None:
+    async def _report_until_over(self) -> None:
         """Report progress until the run has ended. Raise NotReadyError if it is away for long."""
         loop = asyncio.get_running_loop()
-        said, said_s = "", loop.time()
+        reported, reported_s = "", loop.time()
         while True:
             await asyncio.sleep(_PAUSE_S)
-            is_due = loop.time() - said_s >= _REPORT_S
+            is_due = loop.time() - reported_s >= _REPORT_S
             if is_due:
-                said_s = loop.time()
-                if said != str(self.counts):
-                    said = str(self.counts)
-                    self._say(said)
+                reported_s = loop.time()
+                if reported != str(self.counts):
+                    reported = str(self.counts)
+                    self._say(reported)
             since = self._away_since
             if (is_due or since is not None) and await self._has_ended():
                 return
@@ -159,14 +159,14 @@ class AgentRunner:
                     f"not ended; start this command again once it is back ({self.counts})"
                 )
 
-    async def _show_life(self) -> None:
+    async def _keep_leases_alive(self) -> None:
         """Keep the leases alive, also while no further one is taken."""
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S / _SIGNS)
             with suppress(*_AWAY):
                 await self._leases.take(0, _PAUSE_S, _KEEP_ALIVE_S)
 
-    async def _lease(self) -> None:
+    async def _lease_samples(self) -> None:
         """Start a program for each sample, without end."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
@@ -186,7 +186,7 @@ class AgentRunner:
                     self._say("the reward service answers again")
                 for lease in leases:
                     self.counts.running += 1
-                    tasks.create_task(self._work(lease), name=f"agent of {lease.prompt_id}")
+                    tasks.create_task(self._work_on(lease), name=f"agent of {lease.prompt_id}")
 
     async def _wait_for_capacity(self) -> None:
         while self.counts.running >= self._parallel:
@@ -194,16 +194,16 @@ class AgentRunner:
             with waiting_for("agents", "ending"):
                 await self._freed.wait()
 
-    async def _work(self, lease: LeasedSample) -> None:
+    async def _work_on(self, lease: LeasedSample) -> None:
         outcome = _STOPPED
         try:
-            outcome = await self._outcome(lease)
+            outcome = await self._run_program(lease)
         finally:
             self.counts.running -= 1
             self._freed.set()
-            self._count(outcome)
+            self._count_outcome(outcome)
 
-    async def _outcome(self, lease: LeasedSample) -> _ProgramEnd:
+    async def _run_program(self, lease: LeasedSample) -> _ProgramEnd:
         """Run a program for a sample, and post its end."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + lease.deadline_s
@@ -217,18 +217,18 @@ class AgentRunner:
                 return _ProgramEnd(failure=str(error))
             except AgentFailedError as error:
                 outcome = _ProgramEnd(failure=str(error))
-            return await self._posted(lease, outcome, ends_at)
+            return await self._post_end(lease, outcome, ends_at)
         except asyncio.CancelledError:
             if program is not None:
                 program.interrupt()
             if self._away_since is None:
-                await self._posted(lease, outcome, loop.time() + _LAST_CALL_S)
+                await self._post_end(lease, outcome, loop.time() + _LAST_CALL_S)
             raise
         finally:
             if program is not None:
                 await program.stop()
 
-    async def _posted(
+    async def _post_end(
         self, lease: LeasedSample, outcome: _ProgramEnd, ends_at: float
     ) -> _ProgramEnd:
         """Post an end, again while the reward service is away; return what the run took of it."""
@@ -249,7 +249,7 @@ class AgentRunner:
         except (SluiceError, TimeoutError):
             return _STOPPED
 
-    def _count(self, outcome: _ProgramEnd) -> None:
+    def _count_outcome(self, outcome: _ProgramEnd) -> None:
         if outcome.is_stopped:
             self.counts.stopped += 1
             return

@@ -22,7 +22,9 @@ def default_client_name() -> str:
     The name is printable ASCII, as gRPC requires, of at most `MAX_NAME_LENGTH` characters.
     """
     pid = str(os.getpid())
-    host = "".join(each if "!" <= each <= "~" else "?" for each in socket.gethostname())
+    host = "".join(
+        character if "!" <= character <= "~" else "?" for character in socket.gethostname()
+    )
     start = f"sluice-client@{host}"
     return f"{start[: MAX_NAME_LENGTH - len(pid) - 1]}:{pid}"
 
@@ -36,7 +38,7 @@ class ServiceChannels(ChannelPool):
     """
 
     def __init__(self, address: RunAddress, client_name: str) -> None:
-        super().__init__(address.max_message_bytes, address.credentials, self._named)
+        super().__init__(address.max_message_bytes, address.credentials, self._client_metadata)
         self._name = client_name or default_client_name()
         self._closed = False
 
@@ -54,7 +56,7 @@ class ServiceChannels(ChannelPool):
         self.check_open()
         return super().to(address)
 
-    def _named(self) -> Metadata:
+    def _client_metadata(self) -> Metadata:
         self.check_open()  # a retried call may find the channel closed
         return ((CLIENT_KEY, self._name),)
 

@@ -62,13 +62,13 @@ def choose_replica(
             refusals. All others come before them.
     """
 
-    def rank(each: FleetReplica) -> tuple[bool, int, float]:
+    def rank(replica: FleetReplica) -> tuple[bool, int, float]:
         # The reported load includes this client's samples of that time. Count the present ones
         # instead.
-        of_others = max(each.slots_busy - counted_in_load.get(each.address, 0), 0)
-        load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
-        turn = full.index(each.address) + 1 if each.address in full else 0
-        return each.address in avoided, turn, load
+        of_others = max(replica.slots_busy - counted_in_load.get(replica.address, 0), 0)
+        load = (of_others + under_way.get(replica.address, 0)) / max(replica.slots, 1)
+        turn = full.index(replica.address) + 1 if replica.address in full else 0
+        return replica.address in avoided, turn, load
 
     return min(replicas, key=rank, default=None)
 
@@ -102,21 +102,23 @@ class ClientFleet:
             SluiceError: no service that knows the replicas answers.
         """
         if not self._is_fresh():
-            await self._ask(self._clock())
+            await self._refresh(self._clock())
         now_s = self._clock()
-        self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
-        chosen = choose_replica(
+        self._failed_s = {
+            a: failed_s for a, failed_s in self._failed_s.items() if now_s - failed_s < _SUSPECT_S
+        }
+        replica = choose_replica(
             self._replicas, self._under_way, self._counted_in_load, self._failed_s.keys(), full
         )
-        if chosen is None:
+        if replica is None:
             self._asked_s = None  # the next request asks again
             raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
-        return chosen
+        return replica
 
     def _is_fresh(self) -> bool:
         return self._asked_s is not None and self._clock() - self._asked_s <= _FRESH_S
 
-    async def _ask(self, since_s: float) -> None:
+    async def _refresh(self, since_s: float) -> None:
         # One look-up serves all requests that wait for it. They share its failure, too.
         async with self._asking:
             if self._is_fresh():
@@ -134,7 +136,7 @@ class ClientFleet:
             self._counted_in_load = dict(self._under_way)
 
     @contextmanager
-    def occupied(self, address: str, num_samples: int) -> Iterator[None]:
+    def occupy(self, address: str, num_samples: int) -> Iterator[None]:
         """Count samples as under way at a replica during the block."""
         self._under_way[address] = self._under_way.get(address, 0) + num_samples
         try:
@@ -142,7 +144,7 @@ class ClientFleet:
         finally:
             self._under_way[address] -= num_samples
 
-    def failed(self, address: str) -> None:
+    def note_failed(self, address: str) -> None:
         """Note a failed replica: others come first for a while, after a fresh look-up."""
         self._failed_s[address] = self._clock()
         self._asked_s = None
@@ -167,7 +169,7 @@ async def look_up_replicas(
         if address.trainer is None:
             return await _announced_replicas(address, channels)
         try:
-            return await _members(address.trainer, channels)
+            return await _trainer_replicas(address.trainer, channels)
         except HandshakeError:
             raise
         except (PeerError, DeadlineError):
@@ -176,7 +178,7 @@ async def look_up_replicas(
             return await _announced_replicas(address, channels)
 
 
-async def _members(trainer: str, channels: ServiceChannels) -> Sequence[FleetReplica]:
+async def _trainer_replicas(trainer: str, channels: ServiceChannels) -> Sequence[FleetReplica]:
     """Ask the trainer, which knows the loads of all."""
     answer = await unary_call(
         trainer_stub(channels.to(trainer)).GetStatus,
@@ -185,9 +187,11 @@ async def _members(trainer: str, channels: ServiceChannels) -> Sequence[FleetRep
         phase=_PHASE,
     )
     return [
-        FleetReplica(each.replica.address, each.replica.slots, each.slots_busy + each.queued)
-        for each in answer.replicas
-        if each.state == "serving"
+        FleetReplica(
+            member.replica.address, member.replica.slots, member.slots_busy + member.queued
+        )
+        for member in answer.replicas
+        if member.state == "serving"
     ]
 
 
@@ -206,7 +210,7 @@ async def _announced_replicas(
         peer="reward service",
         phase=_PHASE,
     )
-    return [FleetReplica(each.address, each.slots, 0) for each in answer.replicas]
+    return [FleetReplica(announced.address, announced.slots, 0) for announced in answer.replicas]
 
 
 async def _known_replicas(
@@ -232,7 +236,10 @@ async def _known_replicas(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(ask(each), name=f"asking {each}") for each in addresses]
+            asking = [
+                tasks.create_task(ask(known_address), name=f"asking {known_address}")
+                for known_address in addresses
+            ]
     except ExceptionGroup as group:
         raise leaves(group)[0] from group
-    return [replica for task in asked if (replica := task.result()) is not None]
+    return [replica for task in asking if (replica := task.result()) is not None]

@@ -24,10 +24,10 @@ from sluice.client.generation_types import (
     Prompt,
     SampleDelta,
     SampleFinished,
-    encoded_images,
+    encode_images,
     is_conversation,
 )
-from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_bytes, valid_unicode
+from sluice.codec.fields import shorten, token_ids_from_bytes, token_ids_to_bytes, valid_unicode
 from sluice.codec.messages import template_kwargs_to_proto
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
@@ -86,8 +86,10 @@ class GenerationProgress:
         self._prompt = _prompt_to_proto(prompt, options)
         self._num_prompt_tokens = 0  # until a replica has accepted the prompt
         self._owes_prompt = options.prompt_logprobs
-        first = options.first_sample
-        self._open = {index: _SampleProgress() for index in range(first, first + options.n)}
+        first_index = options.first_sample
+        self._open = {
+            index: _SampleProgress() for index in range(first_index, first_index + options.n)
+        }
 
     @property
     def num_open(self) -> int:
@@ -138,7 +140,7 @@ class GenerationProgress:
         """
         try:
             if message.HasField("accepted"):
-                yield self._started(message.accepted, replica, moved_because)
+                yield self._started_event(message.accepted, replica, moved_because)
             if message.HasField("prompt_logprobs"):
                 self._owes_prompt = False
                 yield scored_prompt_from_proto(message.prompt_logprobs, self._num_prompt_tokens)
@@ -154,7 +156,7 @@ class GenerationProgress:
             raise InvalidRequestError(f"sample {index} is not awaited")
         return self._open[index]
 
-    def _started(
+    def _started_event(
         self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
     ) -> GenerationStarted:
         ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
@@ -180,27 +182,27 @@ class GenerationProgress:
                 delta.text,
             )
 
-    def _finish(self, ended: Rollout) -> Iterator[GenerationEvent]:
-        sample = self._sample(ended.sample_index)
-        if ended.finish_reason is FinishReason.ABORTED:  # the replica leaves: continue elsewhere
+    def _finish(self, rollout: Rollout) -> Iterator[GenerationEvent]:
+        sample = self._sample(rollout.sample_index)
+        if rollout.finish_reason is FinishReason.ABORTED:  # the replica leaves: continue elsewhere
             sample.grown = GrowingSample()
-            sample.grown.adopt(ended)
+            sample.grown.adopt(rollout)
             return
         if self._owes_prompt:
             raise InvalidRequestError("a sample without prompt_logprobs; update the replica")
-        del self._open[ended.sample_index]
+        del self._open[rollout.sample_index]
         # Deltas may lack text, such as a character that two replicas share.
-        if self._every_token and ended.text.startswith(sample.sent_text):
-            rest = ended.text[len(sample.sent_text) :]
-            yield from [_text_alone(ended, rest)] if rest else []
-        yield SampleFinished(ended)
+        if self._every_token and rollout.text.startswith(sample.sent_text):
+            unsent_text = rollout.text[len(sample.sent_text) :]
+            yield from [_text_delta(rollout, unsent_text)] if unsent_text else []
+        yield SampleFinished(rollout)
 
 
-def _text_alone(ended: Rollout, text: str) -> SampleDelta:
+def _text_delta(rollout: Rollout, text: str) -> SampleDelta:
     """Return text that no delta brought, of a sample continued in the middle of a character."""
-    version = ended.version_spans[-1].version if ended.version_spans else 0
+    version = rollout.version_spans[-1].version if rollout.version_spans else 0
     return SampleDelta(
-        ended.sample_index, ended.token_ids[:0], ended.behavior_logprobs[:0], version, text
+        rollout.sample_index, rollout.token_ids[:0], rollout.behavior_logprobs[:0], version, text
     )
 
 
@@ -220,7 +222,7 @@ def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptI
     ):
         if value:
             raise InvalidRequestError(
-                f"{name}: {shortened(value)} for a prompt of {kind}; send turns, or leave it out"
+                f"{name}: {shorten(value)} for a prompt of {kind}; send turns, or leave it out"
             )
     return message
 
@@ -230,7 +232,7 @@ def _input_to_proto(prompt: Prompt, tools: Sequence[Tool]) -> common.PromptInput
         if isinstance(prompt, str):
             return common.PromptInput(text=prompt)
         if isinstance(prompt, ChatWithImages):
-            return chat_prompt_to_proto(prompt.messages, encoded_images("prompt", prompt), tools)
+            return chat_prompt_to_proto(prompt.messages, encode_images("prompt", prompt), tools)
         if isinstance(prompt, Continuation):
             return continuation_to_proto(_token_ids(prompt.token_ids), prompt.messages, tools)
         if is_conversation(prompt):
@@ -249,11 +251,11 @@ def _token_ids(prompt: Prompt) -> TokenIds:
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {error}") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        found = f"{ids.ndim} dimensions of {ids.dtype}"
-        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {found}")
+        defect = f"{ids.ndim} dimensions of {ids.dtype}"
+        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {defect}")
     if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.uint32).max):
-        found = f"they are in {ids.min()}..{ids.max()}"
-        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {found}")
+        defect = f"they are in {ids.min()}..{ids.max()}"
+        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {defect}")
     return ids.astype(np.uint32)
 
 
@@ -281,7 +283,7 @@ class ResumableGeneration:
             remaining_s = retries.remaining_s()
             num_tokens = progress.num_tokens
             try:
-                once = self._once(progress, remaining_s, moved_because, full)
+                once = self._generate_once(progress, remaining_s, moved_because, full)
                 async with aclosing(once) as events:
                     async for event in events:
                         if isinstance(event, GenerationStarted):
@@ -297,7 +299,7 @@ class ResumableGeneration:
                 moved_because = str(error)
                 await retries.wait_after(error)
 
-    async def _once(
+    async def _generate_once(
         self,
         progress: GenerationProgress,
         deadline_s: float | None,
@@ -306,7 +308,7 @@ class ResumableGeneration:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Yield what one replica generates, to its end or failure; add a full one to `full`."""
         address = (await self._fleet.choose(full)).address
-        request, known = progress.request(), progress.num_tokens
+        request, num_known = progress.request(), progress.num_tokens
         self._channels.check_size("prompt", request)
         stream = stream_call(
             rollout_stub(self._channels.to(address)).Generate,
@@ -317,28 +319,30 @@ class ResumableGeneration:
             traceparent=progress.traceparent,
         )
         try:
-            with self._fleet.occupied(address, progress.num_open):
-                async with aclosing(_moving(stream, address, self._policy.stall_s)) as messages:
+            with self._fleet.occupy(address, progress.num_open):
+                async with aclosing(
+                    _until_stalled(stream, address, self._policy.stall_s)
+                ) as messages:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
                             yield event
             # A replica that drains ends its samples as aborted; another one continues them.
             if progress.num_open:
-                got = progress.num_tokens - known
+                got = progress.num_tokens - num_known
                 detail = f"it ended {progress.num_open} samples early, {got} tokens on"
                 raise PeerError(address, _PHASE, detail)
         except ExhaustedError:
             # The next try uses another one, which may have capacity or another quota.
-            full[:] = [each for each in full if each != address] + [address]
+            full[:] = [full_address for full_address in full if full_address != address] + [address]
             raise
         except SluiceError as error:
             is_callers_deadline = isinstance(error, DeadlineError) and deadline_s is not None
             if not is_callers_deadline and not isinstance(error, InvalidRequestError):
-                self._fleet.failed(address)
+                self._fleet.note_failed(address)
             raise
 
 
-async def _moving(
+async def _until_stalled(
     stream: AsyncGenerator[rollout.GenerateResponse, None], address: str, stall_s: float
 ) -> AsyncGenerator[rollout.GenerateResponse, None]:
     """Yield the messages of a stream until it stalls.

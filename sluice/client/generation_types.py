@@ -58,7 +58,7 @@ class Continuation:
     messages: Sequence[ChatMessage] = ()
 
 
-def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
+def encode_images(owner: str, chat: ChatWithImages) -> list[bytes]:
     """Return the images as they are sent. Paths are relative to the current folder.
 
     Raises:
@@ -67,10 +67,10 @@ def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
     """
     field = f"{owner}: images"
     check_marks(field, len(chat.images), (turn.content for turn in chat.messages))
-    return [_encoded(f"{field}[{index}]", image) for index, image in enumerate(chat.images)]
+    return [_encode_image(f"{field}[{index}]", image) for index, image in enumerate(chat.images)]
 
 
-def _encoded(field: str, image: Image) -> bytes:
+def _encode_image(field: str, image: Image) -> bytes:
     source = str(image) if isinstance(image, Path) else image
     data = read_image(field, source, Path(), _LARGEST_FILE_BYTES)
     read_image_header(field, data)

@@ -79,6 +79,8 @@ class Launcher:
             phase="asking for its processes",
         )
         return tuple(
-            LaunchedProcess(each.name, each.pid, each.restarts, each.draining, each.max_restarts)
-            for each in answer.services
+            LaunchedProcess(
+                service.name, service.pid, service.restarts, service.draining, service.max_restarts
+            )
+            for service in answer.services
         )

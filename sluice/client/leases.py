@@ -137,7 +137,7 @@ class Leases:
         """
         request = chat_to_proto(lease_id, digest, messages, tools)
         self._channels.check_size("messages", request)
-        response = await self._patiently(
+        response = await self._call_with_retries(
             "asking for an answer",
             lambda phase: unary_call(self._stub().Chat, request, peer=self._address, phase=phase),
         )
@@ -166,14 +166,16 @@ class Leases:
         request = reward.EndEpisodeRequest(lease_id=lease_id, failure=failure)
         if reward_value is not None:
             request.reward = reward_value
-        await self._patiently(
+        await self._call_with_retries(
             "ending a sample",
             lambda phase: unary_call(
                 self._stub().EndEpisode, request, peer=self._address, phase=phase
             ),
         )
 
-    async def _patiently(self, phase: str, make: Callable[[str], Awaitable[AnswerT]]) -> AnswerT:
+    async def _call_with_retries(
+        self, phase: str, make: Callable[[str], Awaitable[AnswerT]]
+    ) -> AnswerT:
         """Repeat a call while the reward service is away."""
         retries = Retries(
             self._policy, self._address, phase, retries_on=is_absence, max_defects=_MAX_DEFECTS

@@ -85,9 +85,9 @@ def refuse_missing(run: Path) -> None:
     if run.exists():
         return
     started = [path.parent.name for path in run.parent.glob(f"*/{CONFIG_NAME}")]
-    near = [str(run.parent / name) for name in get_close_matches(run.name, started)]
-    meant = f"did you mean {' or '.join(near)}?" if near else "give a run's sluice.run_dir"
-    raise ConfigError(f"run: {run} does not exist; {meant}")
+    similar = [str(run.parent / name) for name in get_close_matches(run.name, started)]
+    advice = f"did you mean {' or '.join(similar)}?" if similar else "give a run's sluice.run_dir"
+    raise ConfigError(f"run: {run} does not exist; {advice}")
 
 
 def run_started_from(file: Path) -> Path:

@@ -15,7 +15,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress, RunLocation
 from sluice.codec.reward import service_progress
-from sluice.concurrency.waits import Waiting, beside, deadline, while_progressing
+from sluice.concurrency.waits import Waiting, deadline, run_beside, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
@@ -139,11 +139,13 @@ class RunMonitor:
             step=run.step,
             total_steps=run.total_steps,
             version=run.policy_version if run.HasField("policy_version") else None,
-            replicas=tuple(_replica(status) for status in run.replicas),
+            replicas=tuple(_replica_snapshot(status) for status in run.replicas),
             metrics=dict(run.metrics),
             accounts=dict(run.accounts),
             hold_reason=run.hold_reason,
-            guards=tuple(WatchedRule(one.rule, one.state, one.detail) for one in run.guards),
+            guards=tuple(
+                WatchedRule(guard.rule, guard.state, guard.detail) for guard in run.guards
+            ),
             instance_id=run.instance_id,
         )
         try:
@@ -166,10 +168,10 @@ class RunMonitor:
             DeadlineError: the step takes longer.
         """
         holder = str(uuid.uuid4())
-        await self._lease(holder)
+        await self._lease_pause(holder)
         try:
-            async with beside(self._renew(holder), "lease of the pause"):
-                yield await self._until_held(timeout_s)
+            async with run_beside(self._renew(holder), "lease of the pause"):
+                yield await self._wait_until_held(timeout_s)
         finally:
             await self.resume(holder)
 
@@ -187,7 +189,7 @@ class RunMonitor:
         answer = await unary_call(self._trainer.Resume, request, peer=_TRAINER, phase=phase)
         return answer.step
 
-    async def _lease(self, holder: str) -> None:
+    async def _lease_pause(self, holder: str) -> None:
         request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S, holder=holder)
         await unary_call(self._trainer.Pause, request, peer=_TRAINER, phase="asking it to pause")
 
@@ -199,14 +201,14 @@ class RunMonitor:
             asked_at = time.monotonic()
             try:
                 async with deadline(ends_at - asked_at, peer=_TRAINER, phase="renewing the pause"):
-                    await self._lease(holder)
+                    await self._lease_pause(holder)
                 ends_at, pause_s = asked_at + _LEASE_S, _LEASE_S / _RENEWALS_PER_LEASE
             except (PeerError, DeadlineError):
                 pause_s = _LEASE_S / 15
                 if time.monotonic() + pause_s >= ends_at:
                     raise
 
-    async def _until_held(self, timeout_s: float) -> RunSnapshot:
+    async def _wait_until_held(self, timeout_s: float) -> RunSnapshot:
         phase = "waiting for the present step to end"
         async with deadline(timeout_s, peer=_TRAINER, phase=phase):
             while (snapshot := await self.snapshot()).phase != _HELD:
@@ -302,7 +304,7 @@ class RunMonitor:
         )
         answer = await while_progressing(
             unary_call(self._reward.Evaluate, request, peer=_REWARD, phase=phase),
-            self._progress,
+            self._reward_progress,
             stall_s=stall_s,
             interval_s=min(_LOOK_EVERY_S, stall_s / 4),
             peer=_REWARD,
@@ -310,7 +312,7 @@ class RunMonitor:
         )
         return dict(answer.metrics)
 
-    async def _progress(self) -> str | None:
+    async def _reward_progress(self) -> str | None:
         """Return `service_progress`; None without an answer."""
         try:
             return service_progress(await self._reward_status())
@@ -318,7 +320,7 @@ class RunMonitor:
             return None
 
 
-def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:
+def _replica_snapshot(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:
     return ReplicaSnapshot(
         name=status.replica.name,
         address=status.replica.address,

@@ -64,10 +64,10 @@ async def score_items(
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
     retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
     try:
-        async with asyncio.timeout(deadline_s) as whole:
+        async with asyncio.timeout(deadline_s) as scope:
             return await _Grading(channels, reward, encoded, retries, calls).grade(deadline_s)
     except TimeoutError as error:
-        if not whole.expired():
+        if not scope.expired():
             raise
         retries.remaining_s()  # names the failure that the deadline passed in
         raise DeadlineError(reward, _PHASE, deadline_s or 0.0) from error
@@ -104,12 +104,12 @@ class _Grading:
     async def _send(self, deadline_s: float | None) -> None:
         """Send waiting items, one call after another."""
         while self.waiting:
-            first = self.waiting.popleft()
-            items = self.items[first : first + ITEMS_PER_CALL]
+            first_item = self.waiting.popleft()
+            items = self.items[first_item : first_item + ITEMS_PER_CALL]
             try:
                 results = await self._call(items, deadline_s)
             except SluiceError as error:
-                self.waiting.appendleft(first)
+                self.waiting.appendleft(first_item)
                 if isinstance(error, ExhaustedError) and self.num_senders > 1:
                     break  # the other senders use the capacity that there is
                 await self.retries.wait_after(error)
@@ -117,7 +117,7 @@ class _Grading:
                 if len(results) != len(items):
                     detail = f"{len(results)} results for {len(items)} responses"
                     raise PeerDefectError(self.reward, _PHASE, detail)
-                self.outcomes.update(enumerate(map(_from_proto, results), first))
+                self.outcomes.update(enumerate(map(_from_proto, results), first_item))
                 self.retries.note_progress()
         self.num_senders -= 1
 
@@ -152,9 +152,9 @@ def _from_proto(result: reward_pb2.ScoreResult) -> Scored | Failed:
     if result.WhichOneof("result") == "score":
         return score_from_proto(result.score)
     kind, _, detail = result.failure.partition(": ")
-    known = kind in set(FailureKind)
+    is_known = kind in set(FailureKind)
     return (
         Failed(FailureKind(kind), detail)
-        if known
+        if is_known
         else Failed(FailureKind.UNSCORABLE, result.failure)
     )

@@ -25,7 +25,7 @@ from sluice.client.generation_types import (
     ChatWithImages,
     Image,
     check_traceparent,
-    encoded_images,
+    encode_images,
 )
 from sluice.codec.fields import valid_unicode
 from sluice.codec.messages import struct_to_proto
@@ -105,7 +105,7 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra_info=struct_to_proto(prompt.extra_info, f"{owner}: extra_info"),
-            images=encoded_images(owner, chat),
+            images=encode_images(owner, chat),
         )
 
 
@@ -178,7 +178,7 @@ class RefusedPrompts:
         """Forget a prompt that is done."""
         self._refusals.pop(prompt_id, None)
 
-    def progressed(self) -> None:
+    def note_progress(self) -> None:
         """Note that a prompt, held before or not, was accepted or has ended."""
         self._full_since_s = None
         if self._refusals:
@@ -269,8 +269,8 @@ class _PromptReader:
         Call it only when `is_ready`.
         """
         assert self._read is not None
-        read, self._read = self._read, None
-        return read.result()
+        demand, self._read = self._read, None
+        return demand.result()
 
     def close(self) -> None:
         """End the thread, at once or after its present read."""
@@ -390,7 +390,7 @@ class OpenPrompts:
             has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
             takes_more = has_capacity and not self._is_exhausted and not self._held
             if takes_more and (self._pending is not None or self._prompts.is_ready()):
-                if (fresh := await self._fresh_one(call)) is not None:
+                if (fresh := await self._fresh_request(call)) is not None:
                     return fresh
             elif self._is_exhausted and not self._unanswered and not self._held:
                 return None
@@ -407,13 +407,13 @@ class OpenPrompts:
         except TimeoutError:
             return  # a held prompt is due
 
-    async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
+    async def _fresh_request(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """Return the next fresh prompt; ``None`` at the end, or if the call is not the latest."""
         async with self._reading:
             if call != self._num_calls:
                 return None
             try:
-                encoded = await self._encoded_next()
+                encoded = await self._encode_next()
             except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
                 self.failure, encoded = error, None
             if encoded is None:
@@ -430,7 +430,7 @@ class OpenPrompts:
             self._unanswered.add(prompt_id)
             return encoded
 
-    async def _encoded_next(self) -> reward_pb2.SubmitPromptsRequest | None:
+    async def _encode_next(self) -> reward_pb2.SubmitPromptsRequest | None:
         if self._pending is None:
             self._pending = self._prompts.take()
         prompt = self._pending
@@ -444,27 +444,27 @@ class OpenPrompts:
         self._check_size(f"prompt {prompt.prompt_id}", message)
         return message
 
-    def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
+    def new_events(self, event: PromptEvent) -> Sequence[PromptEvent]:
         """Take an event, and return those that are new to the client and that it waits for."""
         self._changed.set()
         self._unanswered.discard(event.prompt_id)
         if event.event == "accepted":
-            return self._news_of_accepted(event)
+            return self._new_events_of_accepted(event)
         if event.event == "refused":
-            return self._news_of_refused(event)
+            return self._new_events_of_refused(event)
         self._end(event.prompt_id)
-        self._held.progressed()
+        self._held.note_progress()
         return (event,) if self._until_outcome else ()
 
-    def _news_of_accepted(self, event: PromptEvent) -> Sequence[PromptEvent]:
+    def _new_events_of_accepted(self, event: PromptEvent) -> Sequence[PromptEvent]:
         was_accepted = event.prompt_id in self._accepted
         self._accepted.add(event.prompt_id)
-        self._held.progressed()
+        self._held.note_progress()
         if not self._until_outcome:
             self._end(event.prompt_id)
         return () if was_accepted else (event,)
 
-    def _news_of_refused(self, event: PromptEvent) -> Sequence[PromptEvent]:
+    def _new_events_of_refused(self, event: PromptEvent) -> Sequence[PromptEvent]:
         if event.is_retryable and event.prompt_id in self._open:
             given_up = self._held.hold(event)
         else:
@@ -477,9 +477,9 @@ class OpenPrompts:
 
     def _end(self, prompt_id: str) -> None:
         self._held.drop(prompt_id)
-        ended = self._open.pop(prompt_id, None)
-        if ended is not None:
-            self._image_bytes -= _image_bytes(ended)
+        request = self._open.pop(prompt_id, None)
+        if request is not None:
+            self._image_bytes -= _image_bytes(request)
 
 
 async def submit_prompts(
@@ -511,12 +511,12 @@ async def submit_prompts(
     retries = Retries(policy, reward, _PHASE)
     with closing(open_prompts):
         while not open_prompts.are_done():
-            call = _one_call(channels, reward, open_prompts, traceparent)
+            call = _submit_in_one_call(channels, reward, open_prompts, traceparent)
             try:
                 async with aclosing(call) as events:
                     async for event in events:
                         retries.note_accepted()
-                        for news in open_prompts.news(event):
+                        for news in open_prompts.new_events(event):
                             retries.note_progress()
                             yield news
                         if open_prompts.are_done():
@@ -528,7 +528,7 @@ async def submit_prompts(
                 raise open_prompts.failure
 
 
-async def _one_call(
+async def _submit_in_one_call(
     channels: ServiceChannels, reward: str, open_prompts: OpenPrompts, traceparent: str
 ) -> AsyncGenerator[PromptEvent, None]:
     stub = reward_stub(channels.to(reward))

@@ -42,7 +42,7 @@ class Client:
             target=self._loop.run_forever, name="sluice client", daemon=True
         )
         self._thread.start()
-        self._client = self._wait(_opened(address, name, policy))
+        self._client = self._wait(_open_client(address, name, policy))
 
     @classmethod
     def connect(
@@ -64,7 +64,7 @@ class Client:
         """
         if self._loop.is_closed():
             return
-        self._wait(_ended(self._client))
+        self._wait(_end_client(self._client))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -78,7 +78,7 @@ class Client:
         every_token: bool = True,
     ) -> Generator[GenerationEvent, None, None]:
         """Sample responses, as `AsyncClient.stream`."""
-        return self._each(self._client.stream(prompt, options, every_token=every_token))
+        return self._iterate(self._client.stream(prompt, options, every_token=every_token))
 
     def generate(self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS) -> Generation:
         """Sample responses and wait for all of them."""
@@ -95,7 +95,7 @@ class Client:
 
         `prompts` is iterated in a thread of its own: it may wait, and call this client.
         """
-        return self._each(
+        return self._iterate(
             self._client.submit(
                 prompts, until_outcome=until_outcome, traceparent=traceparent, in_thread=True
             )
@@ -117,7 +117,7 @@ class Client:
 
     def steps(self, from_step: int = 0) -> Generator[tuple[int, Mapping[str, float]], None, None]:
         """Yield finished steps with their metrics until the run ends (0: from now on)."""
-        return self._each(self._client.steps(from_step))
+        return self._iterate(self._client.steps(from_step))
 
     def _wait(self, work: Coroutine[object, object, ValueT]) -> ValueT:
         if self._loop.is_closed():
@@ -137,7 +137,7 @@ class Client:
             future.cancel()
             raise
 
-    def _each(self, events: AsyncGenerator[ValueT, None]) -> Generator[ValueT, None, None]:
+    def _iterate(self, events: AsyncGenerator[ValueT, None]) -> Generator[ValueT, None, None]:
         async def following() -> ValueT:
             return await anext(events)
 
@@ -149,20 +149,20 @@ class Client:
                     return
         finally:
             if self._is_own_thread():  # collected in the loop's thread, which must not wait
-                asyncio.run_coroutine_threadsafe(_closed(events), self._loop)
+                asyncio.run_coroutine_threadsafe(_close_events(events), self._loop)
             elif not self._loop.is_closed():
-                self._wait(_closed(events))
+                self._wait(_close_events(events))
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
 
-async def _opened(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:
+async def _open_client(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:
     # Channels belong to the loop that they are opened in.
     return AsyncClient(address, name=name, policy=policy)
 
 
-async def _ended(client: AsyncClient) -> None:
+async def _end_client(client: AsyncClient) -> None:
     # A loop that stops would leave the callers of unfinished calls waiting.
     under_way = asyncio.all_tasks() - {asyncio.current_task()}
     for task in under_way:
@@ -172,5 +172,5 @@ async def _ended(client: AsyncClient) -> None:
     await client.close()
 
 
-async def _closed(events: AsyncGenerator[ValueT, None]) -> None:
+async def _close_events(events: AsyncGenerator[ValueT, None]) -> None:
     await events.aclose()

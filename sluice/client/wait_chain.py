@@ -119,20 +119,23 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
     silent = [service for service in services if service.failure]
     if refused:
         root = refused[0].name
-        others = ", ".join(service.name for service in refused[1:])
-        cause = refused[0].failure + (f"; also refused by {others}" if others else "")
+        other_names = ", ".join(service.name for service in refused[1:])
+        cause = refused[0].failure + (f"; also refused by {other_names}" if other_names else "")
     elif silent:
-        root = max(silent, key=lambda one: (_num_waits_behind(one.name, by_name), one.name)).name
-        cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
-    elif chain := _chain(by_name):
-        root, cause = chain[-1][1], _chain_in_words(chain, by_name)
+        root = max(
+            silent,
+            key=lambda candidate: (_num_waits_behind(candidate.name, by_name), candidate.name),
+        ).name
+        cause = _silence_text(by_name[root], [s for s in silent if s.name != root], by_name)
+    elif chain := _longest_chain(by_name):
+        root, cause = chain[-1][1], _chain_text(chain, by_name)
     else:
         return Explanation(
             "every service answers, and none waits for another", None, tuple(services)
         )
     distances = _distances(root, by_name)
-    far = len(services)
-    ordered = sorted(services, key=lambda s: (distances.get(s.name, far), s.name))
+    num_services = len(services)
+    ordered = sorted(services, key=lambda s: (distances.get(s.name, num_services), s.name))
     return Explanation(cause, root, tuple(ordered))
 
 
@@ -177,74 +180,76 @@ def _num_waits_behind(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
     )
 
 
-def _silence(
-    root: ServiceWaits, others: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
+def _silence_text(
+    root: ServiceWaits, other_services: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
 ) -> str:
     waits = _waits_on(root.name, by_name)
     known_s = [wait.seconds for _, wait in waits if wait.peer == root.name]
     known_s += [root.unheard_s] if root.unheard_s is not None else []
     lasting = f"has not answered for {max(known_s):.0f} s" if known_s else "does not answer"
     process = f" (its process {root.pid} is {root.process})" if root.process else ""
-    reported = [_wait_in_words(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
+    reported = [_wait_text(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
     parts = [f"{root.name} {lasting}{process}", *reported]
-    if others:
-        parts.append(f"also no answer from {', '.join(other.name for other in others)}")
+    if other_services:
+        parts.append(f"also no answer from {', '.join(silent.name for silent in other_services)}")
     return "; ".join(parts)
 
 
-def _wait_in_words(service: ServiceWaits, wait: Waiting) -> str:
-    many = f"{wait.count} waits of {service.name} are" if wait.count > 1 else f"{service.name} is"
+def _wait_text(service: ServiceWaits, wait: Waiting) -> str:
+    subject = (
+        f"{wait.count} waits of {service.name} are" if wait.count > 1 else f"{service.name} is"
+    )
     peer = "it" if wait.peer != FLEET else f"the {FLEET}"
-    return f"{many} waiting for {peer} ({wait.phase}, {wait.seconds:.0f} s)"
+    return f"{subject} waiting for {peer} ({wait.phase}, {wait.seconds:.0f} s)"
 
 
-def _chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]]:
+def _longest_chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]]:
     """Return the longest waits from service to service, as (waiting service, peer, wait).
 
     The chain begins with the service that no other waits for, and whose wait is the longest.
     """
-    waiting = [name for name in by_name if _next(name, by_name, {name}) is not None]
+    waiting = [name for name in by_name if _next_wait(name, by_name, {name}) is not None]
     heads = [name for name in waiting if not _waits_on(name, by_name)] or waiting
     if not heads:
         return []
     name = max(heads, key=lambda head: max(w.seconds for w in by_name[head].waits))
     chain: list[tuple[str, str, Waiting]] = []
-    seen = {name}
-    while (step := _next(name, by_name, seen)) is not None:
+    visited = {name}
+    while (step := _next_wait(name, by_name, visited)) is not None:
         chain.append((name, *step))
         name = step[0]
-        seen.add(name)
+        visited.add(name)
     return chain
 
 
-def _next(
-    name: str, by_name: Mapping[str, ServiceWaits], seen: set[str]
+def _next_wait(
+    name: str, by_name: Mapping[str, ServiceWaits], visited: set[str]
 ) -> tuple[str, Waiting] | None:
     """Return the peer of the longest wait and the wait; in a fleet, the replica with most waits."""
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
-        targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
+        targets = [target for target in _targets(wait.peer, by_name) if target not in visited]
         if targets and wait.seconds >= MIN_REPORTED_S:
-            own = Counter[str]()
-            for each in by_name[name].waits:
-                own[each.peer] += each.count
-            return max(targets, key=lambda each: (own[each], each)), wait
+            counts = Counter[str]()
+            for waiting in by_name[name].waits:
+                counts[waiting.peer] += waiting.count
+            return max(targets, key=lambda each: (counts[each], each)), wait
     return None
 
 
-def _chain_in_words(
+def _chain_text(
     chain: Sequence[tuple[str, str, Waiting]], by_name: Mapping[str, ServiceWaits]
 ) -> str:
     links = [f"waits for {peer} ({wait.phase}, {wait.seconds:.0f} s)" for _, peer, wait in chain]
     root = by_name[chain[-1][1]]
-    own = max(
+    longest_wait = max(
         (wait for wait in root.waits if not _targets(wait.peer, by_name)),
         key=lambda wait: wait.seconds,
         default=None,
     )
     if root.still_s is not None and root.still_s >= MIN_REPORTED_S:
         end = f"has made no progress for {root.still_s:.0f} s"
-    elif own is not None and own.seconds >= MIN_REPORTED_S:
-        end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
+    elif longest_wait is not None and longest_wait.seconds >= MIN_REPORTED_S:
+        end = f"waits for {longest_wait.peer} ({longest_wait.phase}, {longest_wait.seconds:.0f} s)"
     else:
         end = "is working"
     return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])
@@ -280,16 +285,16 @@ async def survey_waits(
         if name not in {TRAINER, REWARD}
     }
     # Two rounds: the answers of the first name the replicas.
-    first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
-    for _, named in first:
-        for name, replica in named.items():
+    answers = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
+    for _, named_replicas in answers:
+        for name, replica in named_replicas.items():
             earlier = replicas.get(name)
             # Only the trainer knows the last heartbeat, and its answer comes first.
             unheard_s = replica.unheard_s or (earlier.unheard_s if earlier else None)
             replicas[name] = _Replica(replica.address, unheard_s)
     addresses = {name: replica.address for name, replica in sorted(replicas.items())}
     second = await _ask_all(addresses, timeout_s, credentials)
-    services = [service for service, _ in first]
+    services = [service for service, _ in answers]
     for service, _ in second:
         unheard_s = replicas[service.name].unheard_s
         services.append(replace(service, unheard_s=unheard_s, is_replica=True))
@@ -305,11 +310,11 @@ async def _ask_all(
     addresses: Mapping[str, str], timeout_s: float, credentials: Credentials
 ) -> list[tuple[ServiceWaits, Mapping[str, _Replica]]]:
     async with asyncio.TaskGroup() as tasks:
-        asked = [
+        asking = [
             tasks.create_task(_ask(name, address, timeout_s, credentials), name=f"asking {name}")
             for name, address in addresses.items()
         ]
-    return [task.result() for task in asked]
+    return [task.result() for task in asking]
 
 
 async def _ask(
@@ -334,8 +339,8 @@ async def _ask(
     replicas: dict[str, _Replica] = {}
     if name == TRAINER:
         replicas = {
-            one.replica.name: _Replica(one.replica.address, one.heartbeat_age_seconds)
-            for one in status.replicas
+            member.replica.name: _Replica(member.replica.address, member.heartbeat_age_seconds)
+            for member in status.replicas
         }
     elif name == REWARD:
         replicas = {replica.name: _Replica(replica.address) for replica in status.replicas}

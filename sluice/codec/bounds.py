@@ -15,7 +15,7 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec.fields import MAX_NUMBER, check_name, check_range, check_text, shortened
+from sluice.codec.fields import MAX_NUMBER, check_name, check_range, check_text, shorten
 from sluice.config.addresses import split_host_port
 from sluice.errors import ConfigError, InvalidRequestError
 
@@ -51,15 +51,15 @@ def check_fields(message: Message, prefix: str = "") -> None:
             rule(f"{prefix}{name}", getattr(message, name))
 
 
-def _between(lowest: int, highest: int) -> Rule:
+def _range_rule(lowest: int, highest: int) -> Rule:
     return partial(check_range, lowest=lowest, highest=highest)
 
 
-def _text(max_bytes: int) -> Rule:
+def _text_rule(max_bytes: int) -> Rule:
     return partial(check_text, max_bytes=max_bytes)
 
 
-def _seconds(max_s: float, remedy: str = "") -> Rule:
+def _seconds_rule(max_s: float, remedy: str = "") -> Rule:
     def check(field: str, value: float) -> None:
         if not 0.0 < value <= max_s:
             raise InvalidRequestError(
@@ -69,7 +69,7 @@ def _seconds(max_s: float, remedy: str = "") -> Rule:
     return check
 
 
-def _address(field: str, value: str) -> None:
+def _check_address(field: str, value: str) -> None:
     check_text(field, value, _MAX_ADDRESS_BYTES)
     try:
         port = split_host_port(value)[1] if value.isprintable() else None
@@ -77,48 +77,47 @@ def _address(field: str, value: str) -> None:
         port = None
     if port is None or any(sign.isspace() for sign in value):
         raise InvalidRequestError(
-            f"{field}: {shortened(value)} is not host:port; send an address that peers can "
-            "connect to"
+            f"{field}: {shorten(value)} is not host:port; send an address that peers can connect to"
         )
 
 
-def _store_key(field: str, value: bytes) -> None:
+def _check_store_key(field: str, value: bytes) -> None:
     if len(value) not in (0, 32):  # a secret: only its length is shown
         raise InvalidRequestError(f"{field}: {len(value)} bytes; send 32, or none")
 
 
-_NUMBER, _STEP = _between(0, MAX_NUMBER), _between(1, MAX_NUMBER)
-_SOURCE = _text(256)
+_NUMBER, _STEP = _range_rule(0, MAX_NUMBER), _range_rule(1, MAX_NUMBER)
+_SOURCE = _text_rule(256)
 
 RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     common.Replica: {
         "name": _NAME,
         "instance_id": _NAME,
-        "slots": _between(1, 65536),
+        "slots": _range_rule(1, 65536),
         "policy_version": _NUMBER,
-        "address": _address,
-        "ranks": _between(0, 1024),  # one for each device; 0 is 1
+        "address": _check_address,
+        "ranks": _range_rule(0, 1024),  # one for each device; 0 is 1
         "kv_tokens": _NUMBER,
     },
     common.DataProgress: {"low_water": _NUMBER},
     rollout.GenerateRequest: {
         "request_id": _NAME_OR_NONE,
-        "linger_ms": _between(0, 60_000),
-        "partial_interval_ms": _between(0, 3_600_000),
-        "priority": _between(-MAX_PRIORITY, MAX_PRIORITY),
+        "linger_ms": _range_rule(0, 60_000),
+        "partial_interval_ms": _range_rule(0, 3_600_000),
+        "priority": _range_rule(-MAX_PRIORITY, MAX_PRIORITY),
         "affinity": _NAME_OR_NONE,
-        "max_sequence_tokens": _between(0, MAX_NUMBER),
+        "max_sequence_tokens": _range_rule(0, MAX_NUMBER),
     },
     reward.SubmitPromptsRequest: {"data_source": _SOURCE},
     reward.ScoreItem: {"data_source": _SOURCE},
     reward.LeaseSamplesRequest: {
-        "count": _between(0, 1024),
-        "wait_s": _seconds(60.0),
+        "count": _range_rule(0, 1024),
+        "wait_s": _seconds_rule(60.0),
         "holder": _NAME_OR_NONE,
-        "keep_alive_s": _between(0, 3600),
+        "keep_alive_s": _range_rule(0, 3600),
     },
     reward.ChatRequest: {"lease_id": _NAME, "request_digest": _NAME},
-    reward.EndEpisodeRequest: {"lease_id": _NAME, "failure": _text(2000)},
+    reward.EndEpisodeRequest: {"lease_id": _NAME, "failure": _text_rule(2000)},
     reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},
     reward.TakeSamplesRequest: {"batch_id": _NAME},
     reward.AcknowledgeBatchRequest: {"batch_id": _NAME, "step": _STEP},
@@ -130,8 +129,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     reward.EvaluateRequest: {
         "policy_version": _NUMBER,
-        "n": _between(1, 1024),
-        "temperature": _between(0, MAX_TEMPERATURE),
+        "n": _range_rule(1, 1024),
+        "temperature": _range_rule(0, MAX_TEMPERATURE),
     },
     trainer.RegisterReplicaRequest: {
         "weights_layout_digest": _NAME,
@@ -141,27 +140,27 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     trainer.WatchStepsRequest: {"from_step": _NUMBER},
     trainer.PauseRequest: {
         "holder": _NAME_OR_NONE,
-        "lease_seconds": _seconds(7 * _DAY_S, "; leave it out to pause until Resume"),
+        "lease_seconds": _seconds_rule(7 * _DAY_S, "; leave it out to pause until Resume"),
     },
     trainer.ResumeRequest: {"holder": _NAME_OR_NONE},
-    trainer.StopRequest: {"reason": _text(2000)},
+    trainer.StopRequest: {"reason": _text_rule(2000)},
     weights.JoinGroupRequest: {
         "epoch": _NUMBER,
         "host": _NAME,
-        "port": _between(1, 65535),
-        "world_size": _between(2, 65536),
+        "port": _range_rule(1, 65535),
+        "world_size": _range_rule(2, 65536),
         "backend": _NAME,
         "plan_digest": _NAME,
-        "bucket_bytes": _between(4096, 2**34),
-        "timeout_seconds": _seconds(_DAY_S),
-        "store_key": _store_key,
+        "bucket_bytes": _range_rule(4096, 2**34),
+        "timeout_seconds": _seconds_rule(_DAY_S),
+        "store_key": _check_store_key,
     },
     weights.WorkerPlace: {
-        "group": _between(0, 65535),
-        "world_size": _between(2, 65536),
+        "group": _range_rule(0, 65535),
+        "world_size": _range_rule(2, 65536),
         "plan_digest": _NAME,
     },
     weights.StageUpdateRequest: {"epoch": _NUMBER, "policy_version": _NUMBER},
     weights.CommitUpdateRequest: {"epoch": _NUMBER, "policy_version": _NUMBER, "digest": _NAME},
-    weights.AbortUpdateRequest: {"epoch": _NUMBER, "reason": _text(4000)},
+    weights.AbortUpdateRequest: {"epoch": _NUMBER, "reason": _text_rule(4000)},
 }

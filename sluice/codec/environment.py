@@ -89,15 +89,15 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     )
 
 
-def observation_to_proto(seen: Observation) -> environment.Observation:
+def observation_to_proto(observation: Observation) -> environment.Observation:
     """Encode an observation."""
     return environment.Observation(
-        messages=[message_to_proto(message) for message in seen.messages],
-        is_whole=seen.is_whole,
-        tools=tools_to_proto(seen.tools),
-        done=seen.done,
-        reward=seen.reward,
-        drops_tools=seen.drops_tools,
+        messages=[message_to_proto(message) for message in observation.messages],
+        is_whole=observation.is_whole,
+        tools=tools_to_proto(observation.tools),
+        done=observation.done,
+        reward=observation.reward,
+        drops_tools=observation.drops_tools,
     )
 
 

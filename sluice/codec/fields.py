@@ -26,11 +26,13 @@ _EXPERT_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<
 _MAX_LAYERS, _MAX_EXPERTS_PER_TOKEN = 1024, 256
 
 
-def shortened(value: object) -> str:
+def shorten(value: object) -> str:
     """Return a value as errors and logs show it: one line, printable, not long."""
     text = value if isinstance(value, str) else repr(value)
-    shown = repr(text[:_SHOWN_CHARACTERS]) if isinstance(value, str) else text[:_SHOWN_CHARACTERS]
-    return f"{shown}…" if len(text) > _SHOWN_CHARACTERS else shown
+    beginning = (
+        repr(text[:_SHOWN_CHARACTERS]) if isinstance(value, str) else text[:_SHOWN_CHARACTERS]
+    )
+    return f"{beginning}…" if len(text) > _SHOWN_CHARACTERS else beginning
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def check_name(field: str, value: str, *, may_be_empty: bool = False) -> None:
     check_text(field, value, MAX_NAME_BYTES)
     if not value.isprintable():
         raise InvalidRequestError(
-            f"{field}: {shortened(value)} contains unprintable characters; remove them"
+            f"{field}: {shorten(value)} contains unprintable characters; remove them"
         )
 
 
@@ -59,7 +61,7 @@ def check_text(field: str, value: str, max_bytes: int) -> None:
     size = len(value) if len(value) > max_bytes else len(value.encode())
     if size > max_bytes:
         raise InvalidRequestError(
-            f"{field}: {shortened(value)} has {size} bytes or more; send at most {max_bytes}"
+            f"{field}: {shorten(value)} has {size} bytes or more; send at most {max_bytes}"
         )
 
 
@@ -81,7 +83,7 @@ def check_count(field: str, values: Sized, highest: int) -> None:
         raise InvalidRequestError(f"{field}: {len(values)} given; send at most {highest}")
 
 
-def _checked(data: bytes, field: str) -> bytes:
+def _check_width(data: bytes, field: str) -> bytes:
     if len(data) % _WIDTH_BYTES:
         raise InvalidRequestError(
             f"{field}: {len(data)} bytes are not a multiple of 4; send little-endian 32-bit values"
@@ -96,7 +98,7 @@ def token_ids_to_bytes(token_ids: TokenIds) -> bytes:
 
 def token_ids_from_bytes(data: bytes, field: str) -> TokenIds:
     """Decode what `token_ids_to_bytes` encoded; the array is read-only."""
-    return np.frombuffer(_checked(data, field), dtype="<u4").astype(np.uint32, copy=False)
+    return np.frombuffer(_check_width(data, field), dtype="<u4").astype(np.uint32, copy=False)
 
 
 def logprobs_to_bytes(logprobs: Logprobs) -> bytes:
@@ -106,17 +108,17 @@ def logprobs_to_bytes(logprobs: Logprobs) -> bytes:
 
 def logprobs_from_bytes(data: bytes, field: str) -> Logprobs:
     """Decode what `logprobs_to_bytes` encoded; the array is read-only."""
-    return np.frombuffer(_checked(data, field), dtype="<f4").astype(np.float32, copy=False)
+    return np.frombuffer(_check_width(data, field), dtype="<f4").astype(np.float32, copy=False)
 
 
 def routing_to_proto(routing: RoutedExperts) -> common.RoutedExperts:
     """Encode experts, [tokens, layers, experts per token]."""
-    _, layers, chosen = routing.shape
+    _, layers, per_token = routing.shape
     width = routing.dtype.itemsize
     return common.RoutedExperts(
         experts=np.ascontiguousarray(routing, dtype=_EXPERT_DTYPES[width]).tobytes(),
         layers=layers,
-        experts_per_token=chosen,
+        experts_per_token=per_token,
         bytes_per_expert=width,
     )
 
@@ -134,10 +136,10 @@ def routing_from_proto(message: common.RoutedExperts, field: str) -> RoutedExper
     check_range(f"{field}.bytes_per_expert", message.bytes_per_expert, 1, max(_EXPERT_DTYPES))
     dtype, data = _EXPERT_DTYPES[message.bytes_per_expert], message.experts
     shape = (-1, message.layers, message.experts_per_token)
-    each = message.layers * message.experts_per_token * dtype.itemsize
-    if not data or len(data) % each:
+    token_bytes = message.layers * message.experts_per_token * dtype.itemsize
+    if not data or len(data) % token_bytes:
         raise InvalidRequestError(
-            f"{field}.experts: {len(data)} bytes are no multiple of {each} "
+            f"{field}.experts: {len(data)} bytes are no multiple of {token_bytes} "
             f"({message.layers} layers x {message.experts_per_token} experts x {dtype.itemsize} "
             "bytes); send whole tokens, at least one"
         )

@@ -13,9 +13,9 @@ from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.bounds import check_fields
-from sluice.codec.fields import check_count, shortened
-from sluice.concurrency.waits import Waiting, merged_waits, present_waits
-from sluice.concurrency.watchdog import still_seconds
+from sluice.codec.fields import check_count, shorten
+from sluice.concurrency.waits import Waiting, merge_waits, present_waits
+from sluice.concurrency.watchdog import no_progress_seconds
 from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
@@ -112,15 +112,15 @@ def counters_from_proto(
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
     """Check each replica, their number, and unique names. Raise InvalidRequestError."""
     check_count("replicas", replicas, MAX_REPLICAS)
-    seen: set[str] = set()
+    names: set[str] = set()
     for index, replica in enumerate(replicas):
         check_fields(replica, f"replicas[{index}].")
-        if replica.name in seen:
+        if replica.name in names:
             raise InvalidRequestError(
-                f"replicas[{index}].name: {shortened(replica.name)} is announced twice; send each "
+                f"replicas[{index}].name: {shorten(replica.name)} is announced twice; send each "
                 "replica once"
             )
-        seen.add(replica.name)
+        names.add(replica.name)
 
 
 def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
@@ -239,19 +239,19 @@ def _check_levels(value: object, path: str, levels: int) -> None:
         )
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         raise InvalidRequestError(
-            f"{path}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
+            f"{path}: {shorten(value)}; give whole numbers up to 2**53 either way, or a text"
         )
     inner: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
-        inner = [(f"{path}.{str(key)[:60]}", each) for key, each in value.items()]
+        inner = [(f"{path}.{str(key)[:60]}", child) for key, child in value.items()]
     elif isinstance(value, list | tuple):
-        inner = [(path, each) for each in value]
+        inner = [(path, child) for child in value]
     if inner and not levels:
         raise InvalidRequestError(
-            f"{_FIELD}: {shortened(path)} lies more than {_MAX_LEVELS} levels deep; flatten it"
+            f"{_FIELD}: {shorten(path)} lies more than {_MAX_LEVELS} levels deep; flatten it"
         )
-    for name, each in inner:
-        _check_levels(each, name, levels - 1)
+    for name, child in inner:
+        _check_levels(child, name, levels - 1)
 
 
 def bundles(
@@ -283,7 +283,7 @@ class WaitReport:
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
     """Encode this process's waits, and `further` ones that only its service knows."""
-    waits = merged_waits((*further, *present_waits()), _MAX_WAITS)
+    waits = merge_waits((*further, *present_waits()), _MAX_WAITS)
     return common.WaitReport(
         waits=[
             common.Wait(
@@ -295,7 +295,7 @@ def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport
             )
             for wait in waits
         ],
-        still_seconds=still_seconds(),
+        still_seconds=no_progress_seconds(),
     )
 
 

@@ -53,10 +53,10 @@ def service_progress(status: reward.GetStatusResponse) -> str:
 
     It also changes while all samples are with agents or environments.
     """
-    ended, counts = sorted(status.prompts_by_end.items()), sorted(status.statistics.items())
+    ends, counts = sorted(status.prompts_by_end.items()), sorted(status.statistics.items())
     # Episodes have deadlines, and a sample waits for its agent without one: time is progress.
     outside = [wait.seconds for wait in status.awaited if wait.peer in _OUTSIDE]
-    return f"{status.prompts_submitted} {ended} {status.groups_kept} {outside} {counts}"
+    return f"{status.prompts_submitted} {ends} {status.groups_kept} {outside} {counts}"
 
 
 def score_to_proto(scored: Scored) -> common.Score:
@@ -84,15 +84,15 @@ def progress_to_proto(progress: DataProgress) -> common.DataProgress:
     return common.DataProgress(
         low_water=progress.low_water,
         ended_above=progress.ended_above,
-        sources={name: progress_to_proto(one) for name, one in progress.sources.items()},
+        sources={name: progress_to_proto(source) for name, source in progress.sources.items()},
     )
 
 
 def progress_from_proto(message: common.DataProgress) -> DataProgress:
     """Decode data progress."""
     sources = {
-        name: DataProgress(one.low_water, tuple(one.ended_above))
-        for name, one in message.sources.items()
+        name: DataProgress(source.low_water, tuple(source.ended_above))
+        for name, source in message.sources.items()
     }
     return DataProgress(message.low_water, tuple(message.ended_above), sources)
 

@@ -21,7 +21,7 @@ from sluice.codec.fields import (
     logprobs_to_bytes,
     routing_from_proto,
     routing_to_proto,
-    shortened,
+    shorten,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
@@ -307,7 +307,7 @@ def new_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Cha
     for index, message in enumerate(messages):
         if message.role not in CONTINUING_ROLES:
             raise InvalidRequestError(
-                f"prompt.continuation.messages[{index}].role: {shortened(message.role)}; only "
+                f"prompt.continuation.messages[{index}].role: {shorten(message.role)}; only "
                 "turns of user and tool continue; send other conversations as a chat"
             )
     return tuple(map(message_from_proto, messages))

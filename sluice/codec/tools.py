@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from sluice.algorithm.episode_rules import CONTINUING_ROLES
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.codec.fields import MAX_NAME_BYTES, check_count, check_text, shortened
+from sluice.codec.fields import MAX_NAME_BYTES, check_count, check_text, shorten
 from sluice.errors import InvalidRequestError
 from sluice.json_objects import (
     MAX_ARGUMENTS_BYTES,
@@ -35,7 +35,7 @@ def check_tools(field: str, tools: Sequence[common.Tool]) -> None:
         name = f"{field}[{index}].name"
         if not TOOL_NAME.fullmatch(tool.name):
             raise InvalidRequestError(
-                f"{name}: {shortened(tool.name)}; send 1 to {MAX_TOOL_NAME_BYTES} of A-Z, a-z, "
+                f"{name}: {shorten(tool.name)}; send 1 to {MAX_TOOL_NAME_BYTES} of A-Z, a-z, "
                 "0-9, _, -, . and :"
             )
         if tool.name in names:
@@ -52,12 +52,12 @@ def check_calls(field: str, turn: common.ChatMessage) -> None:
     if turn.tool_calls and turn.role != "assistant":
         raise InvalidRequestError(
             f"{field}.tool_calls: {len(turn.tool_calls)} of a turn with the role "
-            f"{shortened(turn.role)}; only the assistant calls tools"
+            f"{shorten(turn.role)}; only the assistant calls tools"
         )
     if turn.tool_call_id and turn.role != "tool":
         raise InvalidRequestError(
-            f"{field}.tool_call_id: {shortened(turn.tool_call_id)} of a turn with the role "
-            f"{shortened(turn.role)}; only tools answer calls"
+            f"{field}.tool_call_id: {shorten(turn.tool_call_id)} of a turn with the role "
+            f"{shorten(turn.role)}; only tools answer calls"
         )
     check_text(f"{field}.tool_call_id", turn.tool_call_id, MAX_NAME_BYTES)
     check_count(f"{field}.tool_calls", turn.tool_calls, MAX_CALLS)
@@ -75,7 +75,7 @@ def check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
     allowed = _ROLES if is_whole else CONTINUING_ROLES
     if turn.role not in allowed:
         raise InvalidRequestError(
-            f"{field}.role: {shortened(turn.role)}; send {', '.join(sorted(allowed))}"
+            f"{field}.role: {shorten(turn.role)}; send {', '.join(sorted(allowed))}"
             + ("" if is_whole else ", or the whole conversation with is_whole")
         )
     check_calls(field, turn)
@@ -96,7 +96,7 @@ def check_tool_format(name: str) -> None:
     """Raise InvalidRequestError unless a format is known, or empty."""
     if name and name not in TOOL_FORMATS:
         raise InvalidRequestError(
-            f"tool_format: {shortened(name)} is unknown; send {', '.join(TOOL_FORMATS)}, or none"
+            f"tool_format: {shorten(name)} is unknown; send {', '.join(TOOL_FORMATS)}, or none"
         )
 
 

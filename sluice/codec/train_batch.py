@@ -83,18 +83,20 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
     """
     places = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     _check_rows(rows, len(places))
-    wanted = set(rows)
+    wanted_rows = set(rows)
     sent = -1
     for row in rows:
         index, member = places[row]
         group = batch.groups[index]
         if index != sent:
-            sent, first = index, row - member
-            yield reward.TakeSamplesResponse(prompt=_prompt_to_proto(index, group, first, wanted))
+            sent, first_row = index, row - member
+            yield reward.TakeSamplesResponse(
+                prompt=_prompt_to_proto(index, group, first_row, wanted_rows)
+            )
         yield reward.TakeSamplesResponse(sample=_sample_to_proto(row, group.rollouts[member]))
 
 
-def packed(
+def pack_messages(
     parts: Iterable[reward.TakeSamplesResponse], max_bytes: int = 512 << 10
 ) -> Iterator[reward.TakeSamplesResponse]:
     """Put parts that follow one another into one message, as many as fit into `max_bytes`.
@@ -102,8 +104,8 @@ def packed(
     A message costs the service a turn of its loop, which at a large fleet is longer than what a
     small sample takes. A larger part travels alone.
     """
-    for message, *more in bundles(parts, lambda part: part.ByteSize(), max_bytes):
-        message.more.extend(more)
+    for message, *following in bundles(parts, lambda part: part.ByteSize(), max_bytes):
+        message.more.extend(following)
         yield message
 
 
@@ -120,20 +122,20 @@ async def with_samples(
     rollouts = [list(group.rollouts) for group in groups]
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
     firsts = list(accumulate((len(group.rollouts) for group in groups), initial=0))
-    left, wanted = iter(rows), set(rows)
+    remaining, wanted_rows = iter(rows), set(rows)
     prompted: set[int] = set()
     num_taken = 0
-    async for part in _parts(messages):
+    async for part in _unpack_messages(messages):
         if part.WhichOneof("part") == "prompt":
             prompt = part.prompt
             if prompt.group >= len(groups) or prompt.group in prompted:
                 raise InvalidRequestError(f"the prompt of group {prompt.group} is not expected")
             prompted.add(prompt.group)
             groups[prompt.group] = _with_prompt(
-                groups[prompt.group], prompt, firsts[prompt.group], wanted
+                groups[prompt.group], prompt, firsts[prompt.group], wanted_rows
             )
             continue
-        expected, row = next(left, None), part.sample.row
+        expected, row = next(remaining, None), part.sample.row
         if row != expected:
             raise InvalidRequestError(f"sample {row} came instead of {expected}")
         index, member = places[row]
@@ -144,11 +146,13 @@ async def with_samples(
         num_taken += 1
     if num_taken < len(rows):
         raise InvalidRequestError(f"{num_taken} of {len(rows)} samples came")
-    filled = (replace(g, rollouts=tuple(own)) for g, own in zip(groups, rollouts, strict=True))
+    filled = (
+        replace(g, rollouts=tuple(samples)) for g, samples in zip(groups, rollouts, strict=True)
+    )
     return replace(outline, groups=tuple(filled))
 
 
-async def _parts(
+async def _unpack_messages(
     messages: AsyncIterator[reward.TakeSamplesResponse],
 ) -> AsyncIterator[reward.TakeSamplesResponse]:
     async for message in messages:
@@ -161,7 +165,7 @@ def _group_to_proto(group: TrainGroup) -> reward.TrainGroup:
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         rollouts=[rollout_outline_to_proto(rollout) for rollout in group.rollouts],
-        scores=[score_to_proto(replace(one, prediction=None)) for one in group.scores],
+        scores=[score_to_proto(replace(score, prediction=None)) for score in group.scores],
         data_source=group.data_source,
         source=group.source,
         baseline_reward=group.baseline_reward,
@@ -201,9 +205,9 @@ def _check_rows(rows: Sequence[int], num_rows: int) -> None:
 
 
 def _prompt_to_proto(
-    index: int, group: TrainGroup, first: int, wanted: set[int]
+    index: int, group: TrainGroup, first_row: int, wanted_rows: set[int]
 ) -> reward.BatchPrompt:
-    routing = _unsent_experts(group, first, wanted)
+    routing = _unsent_experts(group, first_row, wanted_rows)
     if routing is not None:
         routing = routing[: group.prompt_token_ids.size]
     return reward.BatchPrompt(
@@ -214,20 +218,22 @@ def _prompt_to_proto(
     )
 
 
-def _unsent_experts(group: TrainGroup, first: int, wanted: set[int]) -> RoutedExperts | None:
+def _unsent_experts(
+    group: TrainGroup, first_row: int, wanted_rows: set[int]
+) -> RoutedExperts | None:
     """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
 
     Args:
-        first: number of its first sample in the batch.
-        wanted: numbers of the samples to send.
+        first_row: number of its first sample in the batch.
+        wanted_rows: numbers of the samples to send.
     """
     routed = (
-        (row, one.routing)
-        for row, one in enumerate(group.rollouts, first)
-        if one.routing is not None
+        (row, rollout.routing)
+        for row, rollout in enumerate(group.rollouts, first_row)
+        if rollout.routing is not None
     )
-    row, routing = next(routed, (first, None))
-    return None if row in wanted else routing
+    row, routing = next(routed, (first_row, None))
+    return None if row in wanted_rows else routing
 
 
 def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
@@ -241,18 +247,20 @@ def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
 
 
 def _with_prompt(
-    group: TrainGroup, prompt: reward.BatchPrompt, first: int, wanted: set[int]
+    group: TrainGroup, prompt: reward.BatchPrompt, first_row: int, wanted_rows: set[int]
 ) -> TrainGroup:
     name = f"group {group.prompt_id}"
     tokens = token_ids_from_bytes(prompt.token_ids_u32, f"{name}, token_ids_u32")
-    for what, came, expected in (
+    for subject, num_received, expected in (
         ("prompt tokens", tokens.size, group.prompt_token_ids.size),
         ("images", len(prompt.images), len(group.images)),
     ):
-        if came != expected:
-            raise InvalidRequestError(f"{name}: {came} {what} came for the {expected} it has")
-    routing = _routing(prompt, f"{name}, prompt")
-    lacks = _unsent_experts(group, first, wanted) is not None
+        if num_received != expected:
+            raise InvalidRequestError(
+                f"{name}: {num_received} {subject} came for the {expected} it has"
+            )
+    routing = _routing_of(prompt, f"{name}, prompt")
+    lacks = _unsent_experts(group, first_row, wanted_rows) is not None
     if (routing is not None) != lacks:
         wrong = "no experts came for" if lacks else "unexpected experts came with"
         raise InvalidRequestError(f"{name}: {wrong} the prompt")
@@ -267,15 +275,19 @@ def _with_sample(rollout: Rollout, sample: reward.BatchSample, name: str) -> Rol
         raise InvalidRequestError(
             f"{name}: {tokens.size} tokens came for the {rollout.num_tokens} it has"
         )
-    routing = _routing(sample, name)
+    routing = _routing_of(sample, name)
     if (routing is None) != (rollout.routing is None):
-        came = "no experts came for those it has" if routing is None else "unexpected experts came"
-        raise InvalidRequestError(f"{name}: {came}")
+        mismatch = (
+            "no experts came for those it has" if routing is None else "unexpected experts came"
+        )
+        raise InvalidRequestError(f"{name}: {mismatch}")
     logprobs = logprobs_from_bytes(sample.behavior_logprobs_f32, f"{name}, behavior_logprobs_f32")
     unusable = np.flatnonzero(~np.isfinite(logprobs))
     if unusable.size:
-        first = int(unusable[0])
-        raise InvalidRequestError(f"{name}: the logprob of token {first} is {logprobs[first]}")
+        position = int(unusable[0])
+        raise InvalidRequestError(
+            f"{name}: the logprob of token {position} is {logprobs[position]}"
+        )
     context = token_ids_from_bytes(sample.context_token_ids_u32, f"{name}, context_token_ids_u32")
     try:
         return with_tokens(rollout, tokens, logprobs, context).with_routing(routing)
@@ -283,6 +295,8 @@ def _with_sample(rollout: Rollout, sample: reward.BatchSample, name: str) -> Rol
         raise InvalidRequestError(f"{name}: {error}") from error
 
 
-def _routing(message: reward.BatchPrompt | reward.BatchSample, name: str) -> RoutedExperts | None:
-    given: common.RoutedExperts | None = message.routing if message.HasField("routing") else None
-    return None if given is None else routing_from_proto(given, f"{name}, routing")
+def _routing_of(
+    message: reward.BatchPrompt | reward.BatchSample, name: str
+) -> RoutedExperts | None:
+    experts: common.RoutedExperts | None = message.routing if message.HasField("routing") else None
+    return None if experts is None else routing_from_proto(experts, f"{name}, routing")

@@ -40,10 +40,10 @@ def finish_reason_from_proto(value: int, field: str) -> FinishReason:
     Raises:
         InvalidRequestError: names `field`.
     """
-    known = _FINISH_FROM_PROTO.get(value)
-    if known is None:
+    reason = _FINISH_FROM_PROTO.get(value)
+    if reason is None:
         raise InvalidRequestError(f"{field}: {value} is unknown")
-    return known
+    return reason
 
 
 def turns_to_proto(rollout: Rollout) -> list[common.Turn]:
@@ -66,14 +66,17 @@ def with_turns(joined: Rollout, messages: Sequence[common.Turn], name: str) -> R
     """
     if not messages:
         return joined
-    turns = [_turn_from_proto(one, f"{name}, turn {i}") for i, one in enumerate(messages)]
+    turns = [
+        _turn_from_proto(turn_message, f"{name}, turn {i}")
+        for i, turn_message in enumerate(messages)
+    ]
     sizes = [message.num_tokens for message in messages]
     if sum(sizes) != joined.num_tokens:
         raise InvalidRequestError(
             f"{name}: {sum(sizes)} tokens of turns for the {joined.num_tokens} it has"
         )
     try:
-        parted = zip(turns, sizes, _span_parts(joined.version_spans, sizes), strict=True)
+        parted = zip(turns, sizes, _split_spans(joined.version_spans, sizes), strict=True)
         return replace(
             joined,
             turns=tuple(
@@ -113,16 +116,16 @@ def with_tokens(
     sizes = [turn.token_ids.size for turn in rollout.turns]
     parted = zip(
         rollout.turns,
-        _parts(token_ids, sizes),
-        _parts(logprobs, sizes),
-        _parts(context, [turn.context.size for turn in rollout.turns]),
+        _split_values(token_ids, sizes),
+        _split_values(logprobs, sizes),
+        _split_values(context, [turn.context.size for turn in rollout.turns]),
         strict=True,
     )
     return replace(
         rollout,
         turns=tuple(
-            replace(turn, token_ids=tokens, behavior_logprobs=own, context=read)
-            for turn, tokens, own, read in parted
+            replace(turn, token_ids=tokens, behavior_logprobs=turn_logprobs, context=turn_context)
+            for turn, tokens, turn_logprobs, turn_context in parted
         ),
     )
 
@@ -161,12 +164,12 @@ def _turn_from_proto(message: common.Turn, name: str) -> Turn:
     )
 
 
-def _parts(values: _Values, sizes: Sequence[int]) -> Iterator[_Values]:
+def _split_values(values: _Values, sizes: Sequence[int]) -> Iterator[_Values]:
     for start, end in pairwise(accumulate(sizes, initial=0)):
         yield values[start:end]
 
 
-def _span_parts(
+def _split_spans(
     spans: Sequence[VersionSpan], sizes: Sequence[int]
 ) -> Iterator[tuple[VersionSpan, ...]]:
     """Cut spans of all tokens where turns end."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.bounds import check_fields
-from sluice.codec.fields import check_range, shortened
+from sluice.codec.fields import check_range, shorten
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weight_share import Cut, Holding, WeightShare, WorkerPlace
@@ -43,8 +43,8 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
             for place in spec.places
         ],
         holdings=[
-            weights.Holding(rank=one.rank, tensors=_cuts_to_proto(one.parts))
-            for one in spec.holdings
+            weights.Holding(rank=holding.rank, tensors=_cuts_to_proto(holding.parts))
+            for holding in spec.holdings
         ],
     )
 
@@ -82,8 +82,8 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
             for place in message.places
         ),
         holdings=tuple(
-            Holding(one.rank, _cuts_from_proto(one.tensors, f"holdings[{index}]"))
-            for index, one in enumerate(message.holdings)
+            Holding(holding.rank, _cuts_from_proto(holding.tensors, f"holdings[{index}]"))
+            for index, holding in enumerate(message.holdings)
         ),
     )
 
@@ -148,10 +148,13 @@ def _cuts_to_proto(parts: Iterable[tuple[str, Sequence[Cut]]]) -> list[weights.T
 def _cuts_from_proto(
     messages: Iterable[weights.TensorCuts], field: str
 ) -> tuple[tuple[str, tuple[Cut, ...]], ...]:
-    return tuple((one.name, tuple(_cut(cut, field) for cut in one.cuts)) for one in messages)
+    return tuple(
+        (message.name, tuple(_cut_from_proto(cut, field) for cut in message.cuts))
+        for message in messages
+    )
 
 
-def _cut(message: weights.Cut, field: str) -> Cut:
+def _cut_from_proto(message: weights.Cut, field: str) -> Cut:
     if len(message.starts) != len(message.lengths):
         raise InvalidRequestError(
             f"{field}: a cut has {len(message.starts)} starts and {len(message.lengths)} lengths; "
@@ -173,8 +176,8 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
 
 def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[TensorSpec]) -> None:
     shapes = {spec.name: tuple(spec.shape) for spec in layout}
-    counted = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
-    offered = {one.name: tuple(one.shape[:_DIMENSIONS]) for one in counted}
+    specs = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
+    offered = {tensor_spec.name: tuple(tensor_spec.shape[:_DIMENSIONS]) for tensor_spec in specs}
     merged = merged_shapes(offered)
     adapters = len(offered) - len(merged)
     if len(tensors) - adapters != len(layout):
@@ -188,6 +191,6 @@ def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[Tenso
             continue  # an adapter of one of them
         if expected is None or list(expected) != list(tensor.shape):
             raise InvalidRequestError(
-                f"tensors: {shortened(tensor.name)} of shape {shortened(tensor.shape[:8])} is "
+                f"tensors: {shorten(tensor.name)} of shape {shorten(tensor.shape[:8])} is "
                 "none of this replica's weights; give trainer and replicas the same model"
             )

@@ -20,44 +20,44 @@ AnswerT = TypeVar("AnswerT")
 _ERROR = "sluice: ERROR "
 
 
-def answer_of(
-    module: str, asked: object, kind: type[AnswerT], *, what: str, timeout_s: float, remedy: str
+def ask_module(
+    module: str, request: object, kind: type[AnswerT], *, task: str, timeout_s: float, remedy: str
 ) -> tuple[AnswerT, str]:
     """Run a module (``python -m``), give it a message, and return its answer and what it printed.
 
-    Errors hold `what` it does and the `remedy` for one that takes longer than `timeout_s`.
+    Errors hold `task` it does and the `remedy` for one that takes longer than `timeout_s`.
 
     Raises:
         ConfigError: it reported an error, crashed, was killed, or took too long.
     """
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", module],
-            input=msgspec.msgpack.encode(asked),
+            input=msgspec.msgpack.encode(request),
             capture_output=True,
             timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{what} took more than {timeout_s:g} s; {remedy}") from error
-    printed = ended.stderr.decode(errors="replace").strip()
-    if ended.returncode == 0:
+        raise ConfigError(f"{task} took more than {timeout_s:g} s; {remedy}") from error
+    printed = process.stderr.decode(errors="replace").strip()
+    if process.returncode == 0:
         with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(ended.stdout, type=kind), printed
-    if ended.returncode > 0 and _ERROR in printed:
+            return msgspec.msgpack.decode(process.stdout, type=kind), printed
+    if process.returncode > 0 and _ERROR in printed:
         raise ConfigError(printed.rpartition(_ERROR)[2])
-    last = f": {printed.splitlines()[-1]}" if printed else " and printed nothing"
+    ending = f": {printed.splitlines()[-1]}" if printed else " and printed nothing"
     raise ConfigError(
-        f"{what}: its process ended with {ending_text(ended.returncode)}{last}; look whether this "
-        "machine has the memory for it, and try again"
+        f"{task}: its process ended with {ending_text(process.returncode)}{ending}; look whether "
+        "this machine has the memory for it, and try again"
     )
 
 
-def answer_asked(kind: type[AskedT], answer: Callable[[AskedT], object]) -> None:
-    """Read the message of `answer_of`, and write the answer; all that is printed is an error."""
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
+def serve_answer(kind: type[AskedT], answer: Callable[[AskedT], object]) -> None:
+    """Read the message of `ask_module`, and write the answer; all that is printed is an error."""
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
     standard_output = os.dup(1)
     os.dup2(2, 1)
-    content = msgspec.msgpack.encode(answer(asked))
+    content = msgspec.msgpack.encode(answer(request))
     with os.fdopen(standard_output, "wb") as stream:
         stream.write(content)

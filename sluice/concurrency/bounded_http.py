@@ -104,38 +104,38 @@ def _post(
     ends_at = time.monotonic() + timeout_s
     try:
         connection.connect()
-        with _cut_off_at(connection.sock, ends_at):
+        with _shut_down_at(connection.sock, ends_at):
             connection.request("POST", to.path, body, dict(headers))
             response = connection.getresponse()
             answer = response.read(max_response_bytes + 1)
     except (OSError, http.client.HTTPException) as error:
-        raise _no_answer(to, error, timed_out=time.monotonic() >= ends_at) from error
+        raise _no_answer_fault(to, error, timed_out=time.monotonic() >= ends_at) from error
     finally:
         connection.close()
     # A read that was cut off may look like an answer that ended early.
     if time.monotonic() >= ends_at:
-        raise _no_answer(to, TimeoutError(), timed_out=True)
-    return _checked(to, response.status, answer, max_response_bytes)
+        raise _no_answer_fault(to, TimeoutError(), timed_out=True)
+    return _check_answer(to, response.status, answer, max_response_bytes)
 
 
-def _checked(to: Endpoint, status: int, answer: bytes, max_response_bytes: int) -> bytes:
+def _check_answer(to: Endpoint, status: int, answer: bytes, max_response_bytes: int) -> bytes:
     if status != OK:
-        shown = answer[: 4 * SHOWN_CHARACTERS].decode(errors="replace")[:SHOWN_CHARACTERS]
+        excerpt = answer[: 4 * SHOWN_CHARACTERS].decode(errors="replace")[:SHOWN_CHARACTERS]
         temporary = status == TOO_MANY_REQUESTS or status >= FIRST_SERVER_ERROR
-        raise HttpFault(f"{to}: status {status}: {shown}", temporary=temporary)
+        raise HttpFault(f"{to}: status {status}: {excerpt}", temporary=temporary)
     if len(answer) > max_response_bytes:
         raise HttpFault(f"{to}: answer of more than {max_response_bytes} bytes", temporary=False)
     return answer
 
 
-def _no_answer(to: Endpoint, error: Exception, *, timed_out: bool) -> HttpFault:
+def _no_answer_fault(to: Endpoint, error: Exception, *, timed_out: bool) -> HttpFault:
     if timed_out or isinstance(error, TimeoutError):
         return HttpFault(f"{to}: no whole answer in time", temporary=True)
     return HttpFault(f"{to}: {type(error).__name__}: {error}"[:500], temporary=True)
 
 
 @contextmanager
-def _cut_off_at(connected: socket.socket, ends_at: float) -> Iterator[None]:
+def _shut_down_at(connected: socket.socket, ends_at: float) -> Iterator[None]:
     """Shut the connection down at `ends_at`: a socket's own timeout is for one read only."""
 
     def shut_down() -> None:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
 from sluice.whole_file import write_whole
@@ -83,7 +83,7 @@ def end_with_supervisor() -> None:
         sys.exit("the supervisor is gone")
 
 
-def exempt_start_up() -> None:
+def exempt_from_gc() -> None:
     """Exempt what this process holds by now from garbage collection; call it once it is up.
 
     An object that is dropped later is freed as usual, unless a cycle keeps it. It also logs what
@@ -135,7 +135,7 @@ class ProcessMark:
 
 
 @contextmanager
-def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Iterator[None]:
+def hold_file(file: Path, text: str, *, stays_after_error: bool = False) -> Iterator[None]:
     """Hold `text` in a file of a folder of the run while the block runs.
 
     Nothing happens where the run's folder does not exist: a replica may run on a machine without
@@ -164,12 +164,12 @@ def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Ite
                 file.unlink()
 
 
-def marked_process(run_dir: Path, name: str, address: str = "") -> AbstractContextManager[None]:
+def mark_process(run_dir: Path, name: str, address: str = "") -> AbstractContextManager[None]:
     """Note this process in the run's folder while the block runs."""
     fields = stat_fields(os.getpid())
     started = int(fields[START_FIELD]) if fields else 0
     mark = ProcessMark(name, os.getpid(), host_of_pids(), started, address)
-    return noted_file(mark_file(run_dir, name), json.dumps(asdict(mark)))
+    return hold_file(mark_file(run_dir, name), json.dumps(asdict(mark)))
 
 
 def mark_file(run_dir: Path, name: str) -> Path:
@@ -258,7 +258,7 @@ def stop_on_signals(
 
     def hang_up() -> None:
         with suppress(OSError):
-            _leave_terminal()
+            _detach_output()
         if not was_asked:
             ask()
 
@@ -275,7 +275,7 @@ def stop_on_signals(
             loop.remove_signal_handler(number)
 
 
-def _leave_terminal() -> None:
+def _detach_output() -> None:
     """Let the output go nowhere instead of to a terminal that has closed, which is an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
@@ -288,7 +288,7 @@ async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -
     """Return the result of `work`; None if a signal to stop, which logs `farewell`, ended it."""
     stop = asyncio.Event()
     with stop_on_signals(stop, farewell=farewell):
-        return await unless(stop, work)
+        return await run_unless(stop, work)
 
 
 def end_by_sigterm() -> NoReturn:
@@ -341,7 +341,7 @@ def ending_text(code: int) -> str:
         return f"signal {-code}"
 
 
-def leave(main: Callable[[], int]) -> NoReturn:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a service, and end the process without the interpreter's own shutdown.
 
     That shutdown takes seconds with torch and transformers loaded, and frees nothing that the

@@ -261,15 +261,15 @@ class BoundedWriter(Generic[_ItemT]):
             )
         self._drop(1)
 
-    def close(self, timeout_s: float, *, last: _ItemT | None = None) -> None:
+    def close(self, timeout_s: float, *, last_item: _ItemT | None = None) -> None:
         """Write what waits, for `timeout_s` seconds at most, and end the thread.
 
-        The item `last` is written after all others; the bound of the queue does not hold for it.
+        `last_item` is written after all others; the bound of the queue does not hold for it.
         """
         ends_s = time.monotonic() + timeout_s
-        if last is not None:
+        if last_item is not None:
             with self._lock:
-                self._items.append((last, 0))
+                self._items.append((last_item, 0))
         self._is_closing = True
         self._wake.set()
         # Half of the time: a write that hangs is broken off early enough to see it end.
@@ -280,10 +280,10 @@ class BoundedWriter(Generic[_ItemT]):
             _log.warning(
                 "%s did not finish within %g s and is left behind", self._destination, timeout_s
             )
-        if lost := self.num_dropped + len(self._items):
+        if num_lost := self.num_dropped + len(self._items):
             _log.warning(
                 "%d %s never reached %s, %d did",
-                lost,
+                num_lost,
                 self._noun,
                 self._destination,
                 self.num_written,
@@ -301,20 +301,22 @@ class BoundedWriter(Generic[_ItemT]):
         """Write all items; return ``False`` to give up, after a failure while closing."""
         while self._items:
             with self._lock:
-                taken = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
-                self._waiting -= sum(size for _, size in taken)
-            batch = [item for item, _ in taken]
+                sized_items = [
+                    self._items.popleft() for _ in range(min(self._batch, len(self._items)))
+                ]
+                self._waiting -= sum(size for _, size in sized_items)
+            batch = [item for item, _ in sized_items]
             try:
                 self._write(batch)
             except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises
-                self._failed(batch, error)
+                self._note_failure(batch, error)
                 if self._is_closing:
                     return False
             else:
-                self._succeeded(batch)
+                self._note_success(batch)
         return True
 
-    def _succeeded(self, batch: Sequence[_ItemT]) -> None:
+    def _note_success(self, batch: Sequence[_ItemT]) -> None:
         self.num_written += len(batch)
         self._count(len(batch))
         if self._is_failing:
@@ -326,7 +328,7 @@ class BoundedWriter(Generic[_ItemT]):
                 self.num_dropped,
             )
 
-    def _failed(self, batch: Sequence[_ItemT], error: Exception) -> None:
+    def _note_failure(self, batch: Sequence[_ItemT], error: Exception) -> None:
         self._drop(len(batch))
         if not self._is_failing:
             is_explained = isinstance(error, WriteError)
@@ -383,7 +385,7 @@ class MethodThreads:
             await asyncio.wait([ended])
         except asyncio.CancelledError:
             if not call.cancel():
-                await _until(ended)
+                await _wait_until_ended(ended)
             raise
         finally:
             self._num_calls -= 1
@@ -412,11 +414,11 @@ class MethodThreads:
             del call
 
 
-async def _until(ended: asyncio.Future[None]) -> None:
+async def _wait_until_ended(ended: asyncio.Future[None]) -> None:
     """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
     and it counts as running."""
     try:
         await asyncio.wait([ended])
     except asyncio.CancelledError:
-        await _until(ended)
+        await _wait_until_ended(ended)
         raise

@@ -94,20 +94,20 @@ _open: dict[Wait, None] = {}
 def present_waits() -> tuple[Waiting, ...]:
     """Return this process's waits by peer and phase, the longest first, `MAX_REPORTED` at most."""
     now_s = time.monotonic()
-    return merged_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
+    return merge_waits(Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(_open))
 
 
-def merged_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
+def merge_waits(waits: Iterable[Waiting], max_lines: int = MAX_REPORTED) -> tuple[Waiting, ...]:
     """Merge waits of one peer and phase; the longest first, `max_lines` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:
         by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
-    lines = [_one_line(group) for group in by_purpose.values()]
+    lines = [_merge_group(group) for group in by_purpose.values()]
     lines.sort(key=lambda line: (-line.seconds, line.peer, line.phase))
     return tuple(lines[:max_lines])
 
 
-def _one_line(group: Sequence[Waiting]) -> Waiting:
+def _merge_group(group: Sequence[Waiting]) -> Waiting:
     longest = max(group, key=lambda wait: wait.seconds)
     count = sum(wait.count for wait in group)
     return Waiting(longest.peer, longest.phase, longest.seconds, count, longest.task)
@@ -143,7 +143,7 @@ async def deadline(
         raise DeadlineError(peer, phase, seconds, remedy) from error
 
 
-async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+async def run_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
     """Return the result of `work`; cancel it and return None if `unwanted` is set first.
 
     Raises:
@@ -170,7 +170,7 @@ async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) ->
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
+async def run_beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
     """Run `work` for the length of the block. Errors of the block pass unchanged."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -185,7 +185,7 @@ async def beside(work: Coroutine[object, object, None], name: str) -> AsyncItera
         raise failure
 
 
-async def within(seconds: float, work: Awaitable[object]) -> bool:
+async def ends_within(seconds: float, work: Awaitable[object]) -> bool:
     """Return whether `work` ends within `seconds`; it is cancelled if it does not."""
     try:
         async with asyncio.timeout(seconds):
@@ -244,12 +244,12 @@ async def _extend(
     stall_s: float,
     interval_s: float,
 ) -> None:
-    seen: object = None
+    last_state: object = None
     while True:
         await asyncio.sleep(interval_s)
         state = await progress()
-        if state is not None and state != seen and not scope.expired():
-            seen = state
+        if state is not None and state != last_state and not scope.expired():
+            last_state = state
             advance()
             scope.reschedule(asyncio.get_running_loop().time() + stall_s)
 
@@ -258,15 +258,15 @@ class ChangeSignal:
     """Take `next_change` before looking at the state, then wait for it: no change is missed.
 
     Args:
-        then: notified as well, after this one.
+        following: notified as well, after this one.
 
     Attributes:
         next_change: is set at the first `notify` from now on.
     """
 
-    def __init__(self, then: ChangeSignal | None = None) -> None:
+    def __init__(self, following: ChangeSignal | None = None) -> None:
         self.next_change = asyncio.Event()
-        self._then = then
+        self._then = following
 
     def notify(self) -> None:
         """Wake all waiters."""

@@ -26,8 +26,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
-from sluice.concurrency.process import marked_process
-from sluice.concurrency.waits import Waiting, merged_waits, present_waits
+from sluice.concurrency.process import mark_process
+from sluice.concurrency.waits import Waiting, merge_waits, present_waits
 from sluice.config.schema.service import ServiceConfig
 from sluice.errors import SluiceError
 
@@ -132,28 +132,32 @@ class StallJudge:
         """Note that the event loop runs, and what it found."""
         self._beat = (0 if self._beat is None else self._beat[0] + 1, work_state)
 
-    def look(self, now_s: float) -> StallVerdict:
+    def check(self, now_s: float) -> StallVerdict:
         """Return the verdict; `STALLED` once in each stall."""
         self._live_until(now_s)
-        beat, seen = self._beat, self._seen
+        beat, last_beat = self._beat, self._seen
         if beat is None:
             return StallVerdict.FINE
-        if seen is None or beat[0] != seen[0]:
+        if last_beat is None or beat[0] != last_beat[0]:
             self._seen, self._beaten_at_s = beat, self._lived_s
-            if seen is None or not beat[1].has_work or beat[1].progress != seen[1].progress:
+            if (
+                last_beat is None
+                or not beat[1].has_work
+                or beat[1].progress != last_beat[1].progress
+            ):
                 self._moved_at_s, self._is_reported = self._lived_s, False
         return self._judge()
 
     @property
-    def still_s(self) -> float:
+    def no_progress_s(self) -> float:
         """Return the seconds that count since something moved or there was nothing to do."""
         return self._lived_s - self._moved_at_s
 
     @property
-    def still_at_work_s(self) -> float | None:
-        """Return `still_s`, or ``None`` while there is nothing to do."""
-        seen = self._seen
-        return self.still_s if seen is not None and seen[1].has_work else None
+    def no_progress_at_work_s(self) -> float | None:
+        """Return `no_progress_s`, or ``None`` while there is nothing to do."""
+        last_beat = self._seen
+        return self.no_progress_s if last_beat is not None and last_beat[1].has_work else None
 
     @property
     def blocked_s(self) -> float:
@@ -168,15 +172,19 @@ class StallJudge:
         self._looked_s = now_s
 
     def _judge(self) -> StallVerdict:
-        seen = self._seen
-        assert seen is not None
+        last_beat = self._seen
+        assert last_beat is not None
         # A blocked event loop cannot end its wait by the wait's own deadline.
-        patience_s = 0.0 if self.blocked_s else seen[1].patience_s
-        if self._give_up_s is not None and self.still_s >= max(
+        patience_s = 0.0 if self.blocked_s else last_beat[1].patience_s
+        if self._give_up_s is not None and self.no_progress_s >= max(
             self._give_up_s, patience_s + (self._stall_s or 0.0) if patience_s else 0.0
         ):
             return StallVerdict.HOPELESS
-        if self._stall_s is not None and self.still_s >= self._stall_s and not self._is_reported:
+        if (
+            self._stall_s is not None
+            and self.no_progress_s >= self._stall_s
+            and not self._is_reported
+        ):
             self._is_reported = True
             return StallVerdict.STALLED
         return StallVerdict.FINE
@@ -221,9 +229,9 @@ class CpuDeadline:
                 self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._stacks_file.open("a", encoding="utf-8")
                 faulthandler.register(signal.SIGPROF, self._file, all_threads=True, chain=True)
-        self.push_back()
+        self.restart()
 
-    def push_back(self) -> None:
+    def restart(self) -> None:
         """Give a sign of life: count from 0 again. Any thread may call."""
         if self._is_ours:
             signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
@@ -303,12 +311,14 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
             if self._cpu_deadline is not None:
-                self._cpu_deadline.push_back()
-            verdict = self._judge.look(time.monotonic())
+                self._cpu_deadline.restart()
+            verdict = self._judge.check(time.monotonic())
             if verdict is StallVerdict.STALLED:
-                self._within_bounds(lambda: logger.warning("%s", self._report()))
+                self._report_within_timeout(lambda: logger.warning("%s", self._report()))
             elif verdict is StallVerdict.HOPELESS:
-                self._within_bounds(lambda: logger.error(_LAST_WORDS, self._report(), EXIT_STALLED))
+                self._report_within_timeout(
+                    lambda: logger.error(_LAST_WORDS, self._report(), EXIT_STALLED)
+                )
                 self._end(EXIT_STALLED)
                 return
 
@@ -317,19 +327,19 @@ class Watchdog:
         blocked = (
             f", and the event loop has been blocked for {blocked_s:.0f} s" if blocked_s else ""
         )
-        lines = [f"no progress for {self._judge.still_s:.0f} s{blocked}; waiting for:"]
-        lines += [f"  {_line_of(wait)}" for wait in self._waits()] or ["  nobody that is known"]
-        if self._stacks_file is not None and self._stacks_written(lines[0]):
+        lines = [f"no progress for {self._judge.no_progress_s:.0f} s{blocked}; waiting for:"]
+        lines += [f"  {_wait_line(wait)}" for wait in self._waits()] or ["  nobody that is known"]
+        if self._stacks_file is not None and self._write_stacks_file(lines[0]):
             lines.append(f"stacks of all threads and tasks: {self._stacks_file}")
         return "\n".join(lines)
 
     def _waits(self) -> tuple[Waiting, ...]:
         waits, seen_s = self._known
         age_s = time.monotonic() - seen_s
-        own = [replace(wait, seconds=wait.seconds + age_s) for wait in waits]
-        return merged_waits((*own, *present_waits()))
+        service_waits = [replace(wait, seconds=wait.seconds + age_s) for wait in waits]
+        return merge_waits((*service_waits, *present_waits()))
 
-    def _stacks_written(self, title: str) -> bool:
+    def _write_stacks_file(self, title: str) -> bool:
         assert self._stacks_file is not None
         try:
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
@@ -340,13 +350,13 @@ class Watchdog:
             return False
         return True
 
-    def _within_bounds(self, report: Callable[[], None]) -> None:
+    def _report_within_timeout(self, report: Callable[[], None]) -> None:
         thread = threading.Thread(target=report, name="watchdog report", daemon=True)
         thread.start()
         thread.join(REPORT_TIMEOUT_S)
 
 
-def _line_of(wait: Waiting) -> str:
+def _wait_line(wait: Waiting) -> str:
     times = f", {wait.count} times" if wait.count > 1 else ""
     task = f" [{wait.task}]" if wait.task else ""
     return f"{wait.peer}: {wait.phase} ({wait.seconds:.0f} s{times}){task}"
@@ -355,13 +365,13 @@ def _line_of(wait: Waiting) -> str:
 _watching: list[StallJudge] = []
 
 
-def still_seconds() -> float | None:
+def no_progress_seconds() -> float | None:
     """Return the seconds without progress; ``None``: no work, or no watchdog."""
-    return _watching[-1].still_at_work_s if _watching else None
+    return _watching[-1].no_progress_at_work_s if _watching else None
 
 
 @contextmanager
-def watched_service(
+def watch_service(
     name: str,
     service: ServiceConfig,
     work_state: Callable[[], WorkState],
@@ -376,8 +386,8 @@ def watched_service(
         address: where it serves, host:port.
     """
     run_dir, limits = Path(service.run_dir), service.watchdog
-    known_s = [each for each in (limits.stall_s, limits.give_up_s) if each is not None]
-    interval_s = min([_MAX_INTERVAL_S, *(each / _LOOKS_A_STALL for each in known_s)])
+    known_s = [limit_s for limit_s in (limits.stall_s, limits.give_up_s) if limit_s is not None]
+    interval_s = min([_MAX_INTERVAL_S, *(limit_s / _LOOKS_A_STALL for limit_s in known_s)])
     stacks_file = run_dir / "logs" / f"{name}.stacks.txt" if run_dir.is_dir() else None
     judge = StallJudge(limits.stall_s, limits.give_up_s, interval_s)
     give_up_s = limits.give_up_s
@@ -390,7 +400,7 @@ def watched_service(
     )
     _watching.append(judge)
     try:
-        with marked_process(run_dir, name, address), watchdog.watching():
+        with mark_process(run_dir, name, address), watchdog.watching():
             yield
     finally:
         _watching.remove(judge)

@@ -31,24 +31,24 @@ def split_host_port(address: str) -> tuple[str, int | None]:
     Raises:
         ConfigError: `address` is none of these.
     """
-    host, port = _parts(address)
+    host, port = _split_address(address)
     if not host or any(sign in host for sign in "[]/"):
-        raise _refused(address)
+        raise _address_error(address)
     if ":" in host:
         _check_ipv6(host, address)
     if port is None:
         return host, None
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LARGEST_PORT):
-        raise _refused(address)
+        raise _address_error(address)
     return host, int(port)
 
 
-def _parts(address: str) -> tuple[str, str | None]:
+def _split_address(address: str) -> tuple[str, str | None]:
     if address.startswith("["):
-        host, closing, rest = address[1:].partition("]")
-        if not closing or ":" not in host or rest[:1] not in {"", ":"}:
-            raise _refused(address)
-        return host, rest[1:] if rest else None
+        host, closing, suffix = address[1:].partition("]")
+        if not closing or ":" not in host or suffix[:1] not in {"", ":"}:
+            raise _address_error(address)
+        return host, suffix[1:] if suffix else None
     if address.count(":") == 1:
         host, _, port = address.partition(":")
         return host, port
@@ -59,10 +59,10 @@ def _check_ipv6(host: str, address: str) -> None:
     try:
         ipaddress.IPv6Address(host)
     except ValueError as error:
-        raise _refused(address) from error
+        raise _address_error(address) from error
 
 
-def _refused(address: str) -> ConfigError:
+def _address_error(address: str) -> ConfigError:
     return ConfigError(
         f"address {address!r} is not host:port; write name:7001, 10.0.0.1:7001 or [fd00::1]:7001 "
         f"(ports 1 to {_LARGEST_PORT})"

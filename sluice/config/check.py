@@ -48,15 +48,15 @@ from sluice.config.verl_sizes import (
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
     """Return the notes for the start of a run; `as_set` holds the keys that were set."""
-    return [*notices(as_set), *_idle_critic(config, as_set), *remarks(config)]
+    return [*notices(as_set), *_idle_critic_notes(config, as_set), *remarks(config)]
 
 
 def remarks(config: RunConfig) -> list[Problem]:
     """Return notes on the joint effects of settings."""
     return [
-        *_divergence(config),
-        *_correction(config),
-        *_lone_responses(config),
+        *_divergence_notes(config),
+        *_correction_notes(config),
+        *_lone_response_notes(config),
         *strategy_notes(config),
         *truncation_notes(config),
     ]
@@ -66,7 +66,7 @@ def _note(key: str, value: object, message: str) -> Problem:
     return Problem(key, value, message, severity=Severity.NOTE)
 
 
-def _divergence(config: RunConfig) -> Iterator[Problem]:
+def _divergence_notes(config: RunConfig) -> Iterator[Problem]:
     in_reward = config.algorithm.use_kl_in_reward
     in_loss = config.actor_rollout_ref.actor.use_kl_loss
     if in_reward and in_loss:
@@ -78,7 +78,7 @@ def _divergence(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _correction(config: RunConfig) -> Iterator[Problem]:
+def _correction_notes(config: RunConfig) -> Iterator[Problem]:
     # The user may not have chosen the correction: see `loading.conversions`.
     staleness, correction = (
         config.sluice.asynchrony.max_staleness,
@@ -102,32 +102,32 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
     )
 
 
-def _idle_critic(config: RunConfig, as_set: SettingsTree) -> Iterator[Problem]:
+def _idle_critic_notes(config: RunConfig, as_set: SettingsTree) -> Iterator[Problem]:
     if uses_critic(config):
         return
     critic = flat_tree({"critic": defaults()["critic"]})
     keys = {key: value for key, value in as_set.by_key().items() if key in critic}
     changed = [key for key, value in keys.items() if value not in (None, critic[key])]
     if changed and changed != ["critic.enable"]:
-        more = f", as {len(changed) - 1} more of critic.*" if changed[1:] else ""
+        suffix = f", as {len(changed) - 1} more of critic.*" if changed[1:] else ""
         yield _note(
             changed[0],
             keys[changed[0]],
-            f"has no effect{more}: algorithm.adv_estimator = {config.algorithm.adv_estimator} "
+            f"has no effect{suffix}: algorithm.adv_estimator = {config.algorithm.adv_estimator} "
             "trains no critic",
         )
 
 
-def _lone_responses(config: RunConfig) -> Iterator[Problem]:
-    for name, one in source_configs(config).items():
-        estimator = advantage_estimator(one)
+def _lone_response_notes(config: RunConfig) -> Iterator[Problem]:
+    for name, source in source_configs(config).items():
+        estimator = advantage_estimator(source)
         keeps_lone = "group_index" in estimator.needs and not estimator.needs_others
-        if one.actor_rollout_ref.rollout.n == 1 and keeps_lone:
+        if source.actor_rollout_ref.rollout.n == 1 and keeps_lone:
             yield _note(
                 f"sluice.sources.{name}.n" if name else f"{ROLLOUT}.n",
                 1,
-                f"with algorithm.adv_estimator = {one.algorithm.adv_estimator}: a group of one has "
-                "nothing to compare with, so its advantage is its raw reward, as in verl",
+                f"with algorithm.adv_estimator = {source.algorithm.adv_estimator}: a group of one "
+                "has nothing to compare with, so its advantage is its raw reward, as in verl",
             )
 
 
@@ -224,7 +224,7 @@ def check_report(
     device_gib: float | None = None,
     dataset_rows: int | None = None,
     files: bool = True,
-    here: RunConfig | None = None,
+    host_config: RunConfig | None = None,
 ) -> CheckReport:
     """Apply every rule and derive every number.
 
@@ -234,7 +234,8 @@ def check_report(
         device_gib: memory of one device, GiB, if known.
         dataset_rows: rows of data.train_files, if countable.
         files: whether the paths that the configuration names must exist.
-        here: the configuration as this host would run it, on its devices; `None` for `config`.
+        host_config: the configuration as this host would run it, on its devices; `None`:
+            `config`.
     """
     settings = KeySettings(config, as_set.by_key())
     problems = all_problems(config, settings, shape=shape, files=files)
@@ -244,22 +245,22 @@ def check_report(
         problems=tuple(problems),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
-        quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),
+        quantities=tuple(_quantities(config, settings, dataset_rows, host_config or config)),
         learning_rate=config.actor_rollout_ref.actor.optim.lr,
         engine=None if shape is None else engine_report(config, shape, device_gib),
     )
 
 
 def _quantities(
-    config: RunConfig, settings: KeySettings, dataset_rows: int | None, here: RunConfig
+    config: RunConfig, settings: KeySettings, dataset_rows: int | None, host_config: RunConfig
 ) -> list[DerivedNumber]:
-    verl, own = verl_batch(config, settings), own_batch(here)
+    verl, ours = verl_batch(config, settings), own_batch(host_config)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
         ("trainer ranks", "nnodes * n_gpus_per_node", lambda b: b.split.world),
         (
             "data-parallel size D",
-            _data_parallel_formula(verl.split, own.split),
+            _data_parallel_formula(verl.split, ours.split),
             lambda b: b.split.data_parallel,
         ),
         ("responses per step", "train_batch_size * n", lambda b: b.rows),
@@ -281,11 +282,15 @@ def _quantities(
             lambda b: b.optimizer_steps,
         ),
     ]
-    result = [DerivedNumber(name, formula, of(verl), of(own)) for name, formula, of in formulas]
+    result = [
+        DerivedNumber(name, formula, number_of(verl), number_of(ours))
+        for name, formula, number_of in formulas
+    ]
     rounds = "gen_batch_size * n; here: groups are issued one by one"
     result.append(DerivedNumber("responses per generation round", rounds, verl.gen_rows, None))
     result += [
-        _log_prob_quantity(one, verl, own) for one in verl_sizes(config, settings).log_prob_passes
+        _log_prob_quantity(log_probs, verl, ours)
+        for log_probs in verl_sizes(config, settings).log_prob_passes
     ]
     configured = config.trainer.total_training_steps
     if configured is not None or dataset_rows is not None:
@@ -296,28 +301,28 @@ def _quantities(
             as_verl = verl.steps_per_epoch(dataset_rows or 0) * config.trainer.total_epochs
         result.append(DerivedNumber("steps of the run", formula, as_verl, total))
     if dataset_rows is not None:
-        steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // own.train_prompts
+        steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // ours.train_prompts
         formula = f"{dataset_rows} rows / gen_batch_size (here: train_batch_size)"
         result.append(DerivedNumber("steps per epoch, nothing filtered", formula, steps, own_steps))
     return result
 
 
-def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> DerivedNumber:
-    policy = "old-policy" if one.section == ROLLOUT else "reference"
+def _log_prob_quantity(log_probs: LogProbPass, verl: BatchPlan, ours: BatchPlan) -> DerivedNumber:
+    policy = "old-policy" if log_probs.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
-    here = quotient(own.rows_per_data_rank, own.micro_rows)
-    if one.dynamic:
-        return DerivedNumber(name, "by token budget", None, here)
+    our_number = quotient(ours.rows_per_data_rank, ours.micro_rows)
+    if log_probs.dynamic:
+        return DerivedNumber(name, "by token budget", None, our_number)
     return DerivedNumber(
         name,
         "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
-        quotient(verl.rows_per_data_rank, one.micro_rows),
-        here,
+        quotient(verl.rows_per_data_rank, log_probs.micro_rows),
+        our_number,
     )
 
 
-def _data_parallel_formula(verl: ParallelSplit, own: ParallelSplit) -> str:
-    here = f"ranks / (TP {own.tp} * PP {own.pp} * sp {own.sp})"
+def _data_parallel_formula(verl: ParallelSplit, ours: ParallelSplit) -> str:
+    our_formula = f"ranks / (TP {ours.tp} * PP {ours.pp} * sp {ours.sp})"
     if verl.megatron:
-        return f"ranks / (TP {verl.tp} * PP {verl.pp} * CP {verl.cp}); here: {here}"
-    return here if own.tp * own.pp > 1 else f"ranks / sp {verl.sp}"
+        return f"ranks / (TP {verl.tp} * PP {verl.pp} * CP {verl.cp}); here: {our_formula}"
+    return our_formula if ours.tp * ours.pp > 1 else f"ranks / sp {verl.sp}"

@@ -21,8 +21,8 @@ _LOAD_BYTES_PER_S = 0.5e9
 
 def generate_timeout_s(config: RunConfig) -> float:
     """Return how long a group's stream may last: by default 0.1 s per token, at least 600 s."""
-    if (chosen := config.sluice.reward.generate_timeout_s) is not None:
-        return chosen
+    if (timeout_s := config.sluice.reward.generate_timeout_s) is not None:
+        return timeout_s
     return max(_MIN_GENERATE_S, _SECONDS_PER_TOKEN * config.data.max_response_length)
 
 
@@ -31,8 +31,8 @@ def command_timeout_s(config: RunConfig) -> float:
 
     The ranks do not end loading at the same time.
     """
-    if (chosen := config.sluice.trainer.command_timeout_s) is not None:
-        return chosen
+    if (timeout_s := config.sluice.trainer.command_timeout_s) is not None:
+        return timeout_s
     return _START_S + _reading_s(config)
 
 
@@ -41,8 +41,8 @@ def replica_wait_timeout_s(config: RunConfig) -> float:
 
     By default 120 s, 600 s for an engine that compiles, and 4 s more for each GB of weights.
     """
-    if (chosen := config.sluice.trainer.replica_wait_timeout_s) is not None:
-        return chosen
+    if (timeout_s := config.sluice.trainer.replica_wait_timeout_s) is not None:
+        return timeout_s
     return longest_start_s(config)
 
 

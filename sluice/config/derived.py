@@ -105,8 +105,8 @@ def batch_invariant(config: RunConfig) -> bool:
     By default in synchronous mode only, where a run repeats bit for bit, unless its batches fill by
     expectation.
     """
-    if (chosen := config.sluice.rollout.batch_invariant) is not None:
-        return chosen
+    if (setting := config.sluice.rollout.batch_invariant) is not None:
+        return setting
     return is_synchronous(config) and config.sluice.sampling.on_policy_fill != "expected"
 
 
@@ -115,8 +115,8 @@ def on_policy_fill(config: RunConfig) -> OnPolicyFill:
 
     Engines other than ``torch`` repeat samples only if `batch_invariant` is set.
     """
-    if (chosen := config.sluice.sampling.on_policy_fill) is not None:
-        return chosen
+    if (setting := config.sluice.sampling.on_policy_fill) is not None:
+        return setting
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
     repeats = batch_invariant(config) if is_torch else config.sluice.rollout.batch_invariant
     return "exact" if repeats else "expected"
@@ -130,8 +130,8 @@ def is_bypassed(config: RunConfig) -> bool:
     applies in both. Otherwise a pass before the first step computes the old logprobs, and weights
     and rejections come from them, once for each batch.
     """
-    named = config.actor_rollout_ref.actor.policy_loss.loss_mode == BYPASS_LOSS_MODE
-    return named or config.algorithm.rollout_correction.bypass_mode
+    is_loss = config.actor_rollout_ref.actor.policy_loss.loss_mode == BYPASS_LOSS_MODE
+    return is_loss or config.algorithm.rollout_correction.bypass_mode
 
 
 def rollout_correction(config: RunConfig) -> RolloutCorrectionSettings:
@@ -282,21 +282,21 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     return image_limits(config)
 
 
-def adapts(model: ModelConfig) -> bool:
+def uses_adapters(model: ModelConfig) -> bool:
     """Return whether a run trains low-rank adapters instead of all weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
-def is_named(name: str, wanted: str | Sequence[str]) -> bool:
+def is_named(name: str, pattern: str | Sequence[str]) -> bool:
     """Match a layer's name by peft's rules for `target_modules` and `exclude_modules`.
 
     Args:
         name: name of a layer in the model's files.
-        wanted: a regular expression for the whole name, or a list of possible suffixes.
+        pattern: a regular expression for the whole name, or a list of possible suffixes.
     """
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, name) is not None
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in pattern)
 
 
 def adapts_experts(model: ModelConfig) -> bool:
@@ -304,7 +304,7 @@ def adapts_experts(model: ModelConfig) -> bool:
 
     An expression that is not valid excludes nothing here: the trainer refuses it.
     """
-    wanted, excluded = model.target_modules, model.exclude_modules
+    targets, excluded = model.target_modules, model.exclude_modules
     names = (
         f"model.{inner}layers.{layer}.mlp.experts.0.{projection}"
         for inner in ("", "language_model.")
@@ -313,7 +313,8 @@ def adapts_experts(model: ModelConfig) -> bool:
     )
     try:
         return any(
-            (wanted == ALL_LINEAR or is_named(name, wanted)) and not is_named(name, excluded or [])
+            (targets == ALL_LINEAR or is_named(name, targets))
+            and not is_named(name, excluded or [])
             for name in names
         )
     except re.error:
@@ -325,7 +326,7 @@ def padding_step(sharding: FsdpConfig) -> int:
     return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
 
 
-def is_whole(sharding: FsdpConfig, size: int) -> bool:
+def holds_whole_model(sharding: FsdpConfig, size: int) -> bool:
     """Return whether each rank holds the whole model.
 
     If passes have another dtype than weights, one rank uses FSDP too, which casts the weights of a

@@ -68,10 +68,10 @@ class DeviceSplit:
     @property
     def summary(self) -> str:
         """The use of the devices, as a clause."""
-        each = "" if self.per_replica == 1 else f" of {self.per_replica}"
+        size = "" if self.per_replica == 1 else f" of {self.per_replica}"
         return (
-            f"{_counted(self.trainer, 'train')}, {_counted(self.rollout, 'generate')} in "
-            f"{self.replicas} replica{'' if self.replicas == 1 else 's'}{each}"
+            f"{_counted_verb(self.trainer, 'train')}, {_counted_verb(self.rollout, 'generate')} in "
+            f"{self.replicas} replica{'' if self.replicas == 1 else 's'}{size}"
         )
 
     @property
@@ -85,7 +85,7 @@ class DeviceSplit:
         )
 
 
-def _counted(devices: int, verb: str) -> str:
+def _counted_verb(devices: int, verb: str) -> str:
     return f"{devices} {verb}{'s' if devices == 1 else ''}"
 
 
@@ -98,7 +98,7 @@ def is_colocated(config: RunConfig, settings: KeySettings) -> bool:
         return True
     if world_size(config) == 1 or settings.is_set("sluice.rollout.replicas"):
         return False
-    return not settings.whole_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
+    return not settings.integer_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
 
 
 def device_split(
@@ -112,15 +112,15 @@ def device_split(
     if not is_colocated(config, settings):
         return named_split(config)
     if config.sluice.placement != "auto":
-        return _asked(config, _possible(config))
+        return _requested_split(config, _possible_splits(config))
     return auto_split(config, shape, device)
 
 
 def named_split(config: RunConfig) -> DeviceSplit:
     """Return the split of a launch whose keys name ranks and replicas."""
-    each = replica_devices(config)
-    devices = each * config.sluice.rollout.replicas
-    return DeviceSplit(world_size(config), devices, config.trainer.nnodes, each)
+    per_replica = replica_devices(config)
+    devices = per_replica * config.sluice.rollout.replicas
+    return DeviceSplit(world_size(config), devices, config.trainer.nnodes, per_replica)
 
 
 def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) -> DeviceSplit:
@@ -129,53 +129,53 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
     Raises:
         ConfigError: no split is possible.
     """
-    possible = _possible(config)
+    candidates = _possible_splits(config)
     if shape is None:
-        return min(possible, key=lambda split: abs(split.trainer - split.rollout))
+        return min(candidates, key=lambda split: abs(split.trainer - split.rollout))
     train, generate = seconds_per_token(config, shape, device)
     layout = training_layout(config)
 
     def rank(split: DeviceSplit) -> tuple[float, float]:
         """Return a sort key: what a trainer's device lacks, then the time of a token."""
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
-        other = replace(layout, world=split.trainer, shard=shard)
-        guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
+        split_layout = replace(layout, world=split.trainer, shard=shard)
+        guess = guessed_memory(shape, split_layout).peak * _GUESS_MARGIN
         missing = max(0.0, guess - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
-    return min(possible, key=rank)
+    return min(candidates, key=rank)
 
 
-def _possible(config: RunConfig) -> list[DeviceSplit]:
-    possible = list(splits(config))
-    if not possible:
-        raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_why_none(config)}")
-    return possible
+def _possible_splits(config: RunConfig) -> list[DeviceSplit]:
+    candidates = list(splits(config))
+    if not candidates:
+        raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_no_split_reason(config)}")
+    return candidates
 
 
 def splits(config: RunConfig) -> Iterator[DeviceSplit]:
     """Yield the possible splits: those whose trainer's ranks the layout's sizes divide."""
-    for split in _whole_replicas(config):
+    for split in _whole_replica_splits(config):
         if _layout_error(config, split.trainer) is None:
             yield split
 
 
-def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
+def _whole_replica_splits(config: RunConfig) -> Iterator[DeviceSplit]:
     """Yield the splits into whole replicas, and a trainer on whole machines or on one."""
     devices, per_node = world_size(config), config.trainer.n_gpus_per_node
-    each, replaces = replica_devices(config), config.sluice.placement != "auto"
+    per_replica, replaces = replica_devices(config), config.sluice.placement != "auto"
     for trainer in range(1, devices):
         is_even = trainer <= per_node or trainer % per_node == 0
         nodes = max(1, trainer // per_node)
         # A replica is on one machine.
-        beside = max(0, per_node - trainer) // each
-        max_replicas = beside + (config.trainer.nnodes - nodes) * (per_node // each)
+        beside = max(0, per_node - trainer) // per_replica
+        max_replicas = beside + (config.trainer.nnodes - nodes) * (per_node // per_replica)
         if (
             is_even
-            and (devices - trainer) % each == 0
-            and (devices - trainer) // each <= max_replicas
+            and (devices - trainer) % per_replica == 0
+            and (devices - trainer) // per_replica <= max_replicas
         ):
-            yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
+            yield DeviceSplit(trainer, devices - trainer, nodes, per_replica, replaces)
 
 
 def _layout_error(config: RunConfig, trainer: int) -> ConfigError | None:
@@ -186,30 +186,30 @@ def _layout_error(config: RunConfig, trainer: int) -> ConfigError | None:
     return None
 
 
-def _why_none(config: RunConfig) -> str:
+def _no_split_reason(config: RunConfig) -> str:
     """Return why no split is possible, and what to change."""
-    devices, each = world_size(config), replica_devices(config)
+    devices, per_replica = world_size(config), replica_devices(config)
     pool = f"{devices} device(s) (trainer.nnodes * trainer.n_gpus_per_node)"
-    if devices <= each:
+    if devices <= per_replica:
         return (
-            f"{pool} are too few for a trainer and a replica of {each} devices of their own; "
-            f"give at least {each + 1}"
+            f"{pool} are too few for a trainer and a replica of {per_replica} devices of their "
+            f"own; give at least {per_replica + 1}"
             + (
                 ""
-                if each == 1
+                if per_replica == 1
                 else ", or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size"
             )
         )
-    trainers = [split.trainer for split in _whole_replicas(config)]
+    trainers = [split.trainer for split in _whole_replica_splits(config)]
     if not trainers:
         return (
-            f"{pool} do not divide into replicas of {each}, each on one machine, and a trainer "
-            f"that is a part of a machine, or whole machines of {config.trainer.n_gpus_per_node}; "
-            "change the devices "
-            "of a replica (tensor_model_parallel_size * data_parallel_size)"
+            f"{pool} do not divide into replicas of {per_replica}, each on one machine, and a "
+            "trainer that is a part of a machine, or whole machines of "
+            f"{config.trainer.n_gpus_per_node}; change the devices of a replica "
+            "(tensor_model_parallel_size * data_parallel_size)"
         )
     return (
-        f"beside whole replicas of {each}, {pool} leave the trainer "
+        f"beside whole replicas of {per_replica}, {pool} leave the trainer "
         f"{' or '.join(map(str, trainers))}, but with {trainers[-1]}: "
         f"{_layout_error(config, trainers[-1])}"
     )
@@ -232,26 +232,26 @@ def seconds_per_token(
     context = data.max_prompt_length + response / 2
     fitting = (engine.kv_tokens or 0) / max_row_tokens(data) / MEAN_RESPONSE
     running = max(1.0, min(layout.max_num_seqs, fitting))
-    read = weights + running * context * engine.kv_per_token * layout.tp
-    step = read / (device.memory_rate * _READING_SHARE)
+    bytes_read = weights + running * context * engine.kv_per_token * layout.tp
+    step = bytes_read / (device.memory_rate * _READING_SHARE)
     step = max(step, 2 * shape.active_parameters * running / (device.flops * _TRAINING_SHARE))
-    return train, step / running * _filtered(config)
+    return train, step / running * _samples_per_trained(config)
 
 
-def _filtered(config: RunConfig) -> float:
+def _samples_per_trained(config: RunConfig) -> float:
     """Return the number of samples generated per trained sample."""
     rounds = config.data.gen_batch_size or config.data.train_batch_size
     is_filtered = config.algorithm.filter_groups.enable
     return max(1.0, rounds / config.data.train_batch_size) if is_filtered else 1.0
 
 
-def _asked(config: RunConfig, possible: list[DeviceSplit]) -> DeviceSplit:
+def _requested_split(config: RunConfig, candidates: list[DeviceSplit]) -> DeviceSplit:
     value = config.sluice.placement
     matched = _PLACEMENT.match(value)
-    asked = tuple(map(int, matched.groups())) if matched else None
-    matching = [one for one in possible if (one.trainer, one.rollout) == asked]
+    sizes = tuple(map(int, matched.groups())) if matched else None
+    matching = [split for split in candidates if (split.trainer, split.rollout) == sizes]
     if not matching:
-        choices = "; ".join(f'"{one.placement}"' for one in possible)
+        choices = "; ".join(f'"{split.placement}"' for split in candidates)
         raise ConfigError(
             f'{PLACEMENT_KEY}="{value}" does not divide the {world_size(config)} devices '
             f"(trainer.nnodes * trainer.n_gpus_per_node) into a trainer and replicas of "

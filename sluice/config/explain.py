@@ -33,15 +33,15 @@ def explain_key(path: str) -> CatalogueEntry:
     Raises:
         ConfigError: there is no such key; the error names the nearest known ones.
     """
-    asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
-    proper = canonical(asked)
+    written = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
+    proper = canonical(written)
     entry = find_key(proper) or find_key(full_form(proper))
     if entry is None:
-        if is_known(asked):
+        if is_known(written):
             raise ConfigError(
                 f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
-        raise ConfigError(unknown_key(asked).text)
+        raise ConfigError(unknown_key(written).text)
     return catalogue()[entry.path]
 
 
@@ -54,7 +54,7 @@ def keys_of_section(path: str) -> list[CatalogueEntry]:
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
     """Return the treatment of every key that was set, by its spelling as written."""
     return {
-        settings.written(path): _status(entry, path, value, settings)
+        settings.spelling(path): _status(entry, path, value, settings)
         for path, value in settings.leaves()
         if (entry := find_key(path)) is not None
     }
@@ -65,12 +65,12 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
     Values that change nothing get no note. The rule's name is the status.
     """
-    possible = (_notice(settings, path, value) for path, value in settings.leaves())
-    return [notice for notice in possible if notice is not None]
+    candidates = (_notice(settings, path, value) for path, value in settings.leaves())
+    return [notice for notice in candidates if notice is not None]
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:
-    entry, spelled, proper = find_key(path), settings.written(path), ".".join(path)
+    entry, spelled, proper = find_key(path), settings.spelling(path), ".".join(path)
     if entry is None or _is_silent(entry, path, value):
         return None
     has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
@@ -108,7 +108,7 @@ def _status(
         return KeyStatus.NOT_APPLICABLE
     if entry.status is KeyStatus.REFUSED:
         return KeyStatus.NOT_APPLICABLE
-    if entry.status is KeyStatus.HONOURED and settings.written(path) != ".".join(path):
+    if entry.status is KeyStatus.HONOURED and settings.spelling(path) != ".".join(path):
         return KeyStatus.MAPPED
     return entry.status
 

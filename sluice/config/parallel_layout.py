@@ -39,10 +39,10 @@ def divisions(
     yield TENSOR_KEY, tensor, ranks // pipeline, of_stage
     if ranks % (tensor * pipeline):
         return  # the other sizes divide what these leave
-    left = ranks // (tensor * pipeline)
-    of_left = _left(ranks, left)
-    yield SHARD_KEY, shard, left, of_left
-    yield SEQUENCE_KEY, sequence, left, of_left
+    remaining = ranks // (tensor * pipeline)
+    of_left = _remaining_ranks_text(ranks, remaining)
+    yield SHARD_KEY, shard, remaining, of_left
+    yield SEQUENCE_KEY, sequence, remaining, of_left
     of_copy = f"{SHARD_KEY} * tensor_parallel_size" if tensor > 1 else SHARD_KEY
     yield EXPERT_KEY, experts, shard * tensor, f"ranks that share one copy of the model ({of_copy})"
 
@@ -143,7 +143,7 @@ def shard_size(fsdp_size: int, peers: int, ranks: int, key: str) -> int:
     """
     if not 0 < fsdp_size < peers:
         return peers
-    _check_divides(key, fsdp_size, peers, _left(ranks, peers))
+    _check_divides(key, fsdp_size, peers, _remaining_ranks_text(ranks, peers))
     return fsdp_size
 
 
@@ -183,7 +183,7 @@ def nearest_divisors(wanted: int, number: int, maximum: int | None = None) -> st
     return " or ".join(map(str, below + above))
 
 
-def _left(ranks: int, peers: int) -> str:
+def _remaining_ranks_text(ranks: int, peers: int) -> str:
     return _RANKS if peers == ranks else "trainer ranks that tensor and pipeline sizes leave"
 
 
@@ -220,9 +220,9 @@ def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> lis
                 f"{FIRST_KEY} and {LAST_KEY} set the layers of a stage, which account_for_embedding"
                 "_in_pipeline_split and account_for_loss_in_pipeline_split derive; give one of both"
             )
-        sizes = _with_given(num_layers, stages, first, last)
+        sizes = _stage_sizes_with_ends(num_layers, stages, first, last)
     else:
-        sizes = _even(num_layers, stages, embedding=embedding, loss=loss)
+        sizes = _even_stage_sizes(num_layers, stages, embedding=embedding, loss=loss)
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
@@ -245,25 +245,25 @@ def check_image_layers(stages: Sequence[range], added: int) -> None:
     Raises:
         ConfigError: names the numbers.
     """
-    first = len(stages[0])
-    if first < added and len(stages) > 1:
+    first_layers = len(stages[0])
+    if first_layers < added and len(stages) > 1:
         raise ConfigError(
-            f"{PIPELINE_KEY}={len(stages)}: the first stage has {first} of the model's "
+            f"{PIPELINE_KEY}={len(stages)}: the first stage has {first_layers} of the model's "
             f"{stages[-1].stop} layers, and the image encoder, which it holds too, adds to the "
             f"first {added}; set {FIRST_KEY}={added} or more, or use fewer stages"
         )
 
 
-def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:
+def _even_stage_sizes(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:
     number = num_layers + embedding + loss
     # Given layers and these keys exclude each other.
     not_counted = f" and {EMBEDDING_KEY}=false" * embedding + f" and {LOSS_KEY}=false" * loss
     if number % stages:
-        counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
+        counted_things = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
         raise ConfigError(
-            f"{PIPELINE_KEY}={stages} does not divide {number} {counted} of the model; give "
+            f"{PIPELINE_KEY}={stages} does not divide {number} {counted_things} of the model; give "
             f"{nearest_divisors(stages, number, maximum=num_layers)}, or "
-            f"{_given_cut(num_layers, stages)}{not_counted}"
+            f"{_suggested_cut(num_layers, stages)}{not_counted}"
         )
     sizes = [number // stages] * stages  # 2 at least with embedding or loss among them
     sizes[0] -= embedding
@@ -271,33 +271,35 @@ def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[
     return sizes
 
 
-def _with_given(num_layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
-    left = num_layers - (first or 0) - (last or 0)
+def _stage_sizes_with_ends(
+    num_layers: int, stages: int, first: int | None, last: int | None
+) -> list[int]:
+    remaining = num_layers - (first or 0) - (last or 0)
     between = stages - (first is not None) - (last is not None)
-    fits = left == 0 if between == 0 else left >= between and left % between == 0
+    fits = remaining == 0 if between == 0 else remaining >= between and remaining % between == 0
     if not fits:
-        given = [f"{FIRST_KEY}={first}"] * (first is not None)
-        given += [f"{LAST_KEY}={last}"] * (last is not None)
+        settings = [f"{FIRST_KEY}={first}"] * (first is not None)
+        settings += [f"{LAST_KEY}={last}"] * (last is not None)
         fault = (
-            f"this leaves {left} of {num_layers} layers for the other {between} stages, which they "
-            "cannot share evenly"
+            f"this leaves {remaining} of {num_layers} layers for the other {between} stages, which "
+            "they cannot share evenly"
             if between
             else f"their sum is not the model's {num_layers} layers"
         )
         raise ConfigError(
-            f"{' and '.join(given)} with {PIPELINE_KEY}={stages}: {fault}; "
-            f"give {_given_cut(num_layers, stages)}"
+            f"{' and '.join(settings)} with {PIPELINE_KEY}={stages}: {fault}; "
+            f"give {_suggested_cut(num_layers, stages)}"
         )
-    sizes = [left // max(between, 1)] * stages
+    sizes = [remaining // max(between, 1)] * stages
     sizes[0] = first or sizes[0]
     sizes[-1] = last or sizes[-1]
     return sizes
 
 
-def _given_cut(num_layers: int, stages: int) -> str:
+def _suggested_cut(num_layers: int, stages: int) -> str:
     """Return values of the keys that cut so many layers almost evenly."""
-    each = -(-num_layers // stages)
-    if num_layers - each * (stages - 2) < 2:
-        each -= 1
-    ends = num_layers - each * (stages - 2)
+    layers = -(-num_layers // stages)
+    if num_layers - layers * (stages - 2) < 2:
+        layers -= 1
+    ends = num_layers - layers * (stages - 2)
     return f"{FIRST_KEY}={-(-ends // 2)} with {LAST_KEY}={ends // 2}"

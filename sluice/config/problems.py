@@ -66,16 +66,16 @@ class Problem:
         return f"{self.statement}; {self.advice}" if self.advice else self.statement
 
 
-def of_error(error: ConfigError) -> Problem:
+def problem_of(error: ConfigError) -> Problem:
     """Return the problem that an error describes."""
     return Problem("", UNSET, str(error))
 
 
 def verl_problem(
-    rule: str, key: str, value: object, message: str, *overrides: str, here: bool = False
+    rule: str, key: str, value: object, message: str, *overrides: str, is_error: bool = False
 ) -> Problem:
-    """Return the problem of a broken rule of verl; with `here`, sluice cannot run it either."""
-    severity = Severity.ERROR if here else Severity.WARNING
+    """Return the problem of a broken rule of verl; with `is_error`, sluice cannot run it either."""
+    severity = Severity.ERROR if is_error else Severity.WARNING
     return Problem(key, value, message, overrides=overrides, rule=rule, severity=severity)
 
 

@@ -76,7 +76,7 @@ def expectation(annotation: object) -> str:
     """Return the values that a type accepts, as text, for example ``an integer >= 1 or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _bounded(arguments[0], arguments[1:])
+        return _bounded_text(arguments[0], arguments[1:])
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
     if origin in (Union, types.UnionType):
@@ -90,7 +90,7 @@ def expectation(annotation: object) -> str:
     return _WORDS.get(annotation, str(annotation))
 
 
-def _bounded(annotation: object, metas: tuple[object, ...]) -> str:
+def _bounded_text(annotation: object, metas: tuple[object, ...]) -> str:
     words = expectation(annotation)
     bounds = [
         f"{sign} {getattr(meta, name)}"
@@ -111,15 +111,15 @@ def field_types(section: type[Section]) -> dict[str, object]:
 @cache
 def known_keys() -> tuple[str, ...]:
     """Return every key as a dotted path, sections included, in the order of the schema."""
-    return tuple(_walk(RunConfig, ""))
+    return tuple(_walk_keys(RunConfig, ""))
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[str]:
+def _walk_keys(section: type[Section], prefix: str) -> Iterator[str]:
     for name, annotation in field_types(section).items():
         yield f"{prefix}{name}"
         inner = section_type(annotation)
         if inner is not None:
-            yield from _walk(inner, f"{prefix}{name}.")
+            yield from _walk_keys(inner, f"{prefix}{name}.")
 
 
 def leaf_keys() -> Iterator[str]:

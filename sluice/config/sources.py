@@ -33,22 +33,24 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
     sources = config.sluice.sources
     if not sources:
         return {ONLY_SOURCE: config}
-    return {name: _of_source(config, source) for name, source in sources.items()}
+    return {name: _source_config(config, source) for name, source in sources.items()}
 
 
 def prompt_files(config: RunConfig) -> dict[str, list[str]]:
     """Return the files of prompts by the key that names them: of training, then of validation."""
     data, sources = config.data, config.sluice.sources
-    named: dict[str, str | list[str] | None]
-    named = {f"{SOURCES_KEY}.{name}.files": one.files for name, one in sources.items()}
-    named = named or {TRAIN_KEY: data.train_files}
-    return {key: file_list(files) for key, files in {**named, VAL_KEY: data.val_files}.items()}
+    files_by_key: dict[str, str | list[str] | None]
+    files_by_key = {f"{SOURCES_KEY}.{name}.files": source.files for name, source in sources.items()}
+    files_by_key = files_by_key or {TRAIN_KEY: data.train_files}
+    return {
+        key: file_list(files) for key, files in {**files_by_key, VAL_KEY: data.val_files}.items()
+    }
 
 
 def source_shares(config: RunConfig) -> dict[str, float]:
     """Return the share of each source in a train batch."""
     sources = config.sluice.sources
-    return {name: one.share for name, one in sources.items()} or {ONLY_SOURCE: 1.0}
+    return {name: source.share for name, source in sources.items()} or {ONLY_SOURCE: 1.0}
 
 
 def source_groups(config: RunConfig) -> dict[str, int]:
@@ -62,7 +64,10 @@ def source_groups(config: RunConfig) -> dict[str, int]:
 
 def largest_n(config: RunConfig) -> int:
     """Return the most responses to a prompt of any source."""
-    return max(one.actor_rollout_ref.rollout.n for one in source_configs(config).values())
+    return max(
+        source_config.actor_rollout_ref.rollout.n
+        for source_config in source_configs(config).values()
+    )
 
 
 def responses_per_step(config: RunConfig) -> int:
@@ -74,22 +79,22 @@ def responses_per_step(config: RunConfig) -> int:
         return config.data.train_batch_size * largest_n(config)
     groups = source_groups(config)
     return sum(
-        groups[name] * one.actor_rollout_ref.rollout.n
-        for name, one in source_configs(config).items()
+        groups[name] * source_config.actor_rollout_ref.rollout.n
+        for name, source_config in source_configs(config).items()
     )
 
 
 def follows_yield(config: RunConfig) -> tuple[str, ...]:
     """Return the sources whose shares follow their yields."""
     sources = config.sluice.sources
-    return tuple(name for name, one in sources.items() if one.curriculum == "yield")
+    return tuple(name for name, source in sources.items() if source.curriculum == "yield")
 
 
-def _of_source(config: RunConfig, source: SourceConfig) -> RunConfig:
+def _source_config(config: RunConfig, source: SourceConfig) -> RunConfig:
     replace = structs.replace
     run = config.actor_rollout_ref
-    loss = _over(run.actor.policy_loss, loss_mode=source.loss_mode)
-    actor = _over(
+    loss = _with_set_values(run.actor.policy_loss, loss_mode=source.loss_mode)
+    actor = _with_set_values(
         replace(run.actor, policy_loss=loss),
         loss_agg_mode=source.loss_agg_mode,
         clip_ratio_low=source.clip_ratio_low,
@@ -98,17 +103,17 @@ def _of_source(config: RunConfig, source: SourceConfig) -> RunConfig:
         use_kl_loss=source.use_kl_loss,
         kl_loss_coef=source.kl_loss_coef,
     )
-    rollout = _over(run.rollout, n=source.n)
+    rollout = _with_set_values(run.rollout, n=source.n)
     return replace(
         config,
         data=replace(config.data, train_files=source.files),
         actor_rollout_ref=replace(run, actor=actor, rollout=rollout),
-        algorithm=_over(config.algorithm, adv_estimator=source.adv_estimator),
+        algorithm=_with_set_values(config.algorithm, adv_estimator=source.adv_estimator),
         sluice=replace(config.sluice, sources={}),
     )
 
 
-def _over(section: NodeT, **values: object) -> NodeT:
+def _with_set_values(section: NodeT, **values: object) -> NodeT:
     """Return the section with those values that are not null."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return structs.replace(section, **given)
+    set_values = {name: value for name, value in values.items() if value is not None}
+    return structs.replace(section, **set_values)

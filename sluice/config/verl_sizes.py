@@ -216,13 +216,13 @@ def verl_sizes(config: RunConfig, settings: KeySettings) -> VerlSizes:
         settings,
         verl_batch(config, settings),
         tuple(_log_prob_pass(config, settings, section) for section in sections),
-        _critic(config, settings) if uses_critic(config) else None,
+        _critic_pass(config, settings) if uses_critic(config) else None,
     )
 
 
 def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
     """Return the batch sizes with verl's data-parallel size."""
-    return _batch(config, parallel_split(config, settings))
+    return _batch_plan(config, parallel_split(config, settings))
 
 
 def own_batch(config: RunConfig) -> BatchPlan:
@@ -235,20 +235,20 @@ def own_batch(config: RunConfig) -> BatchPlan:
         tp=sizes.tensor_parallel_size,
         pp=sizes.pipeline_parallel_size,
     )
-    return _batch(config, split)
+    return _batch_plan(config, split)
 
 
 def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
     """Return the trainer's parallel sizes, of FSDP or of Megatron."""
-    megatron, own = is_megatron(settings), config.actor_rollout_ref.actor.fsdp_config
+    megatron, sharding = is_megatron(settings), config.actor_rollout_ref.actor.fsdp_config
     return ParallelSplit(
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
         megatron=megatron,
-        sp=settings.whole(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
-        tp=_megatron_size(settings, "tensor") if megatron else own.tensor_parallel_size,
-        pp=_megatron_size(settings, "pipeline") if megatron else own.pipeline_parallel_size,
-        cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
+        sp=settings.integer(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
+        tp=_megatron_size(settings, "tensor") if megatron else sharding.tensor_parallel_size,
+        pp=_megatron_size(settings, "pipeline") if megatron else sharding.pipeline_parallel_size,
+        cp=settings.integer(f"{MEGATRON}.context_parallel_size"),
     )
 
 
@@ -268,14 +268,14 @@ def is_megatron(settings: KeySettings) -> bool:
 def expert_tensor_parallel(settings: KeySettings) -> int:
     """Return the ranks that share one expert; by default as many as share a dense layer."""
     key = f"{MEGATRON}.expert_tensor_parallel_size"
-    return settings.whole_or_none(key) or _megatron_size(settings, "tensor")
+    return settings.integer_or_none(key) or _megatron_size(settings, "tensor")
 
 
 def _megatron_size(settings: KeySettings, kind: str) -> int:
-    return settings.whole(f"{MEGATRON}.{kind}_model_parallel_size")
+    return settings.integer(f"{MEGATRON}.{kind}_model_parallel_size")
 
 
-def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
+def _batch_plan(config: RunConfig, split: ParallelSplit) -> BatchPlan:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     return BatchPlan(
         train_prompts=prompts,
@@ -295,25 +295,25 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
     shared = split.cp if split.megatron else split.sp
     sp_key, flag_key = f"{REF}.fsdp_config.{_ULYSSES}", f"{section}.log_prob_use_dynamic_bsz"
     if section == REF and not split.megatron and settings.is_set(sp_key):
-        shared = settings.whole(sp_key)
+        shared = settings.integer(sp_key)
     return LogProbPass(
         section,
         micro_rows=rows_per_device(settings, size_key),
-        global_micro_rows=settings.whole_or_none(size_key),
+        global_micro_rows=settings.integer_or_none(size_key),
         dynamic=settings.flag(flag_key) if settings.is_set(flag_key) else actor.use_dynamic_bsz,
-        token_budget=settings.whole_or_none(f"{section}.log_prob_max_token_len_per_gpu")
+        token_budget=settings.integer_or_none(f"{section}.log_prob_max_token_len_per_gpu")
         or actor.ppo_max_token_len_per_gpu,
         sp=shared,
     )
 
 
-def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
+def _critic_pass(config: RunConfig, settings: KeySettings) -> CriticPass:
     critic, dynamic = config.critic, config.critic.use_dynamic_bsz
     sp_key = "megatron.context_parallel_size" if is_megatron(settings) else f"fsdp.{_ULYSSES}"
     return CriticPass(
         dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
         token_budget=critic.ppo_max_token_len_per_gpu,
-        sp=settings.whole(f"{CRITIC}.{sp_key}"),
+        sp=settings.integer(f"{CRITIC}.{sp_key}"),
         remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding"),
     )
 
@@ -323,4 +323,4 @@ def rows_per_device(settings: KeySettings, key: str) -> int | None:
     per_device = f"{key}_per_gpu"
     if settings.is_set(key) and not settings.is_set(per_device):
         return None
-    return settings.whole_or_none(per_device)
+    return settings.integer_or_none(per_device)

@@ -59,7 +59,7 @@ COMPOSITION = {
 """Parts of a column of groups, each with the metrics ``train/groups_<name>`` that it sums."""
 
 
-def kept_points(values: Values, max_points: int) -> Indexes:
+def choose_points(values: Values, max_points: int) -> Indexes:
     """Choose the points of a curve to show: at most `max_points`, in order.
 
     They include the first and the last point. The points between are cut into equal intervals;
@@ -81,14 +81,14 @@ def kept_points(values: Values, max_points: int) -> Indexes:
     if values.size <= max_points:
         return np.arange(values.size)
     edges = bucket_edges(values.size - 2, (max_points - 2) // 2) + 1
-    kept = [0, values.size - 1]
+    indexes = [0, values.size - 1]
     for begin, end in pairwise(edges):
         stretch = values[begin:end]
         if np.isnan(stretch).all():
-            kept.append(int(begin))
+            indexes.append(int(begin))
         else:
-            kept += [int(begin + np.nanargmin(stretch)), int(begin + np.nanargmax(stretch))]
-    return np.unique(np.asarray(kept, dtype=np.int64))
+            indexes += [int(begin + np.nanargmin(stretch)), int(begin + np.nanargmax(stretch))]
+    return np.unique(np.asarray(indexes, dtype=np.int64))
 
 
 def bucket_edges(num_points: int, max_buckets: int) -> Indexes:
@@ -136,8 +136,8 @@ def curve_points(history: StepHistory, max_points: int) -> dict[str, Any]:
     return {
         "num_steps": int(steps.size),
         "curves": {**curves, **totals, "accuracy": accuracy_points(history, max_points)},
-        "composition": _columns(steps, _groups(history), max_points),
-        "timing": _columns(steps, _seconds(history), max_points),
+        "composition": _columns(steps, _group_columns(history), max_points),
+        "timing": _columns(steps, _second_columns(history), max_points),
     }
 
 
@@ -154,24 +154,24 @@ def accuracy_points(history: StepHistory, max_points: int) -> dict[str, list[Any
 def metric_points(history: StepHistory, name: str, max_points: int) -> dict[str, list[Any]]:
     """Return any metric of the run as ``x`` (steps) and ``y``, without steps that lack it."""
     steps, values = history.series(name)
-    known = ~np.isnan(values)
-    return _curve(steps[known], values[known], max_points)
+    has_value = ~np.isnan(values)
+    return _curve(steps[has_value], values[has_value], max_points)
 
 
-def _groups(history: StepHistory) -> dict[str, Values]:
+def _group_columns(history: StepHistory) -> dict[str, Values]:
     return {
         kind: _sum_of(history, [f"train/groups_{part}" for part in parts])
         for kind, parts in COMPOSITION.items()
     }
 
 
-def _seconds(history: StepHistory) -> dict[str, Values]:
+def _second_columns(history: StepHistory) -> dict[str, Values]:
     parts = {
         part: _sum_of(history, [f"timing_s/{name}" for name in names])
         for part, names in _TIMING.items()
     }
-    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(parts.values()), axis=0)
-    return {**parts, "other": np.maximum(rest, 0.0)}
+    unaccounted = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(parts.values()), axis=0)
+    return {**parts, "other": np.maximum(unaccounted, 0.0)}
 
 
 def _sum_of(history: StepHistory, names: list[str]) -> Values:
@@ -182,8 +182,8 @@ def _sum_of(history: StepHistory, names: list[str]) -> Values:
 def _curve(
     steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], max_points: int
 ) -> dict[str, list[Any]]:
-    kept = kept_points(values, max_points)
-    return {"x": steps[kept].tolist(), "y": [_number(value) for value in values[kept].tolist()]}
+    shown = choose_points(values, max_points)
+    return {"x": steps[shown].tolist(), "y": [_number(value) for value in values[shown].tolist()]}
 
 
 def _number(value: float) -> float | None:

@@ -64,7 +64,7 @@ class LineTail:
         self._offset = 0
         self._inode: int | None = None
 
-    def take(self) -> NewLines:
+    def read_new_lines(self) -> NewLines:
         """Return the lines since the last call.
 
         Raises:
@@ -73,15 +73,15 @@ class LineTail:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            return NewLines(is_reset=self._forget())
+            return NewLines(is_reset=self._reset())
         with file:
-            is_reset = self._is_other(file) and self._forget()
+            is_reset = self._is_replaced(file) and self._reset()
             self._inode = _inode(file)
             before = self._offset
-            lines = self._lines(file)
+            lines = self._read_lines(file)
             return NewLines(lines, is_reset, has_more=self._offset > before)
 
-    def _forget(self) -> bool:
+    def _reset(self) -> bool:
         """Restart at the beginning; return whether anything had been read."""
         was_read = self._offset > 0
         self._offset = 0
@@ -89,17 +89,17 @@ class LineTail:
         self._is_within_long_line = False
         return was_read
 
-    def _is_other(self, file: BinaryIO) -> bool:
+    def _is_replaced(self, file: BinaryIO) -> bool:
         """Return whether `file` is another one than before, not the same with more lines."""
         if self._offset == 0:
             return False
         if _inode(file) != self._inode:
             return True
         file.seek(self._offset - 1)
-        last = file.read(1)
-        return not last or (last != _NEWLINE and not self._is_within_long_line)
+        last_byte = file.read(1)
+        return not last_byte or (last_byte != _NEWLINE and not self._is_within_long_line)
 
-    def _lines(self, file: BinaryIO) -> list[TailLine]:
+    def _read_lines(self, file: BinaryIO) -> list[TailLine]:
         file.seek(self._offset)
         lines, end = [], self._offset + self._chunk_bytes
         while self._offset < end and (text := file.readline(self._max_line_bytes)):

@@ -15,7 +15,7 @@ from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain_run
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.servicer import all_left, launched_processes
+from sluice.launch.servicer import have_all_left, launched_processes
 from sluice.service_contract import CONFIG_NAME
 
 ASK_EVERY_S = 1.0
@@ -87,7 +87,7 @@ class LiveStatus:
         async with self._turn:
             now_s = self._clock()
             if now_s - self._asked_s >= ASK_EVERY_S:
-                self._answer = await self._fresh()
+                self._answer = await self._query()
                 self._asked_s = self._clock()
             return self._answer
 
@@ -95,16 +95,16 @@ class LiveStatus:
         """Close the channels."""
         await self._stack.aclose()
 
-    async def _fresh(self) -> LiveAnswer | None:
+    async def _query(self) -> LiveAnswer | None:
         try:
-            monitor, location = await self._connected()
+            monitor, location = await self._connect()
         except (SluiceError, OSError):
             return None
         try:
             async with deadline(
                 self._answer_within_s, peer="trainer", phase="asking for its status"
             ):
-                if await all_left(self._run_dir):
+                if await have_all_left(self._run_dir):
                     return None
                 run = await monitor.snapshot()
         except SluiceError:
@@ -112,12 +112,12 @@ class LiveStatus:
         if self._clock() - self._surveyed_s >= SURVEY_EVERY_S:
             self._wait = await self._survey(location)
             self._surveyed_s = self._clock()
-        processes = await self._launched()
+        processes = await self._launched_processes()
         if run is None and self._wait is None and not processes:
             return None
         return LiveAnswer(run, self._wait, processes)
 
-    async def _launched(self) -> tuple[LaunchedProcess, ...]:
+    async def _launched_processes(self) -> tuple[LaunchedProcess, ...]:
         try:
             async with deadline(
                 self._answer_within_s, peer="launcher", phase="asking for its processes"
@@ -138,7 +138,7 @@ class LiveStatus:
         )
         return WaitCause(explanation.cause, explanation.root, longest if explanation.root else 0.0)
 
-    async def _connected(self) -> tuple[RunMonitor, RunLocation]:
+    async def _connect(self) -> tuple[RunMonitor, RunLocation]:
         """Return the run's addresses with a client of them, looked up again after a restart.
 
         Raises:

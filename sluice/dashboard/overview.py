@@ -16,7 +16,7 @@ from sluice.client.run_monitor import RunSnapshot
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
-from sluice.report.progress import low_yield
+from sluice.report.progress import low_yield_notice
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
 from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
@@ -82,34 +82,34 @@ def health_of(facts: RunHealthInputs) -> Health:
     run = facts.run
     if run is None or run.phase == "finished":
         if facts.is_finished or run is not None:
-            return Health(RunVerdict.FINISHED, tuple(_lost(facts)))
-        if restarts := tuple(_restarts(facts)):
+            return Health(RunVerdict.FINISHED, tuple(_lost_prompt_reasons(facts)))
+        if restarts := tuple(_restart_reasons(facts)):
             return Health(RunVerdict.TROUBLE, restarts)
         if facts.wait:
             return Health(RunVerdict.TROUBLE, (f"the trainer does not answer; {facts.wait}",))
         reason = "the trainer does not answer, and the run has not reached its end"
         return Health(RunVerdict.NOT_RUNNING, (reason,))
-    trouble = tuple(_trouble(run, facts))
-    attention = tuple(_attention(run, facts))
+    trouble = tuple(_trouble_reasons(run, facts))
+    attention = tuple(_attention_reasons(run, facts))
     if trouble:
         return Health(RunVerdict.TROUBLE, trouble + attention)
     return Health(RunVerdict.ATTENTION if attention else RunVerdict.HEALTHY, attention)
 
 
-def _trouble(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
+def _trouble_reasons(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
     has_replica = any(replica.state in {"serving", _COMING} for replica in run.replicas)
     if run.phase not in _WITHOUT_REPLICAS and not has_replica:
         yield "no replica serves"
-    yield from _lost(facts)
+    yield from _lost_prompt_reasons(facts)
 
 
-def _lost(facts: RunHealthInputs) -> Iterator[str]:
-    lost = facts.prompts.get("prompts_lost", 0.0)
-    if lost:
-        yield f"{lost:.0f} prompts are lost: neither pending nor ended"
+def _lost_prompt_reasons(facts: RunHealthInputs) -> Iterator[str]:
+    num_lost = facts.prompts.get("prompts_lost", 0.0)
+    if num_lost:
+        yield f"{num_lost:.0f} prompts are lost: neither pending nor ended"
 
 
-def _attention(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
+def _attention_reasons(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
     usual_s = max(_STUCK_S, _STUCK_STEPS * (facts.step_s or 0.0))
     if run.phase not in _AT_REST and run.phase_seconds > usual_s:
         behind = f"; {facts.wait}" if facts.wait else ""
@@ -118,32 +118,34 @@ def _attention(run: RunSnapshot, facts: RunHealthInputs) -> Iterator[str]:
         yield f"held by a guard: {run.hold_reason}; `sluice resume` ends the hold"
     elif run.phase == "paused":
         yield f"held between steps for {run.phase_seconds:.0f} s"
-    for one in run.guards:
-        if one.state == "no signal" and facts.step_s is not None:  # else it is too early
-            yield f"no signal for the guard '{one.rule}': {one.detail}"
+    for guard in run.guards:
+        if guard.state == "no signal" and facts.step_s is not None:  # else it is too early
+            yield f"no signal for the guard '{guard.rule}': {guard.detail}"
     usual = {"serving", "held", _COMING, _LEAVING}
     for replica in (r for r in run.replicas if r.state not in usual):
         yield f"replica {replica.name} is {replica.state}"
-    yield from _restarts(facts)
-    yield from _composition(facts.recent)
+    yield from _restart_reasons(facts)
+    yield from _composition_reasons(facts.recent)
     if abs(facts.residual_share) > _RESIDUAL:
         yield f"{abs(facts.residual_share):.1%} of all tokens are unaccounted for"
 
 
-def _restarts(facts: RunHealthInputs) -> Iterator[str]:
+def _restart_reasons(facts: RunHealthInputs) -> Iterator[str]:
     for process in facts.processes:
         if not process.pid and process.restarts and not process.is_draining:
             yield process.restart_text
 
 
-def _composition(recent: Mapping[str, float]) -> Iterator[str]:
+def _composition_reasons(recent: Mapping[str, float]) -> Iterator[str]:
     total = sum(recent.values())
     if total <= 0:
         return
     failed = recent.get("failed", 0.0) / total
     if failed > _MANY_FAILED:
         yield f"{failed:.0%} of the groups of the last steps failed"
-    if notice := low_yield({f"train/groups_{kind}": count for kind, count in recent.items()}):
+    if notice := low_yield_notice(
+        {f"train/groups_{kind}": count for kind, count in recent.items()}
+    ):
         yield f"{notice} (last steps)"
 
 
@@ -178,7 +180,7 @@ def overview(
     """
     run = live.run if live else None
     accounts = final_accounts or (run.accounts if run else {}) or history.accounts
-    facts = _facts(final_accounts, history, live, accounts)
+    facts = _health_inputs(final_accounts, history, live, accounts)
     health = health_of(facts)
     accuracies = history.accuracies()
     return {
@@ -193,11 +195,11 @@ def overview(
         "training_seconds": _round(float(np.nansum(history.column(STEP_S)))),
         "accuracy": _point(accuracies[-1]) if accuracies else None,
         "first_accuracy": _point(accuracies[0]) if len(accuracies) > 1 else None,
-        "reward": _newest(history, REWARD),
-        "tokens_per_s": _newest(history, TOKENS_PER_S),
+        "reward": _newest_value(history, REWARD),
+        "tokens_per_s": _newest_value(history, TOKENS_PER_S),
         "tokens_per_s_now": _tokens_per_s(run),
         "wait": asdict(live.wait) if live and live.wait else None,
-        "awaited": [asdict(one) for one in run.awaited] if run else [],
+        "awaited": [asdict(wait) for wait in run.awaited] if run else [],
         "processes": [asdict(process) for process in live.processes] if live else [],
         "replicas": [asdict(replica) for replica in run.replicas] if run else [],
         "prompts": dict(run.prompts) if run else _prompts(accounts),
@@ -209,7 +211,7 @@ def _phase_of(verdict: RunVerdict) -> str:
     return "does not answer" if verdict is RunVerdict.TROUBLE else verdict.value
 
 
-def _facts(
+def _health_inputs(
     final_accounts: Mapping[str, float],
     history: StepHistory,
     live: LiveAnswer | None,
@@ -217,11 +219,11 @@ def _facts(
 ) -> RunHealthInputs:
     run = live.run if live else None
     seconds = history.column(STEP_S)[-_RECENT_STEPS:]
-    known = seconds[~np.isnan(seconds)]
+    measured = seconds[~np.isnan(seconds)]
     return RunHealthInputs(
         run=run,
         is_finished=bool(final_accounts),
-        step_s=float(np.median(known)) if known.size else None,
+        step_s=float(np.median(measured)) if measured.size else None,
         wait=live.wait.cause if live and live.wait and live.wait.root else "",
         prompts=final_accounts or (run.prompts if run else {}),
         recent=_recent_groups(history),
@@ -258,7 +260,7 @@ def _tokens_per_s(run: RunSnapshot | None) -> float | None:
     return _round(sum(replica.tokens_per_second for replica in run.replicas))
 
 
-def _newest(history: StepHistory, name: str) -> float | None:
+def _newest_value(history: StepHistory, name: str) -> float | None:
     value = history.newest.get(name)
     return None if value is None else _round(value)
 

@@ -157,14 +157,14 @@ def parse_filter(query: Query) -> SampleFilter:
     """Return the filter of the groups. Raises InvalidRequestError."""
     largest = 2**31 - 1
     outcomes = [name for name in query.get("outcome", "").split(",") if name]
-    known = {outcome.value: outcome for outcome in ShownOutcome}
+    by_name = {outcome.value: outcome for outcome in ShownOutcome}
     for name in outcomes:
-        if name not in known:
+        if name not in by_name:
             raise InvalidRequestError(
-                f"outcome: {_shown(name)} is not an outcome; give some of {', '.join(known)}"
+                f"outcome: {_quote(name)} is not an outcome; give some of {', '.join(by_name)}"
             )
     return SampleFilter(
-        frozenset(known[name] for name in outcomes),
+        frozenset(by_name[name] for name in outcomes),
         _integer(query, "first_step", 0, largest),
         _integer(query, "last_step", 0, largest),
         _number(query, "least_score"),
@@ -179,7 +179,7 @@ def parse_cursor(query: Query) -> PageCursor | None:
         return None
     step, dot, ordinal = text.partition(".")
     if not (dot and _is_count(step) and _is_count(ordinal)):
-        raise InvalidRequestError(f"after: {_shown(text)} is not a position; give `next` of a page")
+        raise InvalidRequestError(f"after: {_quote(text)} is not a position; give `next` of a page")
     return PageCursor(int(step), int(ordinal))
 
 
@@ -191,7 +191,7 @@ def cursor_text(cursor: PageCursor | None) -> str | None:
 def parse_ordinal(text: str) -> int:
     """Return the number of a group. Raises InvalidRequestError."""
     if not _is_count(text):
-        raise InvalidRequestError(f"group: {_shown(text)} is not the number of a group")
+        raise InvalidRequestError(f"group: {_quote(text)} is not the number of a group")
     return int(text)
 
 
@@ -200,30 +200,30 @@ def _is_count(text: str) -> bool:
 
 
 def _integer(query: Query, name: str, minimum: int, maximum: int) -> int | None:
-    value = _parsed(query, name, int)
+    value = _parse_optional(query, name, int)
     if value is not None and not minimum <= value <= maximum:
         raise InvalidRequestError(f"{name}: {value} is out of range; give {minimum} to {maximum}")
     return value
 
 
 def _number(query: Query, name: str) -> float | None:
-    value = _parsed(query, name, float)
+    value = _parse_optional(query, name, float)
     if value is not None and not math.isfinite(value):
         raise InvalidRequestError(f"{name}: {value} is not a finite number")
     return value
 
 
-def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _NumberT | None:
+def _parse_optional(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _NumberT | None:
     text = query.get(name, "")
     if not text:
         return None
     try:
         return parse(text[:_MAX_SHOWN_CHARS])
     except ValueError as error:
-        raise InvalidRequestError(f"{name}: {_shown(text)} is not a number") from error
+        raise InvalidRequestError(f"{name}: {_quote(text)} is not a number") from error
 
 
-def _shown(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text[:_MAX_SHOWN_CHARS])
 
 
@@ -235,7 +235,7 @@ def page_object(page: GroupPage, counts: dict[str, int]) -> dict[str, Any]:
         counts: all indexed groups by outcome.
     """
     return {
-        "groups": [_row(group) for group in page.groups],
+        "groups": [_row_object(group) for group in page.groups],
         "next": cursor_text(page.next),
         "num_matching": page.num_matching,
         "num_searched": page.num_searched,
@@ -243,45 +243,45 @@ def page_object(page: GroupPage, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def group_object(found: ListedGroup) -> dict[str, Any]:
+def group_object(listed: ListedGroup) -> dict[str, Any]:
     """Return a group with all of its texts as JSON."""
-    group = found.group
+    group = listed.group
     return {
-        **_row(found),
+        **_row_object(listed),
         "prompt": group.prompt,
         "ground_truth": group.ground_truth,
         "data_source": group.data_source,
         "environment": group.environment,
         "replicas": group.replicas,
         "ended_at": group.ended_at or None,
-        "responses": [_response(response) for response in group.responses],
+        "responses": [_response_object(response) for response in group.responses],
     }
 
 
-def _row(found: ListedGroup) -> dict[str, Any]:
-    lines, group = found.entry.lines, found.group
+def _row_object(listed: ListedGroup) -> dict[str, Any]:
+    lines, group = listed.entry.lines, listed.group
     is_validation = lines.outcome is ShownOutcome.VALIDATION
     versions = [v for response in group.responses for v in response.versions or ()]
     return {
-        "id": found.entry.ordinal,
+        "id": listed.entry.ordinal,
         "prompt_id": group.prompt_id,
         "step": lines.step,
         "outcome": lines.outcome.value,
         "is_trained": group.step is not None,
-        "versions": _versions(versions, group.version, is_validation=is_validation),
+        "versions": _version_range(versions, group.version, is_validation=is_validation),
         "mean_score": None if math.isnan(lines.mean_score) else round(lines.mean_score, 4),
         "scores": [response.score for response in group.responses],
         "excerpt": group.prompt[:_EXCERPT_CHARS],
     }
 
 
-def _versions(versions: list[int], announced: int, *, is_validation: bool) -> list[int] | None:
+def _version_range(versions: list[int], announced: int, *, is_validation: bool) -> list[int] | None:
     """Return the oldest and newest version that sampled a token, if they are known."""
     if versions:
         return [min(versions), max(versions)]
     return [announced, announced] if is_validation else None
 
 
-def _response(response: SampledResponse) -> dict[str, Any]:
+def _response_object(response: SampledResponse) -> dict[str, Any]:
     turns = [msgspec.structs.asdict(turn) for turn in response.turns]
     return {**msgspec.structs.asdict(response), "turns": turns}

@@ -21,11 +21,11 @@ from sluice.dashboard.sample_browser import (
     SampleFilter,
     folders_of_run,
 )
-from sluice.dashboard.sample_lines import DumpRow, dump_row, shown_truth
+from sluice.dashboard.sample_lines import DumpRow, dump_row, truth_text
 from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, settings_object, side_by_side
 from sluice.dashboard.step_history import StepHistory
 from sluice.report.summary import versions_of_run
-from sluice.telemetry.metric_names import described
+from sluice.telemetry.metric_names import find_metric
 
 NO_POINTS = 1
 _EXAMPLES = "validation"
@@ -56,7 +56,7 @@ class RunData:
         run_dir: the run's folder.
         trainer: of its configuration: the number of steps, and the folder of validations.
         clock: seconds, monotonic.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunData:
         trainer: TrainerConfig,
         clock: Callable[[], float] = time.monotonic,
         *,
-        others: Sequence[Path] = (),
+        other_runs: Sequence[Path] = (),
     ) -> None:
         self._run_dir = run_dir
         self._total_steps = trainer.total_training_steps
@@ -73,7 +73,7 @@ class RunData:
         self._history = StepHistory(self._run_dir)
         self._runs = (
             ComparedRun(run_dir, self._history),
-            *(ComparedRun(other, StepHistory(other)) for other in others),
+            *(ComparedRun(folder, StepHistory(folder)) for folder in other_runs),
         )
         self._browser = SampleBrowser(folders_of_run(run_dir, trainer.validation_data_dir), clock)
         self._is_behind = True
@@ -109,10 +109,10 @@ class RunData:
     def metrics(self) -> dict[str, Any]:
         """Return every metric of the runs, with unit, meaning and newest value."""
         names = sorted({name for run in self._runs for name in run.history.names})
-        return {"metrics": [self._described(name) for name in names]}
+        return {"metrics": [self._describe_metric(name) for name in names]}
 
-    def _described(self, name: str) -> dict[str, Any]:
-        metric, newest = described(name), self._history.newest.get(name)
+    def _describe_metric(self, name: str) -> dict[str, Any]:
+        metric, newest = find_metric(name), self._history.newest.get(name)
         return {
             "name": name,
             "unit": metric.unit if metric else "",
@@ -141,10 +141,10 @@ class RunData:
         return compare_validations(self._run_dir, self._history.validated_steps())
 
     def samples(
-        self, wanted: SampleFilter, text: str, after: PageCursor | None, max_groups: int
+        self, sample_filter: SampleFilter, text: str, after: PageCursor | None, max_groups: int
     ) -> dict[str, Any]:
         """Return some groups of the list, and the number of all groups by outcome."""
-        page = self._browser.page(wanted, text, after=after, limit=max_groups)
+        page = self._browser.page(sample_filter, text, after=after, limit=max_groups)
         return page_object(page, self._browser.counts)
 
     def group(self, ordinal: int) -> dict[str, Any] | None:
@@ -164,27 +164,30 @@ def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
     if len(steps) < 2:
         return {"before": None, "after": None, "pairs": []}
     before, after = (
-        {example.input: example for example in _examples(run_dir / _EXAMPLES / f"{step}.jsonl")}
+        {
+            example.input: example
+            for example in _read_examples(run_dir / _EXAMPLES / f"{step}.jsonl")
+        }
         for step in (steps[0], steps[-1])
     )
     shared = (prompt for prompt in before if prompt in after)
     pairs = [
         {
             "prompt": prompt,
-            "ground_truth": shown_truth(before[prompt].gts),
-            "before": _response(before[prompt]),
-            "after": _response(after[prompt]),
+            "ground_truth": truth_text(before[prompt].gts),
+            "before": _response_object(before[prompt]),
+            "after": _response_object(after[prompt]),
         }
         for prompt in islice(shared, _NUM_PAIRS)
     ]
     return {"before": steps[0], "after": steps[-1], "pairs": pairs}
 
 
-def _response(example: DumpRow) -> dict[str, Any]:
+def _response_object(example: DumpRow) -> dict[str, Any]:
     return {"text": example.output, "score": example.score}
 
 
-def _examples(file: Path) -> Iterator[DumpRow]:
+def _read_examples(file: Path) -> Iterator[DumpRow]:
     """Yield the rows at the beginning of a file; none if it cannot be read."""
     try:
         with file.open("rb") as opened:
@@ -205,8 +208,10 @@ def log_names(run_dir: Path) -> list[str]:
     except OSError:
         return []
     names = [name.removesuffix(_LOG_SUFFIX) for name in files if name.endswith(_LOG_SUFFIX)]
-    first = _FIRST_LOGS
-    return sorted(names, key=lambda name: (not name.startswith(first), name != first[0], name))
+    first_names = _FIRST_LOGS
+    return sorted(
+        names, key=lambda name: (not name.startswith(first_names), name != first_names[0], name)
+    )
 
 
 def log_tail(run_dir: Path, service: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sluice.dashboard.sample_lines import (
     GroupReader,
     SampleSource,
     ShownOutcome,
-    shown_group,
+    read_group,
 )
 from sluice.telemetry.samples import FOLDER_NAME, SampledGroup, SampledResponse
 
@@ -151,10 +151,10 @@ class SampleBrowser:
         """
         ends_s = self.clock() + READ_S
         for kind, folder in self.folders.items():
-            present = _numbered(folder)
+            present = _numbered_files(folder)
             for file in [f for f in self._files.values() if f.kind is kind]:
                 if file.path not in present:
-                    self._forget(file)
+                    self._drop_file(file)
                     self._num_unread_of_gone += file.tail.num_left_out
                     del self._files[file.path]
             for path, stamp in present.items():
@@ -172,12 +172,12 @@ class SampleBrowser:
             self._files[path] = file
         has_more = file.stamp != stamp
         while has_more:
-            taken = file.tail.take()
-            if taken.is_reset:
-                self._forget(file)
+            new_lines = file.tail.read_new_lines()
+            if new_lines.is_reset:
+                self._drop_file(file)
                 file.reader = GroupReader(kind)
-            self._add(file, file.reader.take(taken.lines))
-            has_more = taken.has_more
+            self._add(file, file.reader.take(new_lines.lines))
+            has_more = new_lines.has_more
             if has_more and self.clock() > ends_s:
                 return False
         if file.stamp != stamp:
@@ -194,14 +194,14 @@ class SampleBrowser:
             self._index[entry.ordinal] = entry
             self._next_ordinal += 1
 
-    def _forget(self, file: SampleFile) -> None:
+    def _drop_file(self, file: SampleFile) -> None:
         """Drop the groups of a file that was deleted or replaced."""
         self._num_unread_of_gone += file.reader.num_unread
         self._index = {n: entry for n, entry in self._index.items() if entry.file is not file}
 
     def page(
         self,
-        wanted: SampleFilter,
+        sample_filter: SampleFilter,
         text: str = "",
         *,
         after: PageCursor | None = None,
@@ -210,13 +210,13 @@ class SampleBrowser:
         """Return some groups of the list, highest step first, then newest first.
 
         Args:
-            wanted: the groups to list.
+            sample_filter: the groups to list.
             text: only groups with this text in the prompt or in a response, in any case.
             after: the end of the previous page.
             limit: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
                 may be empty and still have a next one.
         """
-        matching = [entry for entry in self._index.values() if wanted.admits(entry.lines)]
+        matching = [entry for entry in self._index.values() if sample_filter.admits(entry.lines)]
         num_matching = len(matching)
         if after is not None:
             end = (after.step, after.ordinal)
@@ -227,10 +227,10 @@ class SampleBrowser:
         for num_searched, entry in enumerate(matching):
             is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
             if len(groups) == limit or (is_late and num_searched):
-                last = matching[num_searched - 1]
-                return GroupPage(groups, last.cursor, num_matching, num_searched)
+                last_searched = matching[num_searched - 1]
+                return GroupPage(groups, last_searched.cursor, num_matching, num_searched)
             group = _load(entry)
-            if group is not None and (not needle or _holds(group, needle)):
+            if group is not None and (not needle or _contains(group, needle)):
                 groups.append(ListedGroup(entry, group))
         return GroupPage(groups, None, num_matching, len(matching))
 
@@ -252,7 +252,7 @@ def folders_of_run(run_dir: Path, validation_data_dir: str | None) -> dict[Sampl
     }
 
 
-def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
+def _numbered_files(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return ``<number>.jsonl`` by number, with inode and size; none without a folder."""
     try:
         entries = os.scandir(folder)
@@ -264,10 +264,10 @@ def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
             stem, suffix = os.path.splitext(entry.name)
             if suffix == ".jsonl" and stem.isascii() and stem.isdigit():
                 try:
-                    seen = entry.stat()
+                    status = entry.stat()
                 except FileNotFoundError:  # deleted meanwhile, like the oldest of the archive
                     continue
-                files[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
+                files[int(stem)] = Path(entry.path), (status.st_ino, status.st_size)
     return dict(files[number] for number in sorted(files))
 
 
@@ -275,18 +275,20 @@ def _load(entry: IndexEntry) -> SampledGroup | None:
     try:
         with entry.file.path.open("rb") as file:
             file.seek(entry.lines.offset)
-            return shown_group(entry.file.kind, file.read(entry.lines.length))
+            return read_group(entry.file.kind, file.read(entry.lines.length))
     except OSError:  # deleted since
         return None
 
 
-def _texts(response: SampledResponse) -> Iterator[str]:
+def _response_texts(response: SampledResponse) -> Iterator[str]:
     yield response.text
     for turn in response.turns:
         yield from (turn.read, turn.text)
 
 
-def _holds(group: SampledGroup, needle: str) -> bool:
+def _contains(group: SampledGroup, needle: str) -> bool:
     return needle in group.prompt.casefold() or any(
-        needle in text.casefold() for response in group.responses for text in _texts(response)
+        needle in text.casefold()
+        for response in group.responses
+        for text in _response_texts(response)
     )

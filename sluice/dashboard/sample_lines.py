@@ -98,10 +98,10 @@ class _OpenGroup:
     num_scored: int = 0
     total_score: float = 0.0
 
-    def takes(self, line: TailLine, row: DumpRow) -> bool:
+    def accepts(self, line: TailLine, row: DumpRow) -> bool:
         """Return whether the row belongs to it. A group that is too large to show is cut."""
         length = line.offset + len(line.text) - self.begin
-        return self.key == _key(row) and length <= MAX_GROUP_BYTES
+        return self.key == _group_key(row) and length <= MAX_GROUP_BYTES
 
     def add(self, line: TailLine, row: DumpRow) -> None:
         self.end = line.offset + len(line.text)
@@ -110,7 +110,7 @@ class _OpenGroup:
             self.num_scored += 1
             self.total_score += row.score
 
-    def closed(self, outcome: ShownOutcome) -> GroupLines:
+    def close(self, outcome: ShownOutcome) -> GroupLines:
         mean = self.total_score / self.num_scored if self.num_scored else float("nan")
         return GroupLines(self.begin, self.end - self.begin, self.step, outcome, self.num, mean)
 
@@ -134,7 +134,9 @@ class GroupReader:
         """Yield the groups that further lines complete."""
         for line in lines:
             group = (
-                self._archived(line) if self._kind is SampleSource.ARCHIVE else self._dumped(line)
+                self._read_record(line)
+                if self._kind is SampleSource.ARCHIVE
+                else self._read_dump_row(line)
             )
             if group is not None:
                 yield group
@@ -142,16 +144,16 @@ class GroupReader:
     def end(self) -> Iterator[GroupLines]:
         """Yield the last group, at the end of the file."""
         if self._open is not None:
-            yield self._open.closed(ShownOutcome(self._kind.value))
+            yield self._open.close(ShownOutcome(self._kind.value))
             self._open = None
 
-    def _archived(self, line: TailLine) -> GroupLines | None:
-        group = _group(line.text)
+    def _read_record(self, line: TailLine) -> GroupLines | None:
+        group = _sampled_group(line.text)
         step = 0 if group is None else group.version + 1 if group.step is None else group.step
         if group is None or abs(step) > MAX_STEP:
             self._note_unread(line)
             return None
-        scores = [one.score for one in group.responses if one.score is not None]
+        scores = [response.score for response in group.responses if response.score is not None]
         return GroupLines(
             line.offset,
             len(line.text),
@@ -161,16 +163,16 @@ class GroupReader:
             sum(scores) / len(scores) if scores else float("nan"),
         )
 
-    def _dumped(self, line: TailLine) -> GroupLines | None:
+    def _read_dump_row(self, line: TailLine) -> GroupLines | None:
         row, closed = dump_row(line.text), None
         if row is None or abs(row.step) > MAX_STEP:
             self._note_unread(line)
             return None
-        if self._open is not None and not self._open.takes(line, row):
-            closed = self._open.closed(ShownOutcome(self._kind.value))
+        if self._open is not None and not self._open.accepts(line, row):
+            closed = self._open.close(ShownOutcome(self._kind.value))
             self._open = None
         if self._open is None:
-            self._open = _OpenGroup(_key(row), row.step, line.offset, line.offset)
+            self._open = _OpenGroup(_group_key(row), row.step, line.offset, line.offset)
         self._open.add(line, row)
         return closed
 
@@ -178,26 +180,26 @@ class GroupReader:
         self.num_unread += bool(line.text.strip())
 
 
-def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
+def read_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
     """Return a group from the bytes that `GroupLines` names; ``None``: they hold no group."""
     if kind is SampleSource.ARCHIVE:
-        return _group(text)
+        return _sampled_group(text)
     rows = [(line, row) for line in text.split(b"\n") if (row := dump_row(line)) is not None]
     if not rows:
         return None
-    first = rows[0][1]
+    first_row = rows[0][1]
     return SampledGroup(
-        prompt_id=first.uid or "",
+        prompt_id=first_row.uid or "",
         end=kind.value,
-        version=first.step,
+        version=first_row.step,
         ended_at=0.0,
-        prompt=first.input,
-        ground_truth=shown_truth(first.gts),
+        prompt=first_row.input,
+        ground_truth=truth_text(first_row.gts),
         responses=[_dumped_response(line, row) for line, row in rows],
     )
 
 
-def shown_truth(gts: object) -> str:
+def truth_text(gts: object) -> str:
     """Return a dump's ground truth as records have it: a text as it is, other values as JSON."""
     if gts is None or isinstance(gts, str):
         return gts or ""
@@ -217,11 +219,11 @@ def _dumped_response(line: bytes, row: DumpRow) -> SampledResponse:
     )
 
 
-def _key(row: DumpRow) -> tuple[str, str]:
+def _group_key(row: DumpRow) -> tuple[str, str]:
     return ("uid", row.uid) if row.uid is not None else ("input", row.input)
 
 
-def _group(text: bytes) -> SampledGroup | None:
+def _sampled_group(text: bytes) -> SampledGroup | None:
     try:
         return _decode_group(text)
     except UNREADABLE:

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from sluice.concurrency.process import noted_file
+from sluice.concurrency.process import hold_file
 from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.service import SecurityConfig
@@ -48,7 +48,7 @@ async def serve_page(
     *,
     stop: asyncio.Event,
     on_address: Callable[[str], None],
-    others: Sequence[Path] = (),
+    other_runs: Sequence[Path] = (),
 ) -> None:
     """Serve until `stop` is set; meanwhile `dashboard.url` in the folder holds the address.
 
@@ -58,7 +58,7 @@ async def serve_page(
         port: the port; 0 lets the system choose one.
         stop: ends the server.
         on_address: called with the address of the page.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
 
     Raises:
         ConfigError: no run was started in the folder, the address is not free, it is open to
@@ -73,11 +73,11 @@ async def serve_page(
     location = check_location(run_dir)
     _ = location.credentials  # reports errors in them before the page is served
     security, is_local = location.config.sluice.security, is_loopback(host)
-    tokens = _tokens(security, host, is_local=is_local)
+    tokens = _token_source(security, host, is_local=is_local)
     tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
     live = LiveStatus(run_dir)
-    data = RunData(location.run_dir, location.config.trainer, others=_known(others))
+    data = RunData(location.run_dir, location.config.trainer, other_runs=_check_folders(other_runs))
     page = DashboardPage(data, live, tokens, only_loopback=is_local)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
@@ -92,33 +92,33 @@ async def serve_page(
         )
         bound = await stack.enter_async_context(server)
         url = f"{'https' if tls else 'http'}://{join_host_port(host, bound)}/"
-        stack.enter_context(noted_file(run_dir / URL_NAME, f"{url}\n"))
+        stack.enter_context(hold_file(run_dir / URL_NAME, f"{url}\n"))
         on_address(url)
         await stop.wait()
 
 
-def write_report(run_dir: Path, file: Path, others: Sequence[Path] = ()) -> None:
-    """Write the page of a run as one file, with its data inside, beside `others`.
+def write_report(run_dir: Path, file: Path, other_runs: Sequence[Path] = ()) -> None:
+    """Write the page of a run as one file, with its data inside, beside `other_runs`.
 
     Raises:
         ConfigError: no run was started in the folder.
         OSError: a file cannot be read or written.
     """
     location = check_location(run_dir)
-    export_page(location.run_dir, location.config.trainer, file, _known(others))
+    export_page(location.run_dir, location.config.trainer, file, _check_folders(other_runs))
 
 
-def _known(others: Sequence[Path]) -> Sequence[Path]:
+def _check_folders(folders: Sequence[Path]) -> Sequence[Path]:
     """Return the folders. Raises ConfigError for one without metrics."""
-    for folder in others:
+    for folder in folders:
         if not (folder / METRICS_NAME).is_file():
             raise ConfigError(
                 f"compare: {folder} holds no {METRICS_NAME}; give the folder of a run that trained"
             )
-    return others
+    return folders
 
 
-def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
+def _token_source(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
     """Return the tokens that the page requires, from the configuration.
 
     SLUICE_TOKEN is not one of them: the page sends it to the run's services to identify itself.
@@ -156,7 +156,7 @@ def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
 
 
 def export_page(
-    run_dir: Path, trainer: TrainerConfig, file: Path, others: Sequence[Path] = ()
+    run_dir: Path, trainer: TrainerConfig, file: Path, other_runs: Sequence[Path] = ()
 ) -> None:
     """Write the page with all numbers of the run and its newest groups.
 
@@ -166,12 +166,12 @@ def export_page(
         run_dir: the run's folder.
         trainer: of its configuration.
         file: the file to write; others see the former one or the new one.
-        others: folders of runs to show beside it.
+        other_runs: folders of runs to show beside it.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    data = RunData(run_dir, trainer, others=others)
+    data = RunData(run_dir, trainer, other_runs=other_runs)
     while data.read():
         pass
     samples = data.samples(SampleFilter(), "", None, USUAL_GROUPS)
@@ -184,18 +184,20 @@ def export_page(
         "/api/runs": data.runs(_METRIC_POINTS),
         "/api/metrics": metrics,
         **{
-            f"/api/metric?{urlencode({'name': one['name']})}": data.metric(
-                one["name"], _METRIC_POINTS
+            f"/api/metric?{urlencode({'name': metric['name']})}": data.metric(
+                metric["name"], _METRIC_POINTS
             )
-            for one in metrics["metrics"]
+            for metric in metrics["metrics"]
         },
         "/api/samples?": {**samples, "next": None},  # the file holds no further groups
-        **{f"/api/samples/{one['id']}": data.group(one["id"]) for one in samples["groups"]},
+        **{
+            f"/api/samples/{metric['id']}": data.group(metric["id"]) for metric in samples["groups"]
+        },
     }
-    write_whole(file, _page(run_dir.absolute().name, answers).encode())
+    write_whole(file, _page_with_answers(run_dir.absolute().name, answers).encode())
 
 
-def _page(name: str, answers: dict[str, Any]) -> str:
+def _page_with_answers(name: str, answers: dict[str, Any]) -> str:
     """Return the page with its styles, its scripts and `answers` inside."""
     static = files("sluice.dashboard") / "static"
     texts = {
@@ -235,12 +237,12 @@ def bundle(texts: dict[str, str]) -> str:
         texts: the page's files by name.
     """
     parts: list[str] = []
-    done: set[str] = set()
+    added: set[str] = set()
 
     def add(name: str) -> None:
-        if name in done:
+        if name in added:
             return
-        done.add(name)
+        added.add(name)
         for _, source in _IMPORT.findall(texts[name]):
             add(source)
         exported = ", ".join(_EXPORT.findall(texts[name]))

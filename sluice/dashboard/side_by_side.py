@@ -103,10 +103,10 @@ def side_by_side(runs: Sequence[ComparedRun], max_points: int) -> dict[str, Any]
         "runs": [
             {
                 "name": name,
-                "axes": _thinned(own, max_points),
+                "axes": _thin(run_axes, max_points),
                 "accuracy": accuracy_points(run.history, max(max_points, MIN_POINTS)),
             }
-            for name, own, run in zip(names, axes, runs, strict=True)
+            for name, run_axes, run in zip(names, axes, runs, strict=True)
         ],
         "figures": list(_figures(runs, axes)),
         "progress": _progress(runs, axes),
@@ -119,7 +119,7 @@ def metric_of_runs(runs: Sequence[ComparedRun], name: str, max_points: int) -> d
     return {"name": name, "runs": [metric_points(run.history, name, max_points) for run in runs]}
 
 
-def _thinned(axes: dict[str, Values], max_points: int) -> dict[str, list[float]]:
+def _thin(axes: dict[str, Values], max_points: int) -> dict[str, list[float]]:
     edges = bucket_edges(axes["step"].size, max_points)[1:] - 1
     if not axes["step"].size:
         return {name: [] for name in axes}
@@ -135,7 +135,7 @@ def _figures(
         return {"name": name, "kind": kind, "values": [_round(value(run)) for run in runs]}
 
     ends = [
-        {"name": name, "kind": kind, "values": [_last(own[axis]) for own in axes]}
+        {"name": name, "kind": kind, "values": [_last_value(run_axes[axis]) for run_axes in axes]}
         for name, axis, kind in (
             ("Steps", "step", "count"),
             ("Generated tokens", "tokens", "count"),
@@ -148,7 +148,7 @@ def _figures(
         of_runs("Held-out accuracy, best", "number", _best_accuracy),
     ]
     recent = [
-        of_runs(name, kind, lambda run, metric=metric: _recent(run.history.column(metric)))  # type: ignore[misc]
+        of_runs(name, kind, lambda run, metric=metric: _recent_mean(run.history.column(metric)))  # type: ignore[misc]
         for name, metric, kind in _RECENT
     ]
     return [row for row in ends + accuracy + recent if any(v is not None for v in row["values"])]
@@ -160,23 +160,25 @@ def _progress(
     """Compare at the end of the run that is the shortest by this measure, and half-way there."""
     rows = []
     for by in ("step", "tokens", "seconds"):
-        ends = [_last(own[by]) for own in axes]
+        ends = [_last_value(run_axes[by]) for run_axes in axes]
         if not all(ends):
             continue
         end = min(value for value in ends if value is not None)
-        for at in (end / 2, end):
-            done = [int(np.searchsorted(own[by], at, side="right")) for own in axes]
+        for limit in (end / 2, end):
+            step_counts = [
+                int(np.searchsorted(run_axes[by], limit, side="right")) for run_axes in axes
+            ]
             rows.append(
                 {
                     "by": by,
-                    "at": round(at),
+                    "at": round(limit),
                     "accuracy": [
-                        _accuracy_at(run, own["step"], count)
-                        for run, own, count in zip(runs, axes, done, strict=True)
+                        _accuracy_at(run, run_axes["step"], count)
+                        for run, run_axes, count in zip(runs, axes, step_counts, strict=True)
                     ],
                     "reward": [
-                        _round(_recent(run.history.column(metric_names.REWARD)[:count]))
-                        for run, count in zip(runs, done, strict=True)
+                        _round(_recent_mean(run.history.column(metric_names.REWARD)[:count]))
+                        for run, count in zip(runs, step_counts, strict=True)
                     ],
                 }
             )
@@ -186,7 +188,7 @@ def _progress(
 def _accuracy_at(run: ComparedRun, steps: Values, count: int) -> float | None:
     """Return the accuracy of the last validation within the first `count` steps."""
     step = steps[count - 1] if count else 0
-    values = [value for at, value in run.history.accuracies() if at <= step]
+    values = [value for validated_step, value in run.history.accuracies() if validated_step <= step]
     return _round(values[-1]) if values else None
 
 
@@ -199,12 +201,12 @@ def _best_accuracy(run: ComparedRun) -> float | None:
     return max((value for _, value in run.history.accuracies()), default=None)
 
 
-def _recent(values: Values) -> float | None:
+def _recent_mean(values: Values) -> float | None:
     recent = values[-_RECENT_STEPS:]
     return None if np.isnan(recent).all() else float(np.nanmean(recent))
 
 
-def _last(values: Values) -> float | None:
+def _last_value(values: Values) -> float | None:
     return float(values[-1]) if values.size else None
 
 
@@ -224,12 +226,12 @@ def run_settings(run_dir: Path) -> dict[str, str]:
     flat = flat_tree(document)
     # Where it is, and where it was when it started: a run may be copied.
     folders = [str(run_dir.absolute()), str(flat.get(_RUN_DIR, run_dir))]
-    return {key: _text(value, folders) for key, value in without_secrets(flat).items()}
+    return {key: _setting_text(value, folders) for key, value in without_secrets(flat).items()}
 
 
 def settings_object(run_dir: Path) -> dict[str, Any]:
     """Return the settings, each with its default (null: it has none), and whether it differs."""
-    defaults = {key: _text(value) for key, value in flat_settings(RunConfig()).items()}
+    defaults = {key: _setting_text(value) for key, value in flat_settings(RunConfig()).items()}
     return {
         "settings": [
             {
@@ -245,8 +247,8 @@ def settings_object(run_dir: Path) -> dict[str, Any]:
 
 def differences(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """Return the keys whose values differ: ``key``, and ``values`` of each run (null: not set)."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    rows = ((key, [one.get(key) for one in settings]) for key in keys)
+    keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
+    rows = ((key, [run_settings.get(key) for run_settings in settings]) for key in keys)
     return [
         {"key": key, "values": values}
         for key, values in rows
@@ -254,13 +256,13 @@ def differences(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     ]
 
 
-def _text(value: object, folders: Sequence[str] = ()) -> str:
+def _setting_text(value: object, folders: Sequence[str] = ()) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_text(one, folders) for one in value)}]"
+        return f"[{', '.join(_setting_text(item, folders) for item in value)}]"
     text = str(value)
     for folder in folders:
         if text.startswith(f"{folder}/"):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.dashboard.line_tail import UNREADABLE, LineTail
-from sluice.report.run_record import METRICS_NAME, accuracy_of, give_up
+from sluice.report.run_record import METRICS_NAME, accuracy_of, drop_rows_from
 from sluice.telemetry import metric_names
 
 _MAX_METRICS = 2000  # more names than a run has; a file with more is not one
@@ -42,8 +42,8 @@ class _StepTable:
             return np.full(len(self._steps), _NAN)
         return np.array(values, dtype=np.float64)
 
-    def give_up(self, step: int) -> bool:
-        return give_up(step, self._steps, self._columns.values())
+    def drop_rows_from(self, step: int) -> bool:
+        return drop_rows_from(step, self._steps, self._columns.values())
 
     def note(self, step: int, row: Mapping[str, float | None]) -> None:
         place = bisect_left(self._steps, step)
@@ -63,7 +63,7 @@ class _StepTable:
 class StepHistory:
     """The numbers of steps and of validations, 8 bytes each.
 
-    A step that was trained again voids what was known of it and of later ones (`give_up`).
+    A step that was trained again voids what was known of it and of later ones (`drop_rows_from`).
 
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
@@ -89,12 +89,12 @@ class StepHistory:
         Raises:
             OSError: the file cannot be read.
         """
-        taken = self._tail.take()
-        if taken.is_reset:
+        new_lines = self._tail.read_new_lines()
+        if new_lines.is_reset:
             self._clear()
-        for line in taken.lines:
+        for line in new_lines.lines:
             self._note(line.text)
-        return taken.has_more
+        return new_lines.has_more
 
     @property
     def num_unread(self) -> int:
@@ -139,9 +139,11 @@ class StepHistory:
             self._num_undecoded += 1
             return
         if metric_names.STEP in row:
-            if self._trained.give_up(step):
-                self._validated.give_up(step)
-                self._accuracy = {known: a for known, a in self._accuracy.items() if known < step}
+            if self._trained.drop_rows_from(step):
+                self._validated.drop_rows_from(step)
+                self._accuracy = {
+                    earlier: a for earlier, a in self._accuracy.items() if earlier < step
+                }
             self._trained.note(step, row)
             self.newest = row
             accounting = {

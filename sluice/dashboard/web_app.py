@@ -64,7 +64,7 @@ class DashboardPage:
 
     def app(self) -> web.Application:
         """Return the application for aiohttp's runners."""
-        app = web.Application(client_max_size=1 << 16, middlewares=[self._guarded])
+        app = web.Application(client_max_size=1 << 16, middlewares=[self._guard])
         for path, file in page_files().items():
             app.router.add_get(path, _file_handler(file))
         app.router.add_get("/health", _health)
@@ -91,56 +91,58 @@ class DashboardPage:
         return app
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that the settings exclude; add the security headers to every answer."""
         try:
             answer = self._refusal(request) or await handler(request)
         except InvalidRequestError as error:
-            answer = _refused(400, str(error))
+            answer = _refusal_response(400, str(error))
         except web.HTTPException as error:
-            answer = _refused(error.status, error.reason)
+            answer = _refusal_response(error.status, error.reason)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            answer = _refused(500, "a defect of the page; see the log of its process")
+            answer = _refusal_response(500, "a defect of the page; see the log of its process")
         answer.headers.update(HEADERS)
         return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         if self._only_loopback and not is_loopback_name(request.host):
-            return _refused(
+            return _refusal_response(
                 403, "host: this page serves its own machine only; open it as localhost"
             )
         if request.path.startswith(_DATA):
             if is_cross_site(request.headers):
-                return _refused(403, "requests from pages of other sites are refused")
+                return _refusal_response(403, "requests from pages of other sites are refused")
             if not admits(self._tokens, request.headers.get("Authorization", "")):
-                refused = _refused(401, "give a token of the run's sluice.security.token_file")
+                refused = _refusal_response(
+                    401, "give a token of the run's sluice.security.token_file"
+                )
                 refused.headers["WWW-Authenticate"] = 'Bearer realm="sluice"'
                 return refused
         return None
 
     async def _overview(self, request: web.Request) -> web.StreamResponse:
         live = await self._live.ask()
-        return _json(request, await self._asked(lambda: self._data.overview(live)))
+        return _json(request, await self._ask_data(lambda: self._data.overview(live)))
 
     async def _answer_question(
         self, question: Callable[[Query], dict[str, Any]], request: web.Request
     ) -> web.StreamResponse:
-        return _json(request, await self._asked(lambda: question(request.query)))
+        return _json(request, await self._ask_data(lambda: question(request.query)))
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
         ordinal = parse_ordinal(request.match_info["ordinal"])
-        group = await self._asked(lambda: self._data.group(ordinal))
+        group = await self._ask_data(lambda: self._data.group(ordinal))
         if group is None:
-            return _refused(404, "this group was deleted; go back to the list")
+            return _refusal_response(404, "this group was deleted; go back to the list")
         return _json(request, group)
 
-    async def _asked(self, question: Callable[[], _AnswerT]) -> _AnswerT:
+    async def _ask_data(self, question: Callable[[], _AnswerT]) -> _AnswerT:
         """Return the answer to a question, after new content of the run's folder was read."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._answer_of, question)
+        return await loop.run_in_executor(self._thread, self._read_and_answer, question)
 
-    def _answer_of(self, question: Callable[[], _AnswerT]) -> _AnswerT:
+    def _read_and_answer(self, question: Callable[[], _AnswerT]) -> _AnswerT:
         try:
             self._data.read()
             self._is_broken = False
@@ -148,10 +150,10 @@ class DashboardPage:
             # Logged once; the page shows what it has, and the next question tries again.
             if not self._is_broken:
                 is_defect = not isinstance(error, OSError)
-                what = (
+                reason = (
                     "cannot be understood, a defect of the page" if is_defect else "is unreadable"
                 )
-                logger.warning("the run's folder %s: %s", what, error, exc_info=is_defect)
+                logger.warning("the run's folder %s: %s", reason, error, exc_info=is_defect)
             self._is_broken = True
         return question()
 
@@ -166,17 +168,17 @@ async def _health(_request: web.Request) -> web.StreamResponse:
 
 def _file_handler(file: PageFile) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
-        return _answer(request, file.body, file.content_type, file.etag)
+        return _respond(request, file.body, file.content_type, file.etag)
 
     return answer
 
 
 def _json(request: web.Request, content: dict[str, Any]) -> web.Response:
     body = msgspec.json.encode(content)
-    return _answer(request, body, "application/json", etag_of(body))
+    return _respond(request, body, "application/json", etag_of(body))
 
 
-def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> web.Response:
+def _respond(request: web.Request, body: bytes, content_type: str, etag: str) -> web.Response:
     """Return the body, or 304 if the browser has it already."""
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("If-None-Match") == etag:
@@ -186,6 +188,6 @@ def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> 
     return answer
 
 
-def _refused(status: int, reason: str) -> web.Response:
+def _refusal_response(status: int, reason: str) -> web.Response:
     body = msgspec.json.encode({"error": {"message": reason}})
     return web.Response(body=body, status=status, content_type="application/json")

@@ -15,12 +15,12 @@ _ANY_ROWS = "jsonl"
 _SUFFIXES = (PARQUET_SUFFIX, *JSON_SUFFIXES)
 
 
-def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
+def benchmark_files(benchmarks: str, folder: Path) -> Mapping[str, Path]:
     """Return the file of each benchmark by its name, in order.
 
     Args:
-        wanted: names of published sets and paths of files, separated by commas. A set is the file
-            ``<name>-test.parquet`` that ``sluice data prepare`` writes.
+        benchmarks: names of published sets and paths of files, separated by commas. A set is the
+            file ``<name>-test.parquet`` that ``sluice data prepare`` writes.
         folder: where prepared sets are.
 
     Raises:
@@ -28,13 +28,17 @@ def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
             and how.
     """
     files: list[tuple[str, Path]] = []
-    for one in filter(None, (part.strip() for part in wanted.split(","))):
-        name, file = (Path(one).stem, Path(one)) if _is_path(one) else (one, _prepared(one, folder))
+    for entry in filter(None, (part.strip() for part in benchmarks.split(","))):
+        name, file = (
+            (Path(entry).stem, Path(entry))
+            if _is_path(entry)
+            else (entry, _prepared_file(entry, folder))
+        )
         if not file.is_file():
-            raise DataError(f"benchmark {one}: no file {file}; give the path of a data file")
+            raise DataError(f"benchmark {entry}: no file {file}; give the path of a data file")
         files.append((name, file))
     if not files:
-        raise DataError(f"benchmark {wanted!r}: names none; give one or more, such as math-500")
+        raise DataError(f"benchmark {benchmarks!r}: names none; give one or more, such as math-500")
     return files_by_name(files)
 
 
@@ -47,13 +51,13 @@ def files_by_name(files: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
     """
     counts = Counter(name for name, _ in files)
     by_name: dict[str, Path] = {}
-    for given, file in files:
-        name = given if counts[given] == 1 else f"{file.absolute().parent.name}-{given}"
-        if file.resolve() in (other.resolve() for other in by_name.values()):
-            raise DataError(f"benchmark {given}: {file} is given twice; leave one out")
+    for label, file in files:
+        name = label if counts[label] == 1 else f"{file.absolute().parent.name}-{label}"
+        if file.resolve() in (present.resolve() for present in by_name.values()):
+            raise DataError(f"benchmark {label}: {file} is given twice; leave one out")
         if name in by_name:
             raise DataError(
-                f"benchmark {given}: {by_name[name]} has the name {name} already; rename {file} or "
+                f"benchmark {label}: {by_name[name]} has the name {name} already; rename {file} or "
                 "its folder"
             )
         by_name[name] = file
@@ -64,11 +68,11 @@ def _is_path(text: str) -> bool:
     return text.endswith(_SUFFIXES) or "/" in text
 
 
-def _prepared(name: str, folder: Path) -> Path:
-    known = [one for one in PUBLISHED_SETS if one != _ANY_ROWS]
-    if name not in known:
+def _prepared_file(name: str, folder: Path) -> Path:
+    set_names = [set_name for set_name in PUBLISHED_SETS if set_name != _ANY_ROWS]
+    if name not in set_names:
         raise DataError(
-            f"benchmark {name}: is unknown; give one of {', '.join(known)}, or a "
+            f"benchmark {name}: is unknown; give one of {', '.join(set_names)}, or a "
             f"{', '.join(_SUFFIXES)} file in verl's format ('sluice data prepare' converts files)"
         )
     file = folder / f"{name}-{SPLIT}.parquet"

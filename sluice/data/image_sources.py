@@ -38,7 +38,7 @@ def image_source(value: object) -> ImageSource:
                 )
         data, path = value.get("bytes"), value.get("path") or value.get("image")
         if isinstance(data, str) and data:
-            return _decoded(data)
+            return _decode_base64(data)
         value = data or path
     if isinstance(value, str) and value.startswith(DATA_URI):
         return image_of_uri(value)
@@ -50,9 +50,9 @@ def image_source(value: object) -> ImageSource:
 def usable_images(value: object) -> tuple[ImageSource, ...]:
     """Return the images of a row's list, without entries that are none."""
     usable: list[ImageSource] = []
-    for one in value if isinstance(value, list) else []:
+    for entry in value if isinstance(value, list) else []:
         with suppress(ValueError):
-            usable.append(image_source(one))
+            usable.append(image_source(entry))
     return tuple(usable)
 
 
@@ -65,7 +65,7 @@ def image_of_uri(uri: str) -> bytes:
     head, comma, body = uri.partition(",")
     if not comma or not head.startswith(DATA_URI) or not head.endswith(_BASE64):
         raise ValueError("is no data: URI with base64, as data:image/png;base64,...")
-    return _decoded(body)
+    return _decode_base64(body)
 
 
 def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) -> bytes:
@@ -96,7 +96,7 @@ def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) ->
     return data
 
 
-def _decoded(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         return b64decode(text, validate=True)
     except ValueError as error:

@@ -101,7 +101,7 @@ def inspect_files(
                     continue
                 if not row.images:  # these count patches, too
                     columns.tokens.append(num_tokens)
-                _add(inspection, columns, row)
+                _add_row(inspection, columns, row)
                 if len(inspection.head) < num_head:
                     inspection.head.append(row)
             if on_rows is not None:
@@ -112,7 +112,7 @@ def inspect_files(
     return inspection
 
 
-def _add(inspection: Inspection, columns: _Columns, row: PromptRow) -> None:
+def _add_row(inspection: Inspection, columns: _Columns, row: PromptRow) -> None:
     inspection.sources[row.data_source] += 1
     inspection.num_images += len(row.images)
     roles = [message.role for message in row.messages]
@@ -125,4 +125,6 @@ def quantiles(lengths: Lengths) -> tuple[int, ...]:
     """Return the `QUANTILES`, each a length that occurs; empty without lengths."""
     if lengths.size == 0:
         return ()
-    return tuple(int(one) for one in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
+    return tuple(
+        int(quantile) for quantile in np.quantile(lengths, QUANTILES, method="inverted_cdf")
+    )

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.data.image_sources import image_source, usable_images
-from sluice.data.prompt_rows import GROUND_TRUTH, UNREAD_KEYS, UNREAD_MEDIA, media_refused
+from sluice.data.prompt_rows import GROUND_TRUTH, UNREAD_KEYS, UNREAD_MEDIA, media_error
 from sluice.data.row_files import check_raw_file, digest_of, raw_rows
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK
@@ -85,7 +85,7 @@ class PublishedSet:
     split: str
 
 
-def _verl_format(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+def _convert_verl_row(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert a row that is in verl's format: it keeps prompt, ground truth and data source."""
     reward_model = row.get("reward_model")
     truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
@@ -94,11 +94,11 @@ def _verl_format(row: Row, place: str, index: int, options: PrepareOptions) -> V
         raise DataError(f"{place}: 'prompt' is {short_repr(turns)}, not a list of messages")
     style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
     extra = row.get("extra_info")
-    made: VerlRow = {
-        "data_source": _text(row, "data_source", place),
-        "prompt": [_turn(turn, place) for turn in turns],
+    verl_row: VerlRow = {
+        "data_source": _text_field(row, "data_source", place),
+        "prompt": [_check_turn(turn, place) for turn in turns],
         "ability": str(row.get("ability") or "math"),
-        "reward_model": {"style": str(style or "rule"), GROUND_TRUTH: _truth(truth, place)},
+        "reward_model": {"style": str(style or "rule"), GROUND_TRUTH: _truth_text(truth, place)},
         "extra_info": {
             "split": options.split,
             "index": index,
@@ -106,104 +106,109 @@ def _verl_format(row: Row, place: str, index: int, options: PrepareOptions) -> V
         },
     }
     images = row.get("images")
-    return {**made, "images": _image_list(images, place)} if images is not None else made
+    return {**verl_row, "images": _image_list(images, place)} if images is not None else verl_row
 
 
-def _turn(turn: object, place: str) -> dict[str, str]:
-    made = {key: _text(turn, key, place) for key in ("role", "content")}
+def _check_turn(turn: object, place: str) -> dict[str, str]:
+    texts = {key: _text_field(turn, key, place) for key in ("role", "content")}
     assert isinstance(turn, Mapping)
-    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
-        raise DataError(f"{place}: 'prompt' holds a message with {lost[0]}, which no run reads")
-    return made
+    if unread_keys := [key for key in UNREAD_KEYS if turn.get(key)]:
+        raise DataError(
+            f"{place}: 'prompt' holds a message with {unread_keys[0]}, which no run reads"
+        )
+    return texts
 
 
-def _gsm8k(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
-    question, answer = _text(row, "question", place), _text(row, "answer", place)
+def _convert_gsm8k(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+    question, answer = _text_field(row, "question", place), _text_field(row, "answer", place)
     _, mark, number = answer.rpartition("####")
     if not mark or not number.strip():
         raise DataError(f"{place}: 'answer' holds no number after ####: {short_repr(answer)}")
-    asked = f"{question} {options.instruction or GSM8K_INSTRUCTION}"
-    more = {"question": question, "answer": answer}
+    prompt = f"{question} {options.instruction or GSM8K_INSTRUCTION}"
+    extra = {"question": question, "answer": answer}
     truth = number.strip().replace(",", "").replace("$", "")
-    return _row(asked, truth, "math", index, options, more)
+    return _make_row(prompt, truth, "math", index, options, extra)
 
 
-def _boxed(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
-    problem = _text(row, "problem", place)
+def _convert_boxed(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+    problem = _text_field(row, "problem", place)
     answer = row.get("answer")
-    truth = answer if isinstance(answer, str) else last_boxed(_text(row, "solution", place))
+    truth = answer if isinstance(answer, str) else last_boxed(_text_field(row, "solution", place))
     if not truth:
         raise DataError(f"{place}: neither an 'answer' nor a \\boxed{{}} in 'solution'")
-    asked = f"{problem} {options.instruction or BOXED_INSTRUCTION}"
-    more = {key: str(row[key]) for key in ("unique_id", "subject", "level") if row.get(key)}
-    return _row(asked, truth, "math", index, options, more)
+    prompt = f"{problem} {options.instruction or BOXED_INSTRUCTION}"
+    extra = {key: str(row[key]) for key in ("unique_id", "subject", "level") if row.get(key)}
+    return _make_row(prompt, truth, "math", index, options, extra)
 
 
-def _answer_line(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+def _convert_answer_line(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     if "prompt" in row:
-        return _verl_format(row, place, index, options)
-    problem = _text(row, "problem", place)
-    asked = f"{options.instruction or ANSWER_LINE_INSTRUCTION}\n\n{problem}"
-    more = {"raw_problem": problem}
-    return _row(asked, _truth(row.get("answer"), place), "MATH", index, options, more)
+        return _convert_verl_row(row, place, index, options)
+    problem = _text_field(row, "problem", place)
+    prompt = f"{options.instruction or ANSWER_LINE_INSTRUCTION}\n\n{problem}"
+    extra = {"raw_problem": problem}
+    return _make_row(prompt, _truth_text(row.get("answer"), place), "MATH", index, options, extra)
 
 
-def _geometry(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
-    problem, images = _text(row, "problem", place), _image_list(row.get("images"), place)
+def _convert_geometry(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+    problem, images = _text_field(row, "problem", place), _image_list(row.get("images"), place)
     if IMAGE_MARK not in problem:
         problem = IMAGE_MARK * len(images) + problem
-    asked = f"{problem} {options.instruction or THINK_INSTRUCTION}"
-    truth = _truth(row.get("answer"), place)
-    made = _row(asked, truth, "math", index, options, {})
-    return {**made, "images": images}
+    prompt = f"{problem} {options.instruction or THINK_INSTRUCTION}"
+    truth = _truth_text(row.get("answer"), place)
+    verl_row = _make_row(prompt, truth, "math", index, options, {})
+    return {**verl_row, "images": images}
 
 
-def _choices(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+def _convert_choices(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert multiple choice: letters A to G of the last box, or of an answer of letters only."""
-    instruction = _text(row, "instruction", place)
+    instruction = _text_field(row, "instruction", place)
     answer = next((row[key] for key in ("answer", "output") if isinstance(row.get(key), str)), "")
     boxed = last_boxed(str(answer)) or str(answer).strip()
     letters = "".join(letter for letter in "ABCDEFG" if letter in boxed)
     if not letters or len(boxed) > 20:
         raise DataError(f"{place}: no letters A to G in the answer: {short_repr(answer)}")
-    asked = f"{instruction}\n{options.instruction or CHOICE_INSTRUCTION}"
-    return _row(asked, letters, "finance", index, options, {})
+    prompt = f"{instruction}\n{options.instruction or CHOICE_INSTRUCTION}"
+    return _make_row(prompt, letters, "finance", index, options, {})
 
 
-def _json_lines(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
+def _convert_json_line(row: Row, place: str, index: int, options: PrepareOptions) -> VerlRow:
     """Convert a row in verl's format, or a question and an answer in fields that the user names."""
     if "reward_model" in row:
-        return _verl_format(row, place, index, options)
+        return _convert_verl_row(row, place, index, options)
     for column, option in ((options.prompt_field, "prompt"), (options.answer_field, "answer")):
         if column not in row:
             names = ", ".join(row)
             raise DataError(
                 f"{place}: no field '{column}' (found: {names}); name yours with --{option}-field"
             )
-    question = _text(row, options.prompt_field, place)
-    asked = f"{question} {options.instruction}" if options.instruction else question
-    truth = _truth(row.get(options.answer_field), f"{place}: '{options.answer_field}'")
+    question = _text_field(row, options.prompt_field, place)
+    prompt = f"{question} {options.instruction}" if options.instruction else question
+    truth = _truth_text(row.get(options.answer_field), f"{place}: '{options.answer_field}'")
     source = row.get("data_source")
-    made = _row(asked, truth, "math", index, options, {})
-    return {**made, "data_source": source} if isinstance(source, str) and source else made
+    verl_row = _make_row(prompt, truth, "math", index, options, {})
+    return {**verl_row, "data_source": source} if isinstance(source, str) and source else verl_row
 
 
 PUBLISHED_SETS: Mapping[str, PublishedSet] = {
-    "dapo-math-17k": PublishedSet((_VERL_COLUMNS,), _verl_format, "math_dapo", "train"),
+    "dapo-math-17k": PublishedSet((_VERL_COLUMNS,), _convert_verl_row, "math_dapo", "train"),
     "aime-2024": PublishedSet(
-        (_VERL_COLUMNS, ("problem", "answer")), _answer_line, "aime_2024", "test"
+        (_VERL_COLUMNS, ("problem", "answer")), _convert_answer_line, "aime_2024", "test"
     ),
     "math-500": PublishedSet(
-        (("problem", "answer"), ("problem", "solution")), _boxed, "HuggingFaceH4/MATH-500", "test"
+        (("problem", "answer"), ("problem", "solution")),
+        _convert_boxed,
+        "HuggingFaceH4/MATH-500",
+        "test",
     ),
-    "gsm8k": PublishedSet((("question", "answer"),), _gsm8k, "openai/gsm8k", "train"),
+    "gsm8k": PublishedSet((("question", "answer"),), _convert_gsm8k, "openai/gsm8k", "train"),
     "geo3k": PublishedSet(
-        (("images", "problem", "answer"),), _geometry, "hiyouga/geometry3k", "train"
+        (("images", "problem", "answer"),), _convert_geometry, "hiyouga/geometry3k", "train"
     ),
     "dianjin": PublishedSet(
-        (("instruction", "answer"), ("instruction", "output")), _choices, "dianjin", "train"
+        (("instruction", "answer"), ("instruction", "output")), _convert_choices, "dianjin", "train"
     ),
-    "jsonl": PublishedSet(((),), _json_lines, "", "train"),
+    "jsonl": PublishedSet(((),), _convert_json_line, "", "train"),
 }
 """The sets by the name that ``sluice data prepare`` takes."""
 
@@ -222,31 +227,31 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _row(
-    asked: str,
+def _make_row(
+    prompt: str,
     truth: str,
     ability: str,
     index: int,
     options: PrepareOptions,
-    more: Mapping[str, object],
+    extra: Mapping[str, object],
 ) -> VerlRow:
     return {
         "data_source": options.data_source,
-        "prompt": [{"role": "user", "content": asked}],
+        "prompt": [{"role": "user", "content": prompt}],
         "ability": ability,
         "reward_model": {"style": "rule", GROUND_TRUTH: truth},
-        "extra_info": {**more, "split": options.split, "index": index},
+        "extra_info": {**extra, "split": options.split, "index": index},
     }
 
 
-def _text(row: object, column: str, place: str) -> str:
+def _text_field(row: object, column: str, place: str) -> str:
     value = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(value, str) or not value:
         raise DataError(f"{place}: '{column}' is {short_repr(value)}, not a text")
     return value
 
 
-def _truth(answer: object, place: str) -> str:
+def _truth_text(answer: object, place: str) -> str:
     """Return a truth as text: the answers of a published set are often integers."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
         raise DataError(f"{place}: the answer is {short_repr(answer)}, not a text or a number")
@@ -256,7 +261,7 @@ def _truth(answer: object, place: str) -> str:
 def _image_list(images: object, place: str) -> list[dict[str, object]]:
     if not isinstance(images, list) or not images:
         raise DataError(f"{place}: 'images' is {short_repr(images)}, not a list of images")
-    return [_image(one, place) for one in images]
+    return [_image(image, place) for image in images]
 
 
 def _image(image: object, place: str) -> dict[str, object]:
@@ -317,75 +322,79 @@ def prepare(order: PrepareJob, on_rows: Callable[[int], None] | None = None) -> 
     published = PUBLISHED_SETS[order.name]
     for path in order.inputs:
         _check_names(order.name, published, path, check_raw_file(path))
-    made = PrepareResult()
-    rows = islice(_converted(order, published, made, on_rows), order.limit)
+    result = PrepareResult()
+    rows = islice(_convert_rows(order, published, result, on_rows), order.limit)
     part = order.output.with_name(f"{order.output.name}.part")
     order.output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _write(part, rows, made)
-        if not made.num_written:
-            why = made.problems[0] if made.problems else "the files are empty"
+        _write_rows(part, rows, result)
+        if not result.num_written:
+            why = result.problems[0] if result.problems else "the files are empty"
             raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {why}")
         os.replace(part, order.output)
     finally:
         part.unlink(missing_ok=True)
-    return made
+    return result
 
 
 def _check_names(name: str, published: PublishedSet, path: Path, columns: Sequence[str]) -> None:
-    if not any(set(wanted) <= set(columns) for wanted in published.columns):
-        wanted = " or ".join(", ".join(names) for names in published.columns)
+    if not any(set(needed) <= set(columns) for needed in published.columns):
+        needed = " or ".join(", ".join(names) for names in published.columns)
         raise DataError(
-            f"{path}: columns {', '.join(columns)} are not those of {name} ({wanted}); give the "
+            f"{path}: columns {', '.join(columns)} are not those of {name} ({needed}); give the "
             "file as it was published, or prepare it as 'jsonl' with --prompt-field and "
             "--answer-field"
         )
 
 
-def _converted(
+def _convert_rows(
     order: PrepareJob,
     published: PublishedSet,
-    made: PrepareResult,
+    result: PrepareResult,
     on_rows: Callable[[int], None] | None,
 ) -> Iterator[tuple[str, VerlRow]]:
     """Yield places and rows to write."""
-    seen: set[int] = set()
+    digests: set[int] = set()
     index = 0
     for path, row in ((file, row) for file in order.inputs for row in raw_rows(file)):
-        made.num_read += 1
+        result.num_read += 1
         if on_rows is not None:
-            on_rows(made.num_read)
+            on_rows(result.num_read)
         try:
             values = row.values()
             converted = published.convert(values, row.place, index, order.options)
             for name in UNREAD_MEDIA:
                 if values.get(name):
-                    raise media_refused(row.place, name)
+                    raise media_error(row.place, name)
             if AGENT_NAME in values:
-                named = values[AGENT_NAME]
-                converted[AGENT_NAME] = _text(values, AGENT_NAME, row.place) if named else None
+                agent_name = values[AGENT_NAME]
+                converted[AGENT_NAME] = (
+                    _text_field(values, AGENT_NAME, row.place) if agent_name else None
+                )
             _move_paths(converted.get("images"), path.parent, order.output.parent)
         except DataError as error:
             if not order.skip_bad:
                 raise DataError(f"{error}; repair the row or use --skip-bad") from error
-            made.num_bad += 1
-            made.problems += [str(error)] if len(made.problems) < MAX_PROBLEMS_KEPT else []
+            result.num_bad += 1
+            result.problems += [str(error)] if len(result.problems) < MAX_PROBLEMS_KEPT else []
             continue
         if order.deduplicate:
             digest = _digest(converted)
-            if digest in seen:
-                made.num_duplicates += 1
+            if digest in digests:
+                result.num_duplicates += 1
                 continue
-            seen.add(digest)
+            digests.add(digest)
         index += 1
         yield row.place, converted
 
 
-def _move_paths(images: object, old: Path, new: Path) -> None:
-    """Let paths of images that start at the folder `old` start at the folder `new`."""
+def _move_paths(images: object, old_folder: Path, new_folder: Path) -> None:
+    """Let paths of images that start at `old_folder` start at `new_folder`."""
     for image in images if isinstance(images, list) else ():
         if image["bytes"] is None and not os.path.isabs(image["path"]):
-            image["path"] = os.path.relpath(old.resolve() / image["path"], new.resolve())
+            image["path"] = os.path.relpath(
+                old_folder.resolve() / image["path"], new_folder.resolve()
+            )
 
 
 def _digest(row: Row) -> int:
@@ -396,7 +405,7 @@ def _digest(row: Row) -> int:
     return digest_of(roles, contents, reward_model[GROUND_TRUTH], usable_images(row.get("images")))
 
 
-def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: PrepareResult) -> None:
+def _write_rows(path: Path, rows: Iterator[tuple[str, VerlRow]], result: PrepareResult) -> None:
     """Write row groups one by one. The first decides which columns and further fields there are."""
     writer: pq.ParquetWriter | None = None
     try:
@@ -407,7 +416,7 @@ def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: PrepareResult)
             table = _table(chunk, schema)
             writer = writer or pq.ParquetWriter(path, schema, compression="zstd")
             writer.write_table(table)
-            made.num_written += len(chunk)
+            result.num_written += len(chunk)
     finally:
         if writer is not None:
             writer.close()
@@ -416,11 +425,11 @@ def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: PrepareResult)
 def _schema(chunk: list[tuple[str, VerlRow]]) -> pa.Schema:
     missing = {name for name in _OPTIONAL_FIELDS if not any(name in row for _, row in chunk)}
     fields = [(name, kind) for name, kind in _FIELDS.items() if name not in missing]
-    extra = _inferred([row["extra_info"] for _, row in chunk], chunk[0][0])
+    extra = _infer_type([row["extra_info"] for _, row in chunk], chunk[0][0])
     return pa.schema([*fields, ("extra_info", extra)])
 
 
-def _inferred(extra: list[object], place: str) -> pa.DataType:
+def _infer_type(extra: list[object], place: str) -> pa.DataType:
     try:
         kind = pa.array(extra).type
     except (pa.ArrowException, OverflowError) as error:
@@ -435,9 +444,9 @@ def _inferred(extra: list[object], place: str) -> pa.DataType:
 def _check_fields(place: str, row: Row, schema: pa.Schema) -> None:
     """Refuse fields that the schema does not know, which Arrow would omit silently."""
     extra, kind = row["extra_info"], schema.field("extra_info").type
-    known = {kind.field(i).name for i in range(kind.num_fields)}
+    field_names = {kind.field(i).name for i in range(kind.num_fields)}
     assert isinstance(extra, dict)
-    unknown = [*(row.keys() - set(schema.names)), *(extra.keys() - known)]
+    unknown = [*(row.keys() - set(schema.names)), *(extra.keys() - field_names)]
     if unknown:
         raise DataError(
             f"{place}: field {', '.join(sorted(unknown))} is in none of the first "

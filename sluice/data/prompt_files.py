@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_rows import UNREAD_MEDIA, PromptColumns, images_refused, media_refused
+from sluice.data.prompt_rows import UNREAD_MEDIA, PromptColumns, images_error, media_error
 from sluice.data.row_files import (
     PARQUET_SUFFIX,
     RowBlock,
@@ -76,10 +76,10 @@ def open_prompt_files(
     if columns.refused_images is not None:
         found_at = first_row_with_images(paths, columns.refused_images)
         if found_at is not None:
-            raise images_refused(f"{config_key}: {found_at}", columns.refused_images)
+            raise images_error(f"{config_key}: {found_at}", columns.refused_images)
     for name in UNREAD_MEDIA:
         if name != columns.images and (found_at := first_row_with_images(paths, name)) is not None:
-            raise media_refused(f"{config_key}: {found_at}", name)
+            raise media_error(f"{config_key}: {found_at}", name)
     return PromptFiles(tuple(blocks), columns, num_rows)
 
 
@@ -106,22 +106,22 @@ class ChunkReader:
             DataError: the file is damaged.
         """
         start = block.start
-        for chunk in self._chunks(block, names or block.columns):
-            chosen = chunk
+        for chunk in self._read_chunks(block, names or block.columns):
+            selected_rows = chunk
             if selected is not None:
                 low, high = np.searchsorted(selected, (start, start + len(chunk)))
                 if high - low < len(chunk):
-                    chosen = chunk.take(selected[low:high] - start)
+                    selected_rows = chunk.take(selected[low:high] - start)
             start += len(chunk)
-            if len(chosen):
-                yield chosen
+            if len(selected_rows):
+                yield selected_rows
 
-    def _chunks(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[RowChunk]:
+    def _read_chunks(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[RowChunk]:
         if block.path.lower().endswith(PARQUET_SUFFIX):
-            return read_parquet(self._file(block.path), block, names)
+            return read_parquet(self._open_file(block.path), block, names)
         return read_lines(block)
 
-    def _file(self, path: str) -> pq.ParquetFile:
+    def _open_file(self, path: str) -> pq.ParquetFile:
         file = self._open.pop(path, None)
         if file is None:
             if len(self._open) >= MAX_OPEN_FILES:
@@ -133,8 +133,8 @@ class ChunkReader:
 
 def _blocks(path: str, columns: PromptColumns, start: int, config_key: str) -> list[RowBlock]:
     try:
-        read = parquet_blocks if is_parquet(path) else json_line_blocks
-        return list(read(path, columns, start))
+        list_blocks = parquet_blocks if is_parquet(path) else json_line_blocks
+        return list(list_blocks(path, columns, start))
     except DataError as error:
         raise DataError(f"{config_key}: {error}") from error
 
@@ -153,18 +153,22 @@ def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
         DataError: a file is damaged.
     """
     for path in paths:
-        row = _parquet_row(path, column) if is_parquet(path) else _json_row(path, column)
+        row = (
+            _parquet_row_with_images(path, column)
+            if is_parquet(path)
+            else _json_row_with_images(path, column)
+        )
         if row is not None:
             return f"{path}, row {row}"
     return None
 
 
-def _json_row(path: str, column: str) -> int | None:
-    first = next((line for line in lines_of(path) if line.strip()), None)
-    return 0 if first is not None and parse_line(path, 0, first).get(column) else None
+def _json_row_with_images(path: str, column: str) -> int | None:
+    first_line = next((line for line in lines_of(path) if line.strip()), None)
+    return 0 if first_line is not None and parse_line(path, 0, first_line).get(column) else None
 
 
-def _parquet_row(path: str, column: str) -> int | None:
+def _parquet_row_with_images(path: str, column: str) -> int | None:
     row = 0
     with open_parquet(path) as file:
         if column not in file.schema_arrow.names:

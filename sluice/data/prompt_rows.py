@@ -90,13 +90,14 @@ def check_column_names(path: str, names: list[str], columns: PromptColumns) -> t
     for name in columns.needed:
         if name not in names:
             raise DataError(
-                f"{path}: no column '{name}' (found: {', '.join(names)}); add it"
-                f"{_renaming(name, columns)}; 'sluice data prepare' converts published data sets"
+                f"{path}: no column '{name}' (found: {', '.join(names)}); add "
+                f"it{_renaming_hint(name, columns)}; 'sluice data prepare' converts published "
+                "data sets"
             )
     return columns.present(names)
 
 
-def _renaming(name: str, columns: PromptColumns) -> str:
+def _renaming_hint(name: str, columns: PromptColumns) -> str:
     keys = {columns.prompt: "data.prompt_key", columns.data_source: "data.reward_fn_key"}
     return f", or name yours with {keys[name]}" if name in keys else ""
 
@@ -108,7 +109,7 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         DataError: a column is missing or of another type; names file, column and remedy.
     """
     names = check_column_names(path, schema.names, columns)
-    wanted: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
+    column_types: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
         columns.prompt: (
             lambda kind: _is_list(kind) and _has_text(kind.value_type, "role", "content"),
             "a list of {role, content} structs of strings; "
@@ -125,7 +126,7 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         ),
     }
     for name in names:
-        fits, text = wanted.get(name, (lambda _: True, ""))
+        fits, text = column_types.get(name, (lambda _: True, ""))
         if not fits(kind := schema.field(name).type):
             raise DataError(f"{path}: column '{name}' is {kind}, not {text}")
     return names
@@ -142,25 +143,25 @@ def decode_row(
     place = f"{path}, row {row}"
     turns = values.get(columns.prompt)
     if turns is None or turns == []:
-        raise _bad_row(place, f"'{columns.prompt}' holds no message")
+        raise _row_error(place, f"'{columns.prompt}' holds no message")
     if not isinstance(turns, list):
         kind = type(turns).__name__
-        raise _bad_row(place, f"'{columns.prompt}' is a {kind}, not a list of messages")
+        raise _row_error(place, f"'{columns.prompt}' is a {kind}, not a list of messages")
     truth = truth_of(values.get(columns.reward_model))
     text = truth_text(truth)
     if text is None:
         problem = f"'{columns.reward_model}.{GROUND_TRUTH}' is {short_repr(truth)}, not a string"
-        raise _bad_row(place, f"{problem} or another value of JSON")
+        raise _row_error(place, f"{problem} or another value of JSON")
     data_source = values.get(columns.data_source)
     if not isinstance(data_source, str) or not data_source:
-        raise _bad_row(place, f"'{columns.data_source}' is {short_repr(data_source)}, not a name")
+        raise _row_error(place, f"'{columns.data_source}' is {short_repr(data_source)}, not a name")
     extra_info = values.get(columns.extra_info)
     if extra_info is not None and not isinstance(extra_info, dict):
-        found = short_repr(extra_info)
-        raise _bad_row(place, f"'{columns.extra_info}' is {found}, not a mapping")
+        shown_value = short_repr(extra_info)
+        raise _row_error(place, f"'{columns.extra_info}' is {shown_value}, not a mapping")
     agent = values.get(columns.agent_name)
     if agent is not None and not isinstance(agent, str):
-        raise _bad_row(place, f"'{columns.agent_name}' is {short_repr(agent)}, not a name")
+        raise _row_error(place, f"'{columns.agent_name}' is {short_repr(agent)}, not a name")
     if agent:
         extra_info = {**(extra_info or {}), AGENT_NAME: agent}
     _refuse_media(values, columns, place)
@@ -190,13 +191,13 @@ def truth_text(truth: object, *, sorts_keys: bool = False) -> str | None:
 
 def _refuse_media(values: Mapping[str, object], columns: PromptColumns, place: str) -> None:
     if columns.refused_images and values.get(columns.refused_images):
-        raise images_refused(place, columns.refused_images)
+        raise images_error(place, columns.refused_images)
     for name in UNREAD_MEDIA:
         if name != columns.images and values.get(name):
-            raise media_refused(place, name)
+            raise media_error(place, name)
 
 
-def images_refused(place: str, column: str) -> DataError:
+def images_error(place: str, column: str) -> DataError:
     """Return the error for a row with images if model, engine or critic read text alone."""
     return DataError(
         f"{place} holds images (column '{column}'), and this run is text-only; give a data set "
@@ -204,7 +205,7 @@ def images_refused(place: str, column: str) -> DataError:
     )
 
 
-def media_refused(place: str, column: str) -> DataError:
+def media_error(place: str, column: str) -> DataError:
     """Return the error for a row with videos or sound."""
     return DataError(
         f"{place} holds {column}, and no run reads them; give a data set without them, or remove "
@@ -216,16 +217,16 @@ def _message(turn: object, place: str, column: str) -> ChatMessage:
     role = turn.get("role") if isinstance(turn, Mapping) else None
     content = turn.get("content") if isinstance(turn, Mapping) else None
     if not isinstance(role, str) or not role or not isinstance(content, str):
-        raise _bad_row(
+        raise _row_error(
             place,
             f"'{column}' holds a message without role or content as text: {short_repr(turn)}",
         )
     assert isinstance(turn, Mapping)
-    if lost := [key for key in UNREAD_KEYS if turn.get(key)]:
-        raise _bad_row(
+    if unread_keys := [key for key in UNREAD_KEYS if turn.get(key)]:
+        raise _row_error(
             place,
-            f"'{column}' holds a message with {lost[0]}, and only role and content are read: "
-            f"{short_repr(turn)}",
+            f"'{column}' holds a message with {unread_keys[0]}, and only role and content are read"
+            f": {short_repr(turn)}",
         )
     return ChatMessage(role, content)
 
@@ -241,11 +242,11 @@ def _images(
     column, images_of_row = columns.images, values.get(columns.images) or []
     if not isinstance(images_of_row, list):
         kind = type(images_of_row).__name__
-        raise _bad_row(place, f"'{column}' is a {kind}, not a list of images")
-    images = tuple(_image(one, index, column, place) for index, one in enumerate(images_of_row))
+        raise _row_error(place, f"'{column}' is a {kind}, not a list of images")
+    images = tuple(_image(image, index, column, place) for index, image in enumerate(images_of_row))
     marks = sum(message.content.count(IMAGE_MARK) for message in messages)
     if marks != len(images):
-        raise _bad_row(
+        raise _row_error(
             place, f"its messages hold {marks} times {IMAGE_MARK}, '{column}' {len(images)} images"
         )
     return images
@@ -255,10 +256,10 @@ def _image(value: object, index: int, column: str, place: str) -> ImageSource:
     try:
         return image_source(value)
     except ValueError as error:
-        raise _bad_row(place, f"'{column}[{index}]' {error}") from error
+        raise _row_error(place, f"'{column}[{index}]' {error}") from error
 
 
-def _bad_row(place: str, problem: str) -> DataError:
+def _row_error(place: str, problem: str) -> DataError:
     return DataError(f"{place}: {problem}; repair the row or remove it")
 
 

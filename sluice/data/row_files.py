@@ -103,11 +103,11 @@ def digest_of(
     """
     # The length before each text keeps a content from looking like the border between two.
     texts = ("-" if text is None else f"{len(text)}:{text}" for text in (*roles, *contents, truth))
-    whole = blake2b("".join(texts).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
+    digest = blake2b("".join(texts).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
     for image in images:
         data = image if isinstance(image, bytes) else image.encode("utf-8", "surrogatepass")
-        whole.update(b"i%d:" % len(data) + data)
-    return int.from_bytes(whole.digest(), "little")
+        digest.update(b"i%d:" % len(data) + data)
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,8 @@ def read_lines(block: RowBlock) -> Iterator[RowChunk]:
     lines = tuple(islice(rows, block.num_rows))
     if len(lines) < block.num_rows:
         raise DataError(f"{block.path}: is shorter than at the start; restore the file")
-    first = block.start - block.file_start
-    yield LineChunk(block.path, np.arange(first, first + len(lines)), lines)
+    first_row = block.start - block.file_start
+    yield LineChunk(block.path, np.arange(first_row, first_row + len(lines)), lines)
 
 
 def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
@@ -231,7 +231,7 @@ def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
                     )
                 yield line
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
 def _text(mapping: object, key: str) -> str | None:
@@ -296,12 +296,12 @@ def read_parquet(
     file: pq.ParquetFile, block: RowBlock, names: tuple[str, ...]
 ) -> Iterator[RowChunk]:
     """Yield the rows of a block in order. Raise DataError if the file is damaged."""
-    first = block.start - block.file_start
+    first_row = block.start - block.file_start
     for batch in batches_of(
         block.path, file, ROWS_PER_READ, row_groups=[block.index], columns=list(names)
     ):
-        yield ArrowChunk(block.path, np.arange(first, first + batch.num_rows), batch)
-        first += batch.num_rows
+        yield ArrowChunk(block.path, np.arange(first_row, first_row + batch.num_rows), batch)
+        first_row += batch.num_rows
 
 
 def batches_of(
@@ -321,7 +321,7 @@ def batches_of(
             num_rows, row_groups=row_groups, columns=columns, use_threads=False
         )
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
@@ -329,10 +329,10 @@ def open_parquet(path: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: str, error: Exception) -> DataError:
+def _unreadable_error(path: str, error: Exception) -> DataError:
     return DataError(f"{path}: cannot be read: {error}; restore the file")
 
 
@@ -353,10 +353,10 @@ def check_raw_file(path: Path) -> list[str]:
     if is_parquet(str(path)):
         with open_parquet(str(path)) as file:
             return list(file.schema_arrow.names)
-    first = next((line for line in lines_of(str(path)) if line.strip()), None)
-    if first is None:
+    first_line = next((line for line in lines_of(str(path)) if line.strip()), None)
+    if first_line is None:
         raise DataError(f"{path} holds blank lines alone; write it or download it again")
-    return list(parse_line(str(path), 0, first))
+    return list(parse_line(str(path), 0, first_line))
 
 
 def raw_rows(path: Path) -> Iterator[RawRow]:

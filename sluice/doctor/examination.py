@@ -15,7 +15,14 @@ from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
 from sluice.doctor import configuration, files, machine, packages, prompts, reward
-from sluice.doctor.finding import DoctorContext, Finding, FindingSeverity, fine, of_text, problem
+from sluice.doctor.finding import (
+    DoctorContext,
+    Finding,
+    FindingSeverity,
+    fine,
+    problem,
+    problem_of_text,
+)
 from sluice.errors import SluiceError
 
 NOT_EXAMINED = "nothing is known about it, because the check did not end"
@@ -52,7 +59,7 @@ class CheckResult:
     findings: tuple[Finding, ...]
 
 
-def examine(examined: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckResult]:
+def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckResult]:
     """Yield the result of each check, in their order, as soon as it and those before it are there.
 
     All checks start at once. A late one becomes a problem, and its thread is left behind: it may
@@ -60,9 +67,9 @@ def examine(examined: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckR
     """
     start_s = time.monotonic()
     running = [
-        (check, _start(check, examined))
+        (check, _start_check(check, context))
         for check in checks
-        if examined.has_run or not check.needs_run
+        if context.has_run or not check.needs_run
     ]
     for check, answer in running:
         left_s = max(0.0, start_s + check.deadline_s - time.monotonic())
@@ -78,22 +85,22 @@ def examine(examined: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckR
             yield CheckResult(check, (late,))
 
 
-def _start(check: Check, examined: DoctorContext) -> queue.SimpleQueue[tuple[Finding, ...]]:
+def _start_check(check: Check, context: DoctorContext) -> queue.SimpleQueue[tuple[Finding, ...]]:
     answer: queue.SimpleQueue[tuple[Finding, ...]] = queue.SimpleQueue()
     threading.Thread(
-        target=lambda: answer.put(_findings(check, examined)), name=check.name, daemon=True
+        target=lambda: answer.put(_run_check(check, context)), name=check.name, daemon=True
     ).start()
     return answer
 
 
-def _findings(check: Check, examined: DoctorContext) -> tuple[Finding, ...]:
+def _run_check(check: Check, context: DoctorContext) -> tuple[Finding, ...]:
     try:
-        return tuple(check.examine(examined)) or (fine(f"nothing to report: {check.about}"),)
+        return tuple(check.examine(context)) or (fine(f"nothing to report: {check.about}"),)
     except SluiceError as error:
-        return (of_text(str(error), ""),)
+        return (problem_of_text(str(error), ""),)
     except Exception as error:  # noqa: BLE001 - a defect of one check must not hide the others
-        what = f"{check.about}: {type(error).__name__}: {error}"
-        return (problem(what, NOT_EXAMINED, "look at it by hand, and report the message"),)
+        message = f"{check.about}: {type(error).__name__}: {error}"
+        return (problem(message, NOT_EXAMINED, "look at it by hand, and report the message"),)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -125,19 +132,19 @@ CHECKS: tuple[Check, ...] = (
 
 
 def preflight(
-    examined: DoctorContext, wanted: Callable[[Check], bool] = lambda _: True
+    context: DoctorContext, selects: Callable[[Check], bool] = lambda _: True
 ) -> list[Problem]:
     """Return what the checks before the start find, each once: errors, and notes that a user would
     want to know.
     """
-    checks = [one for one in CHECKS if one.before_start and wanted(one)]
+    checks = [check for check in CHECKS if check.before_start and selects(check)]
     problems = [
-        _as_problem(result.check, one)
-        for result in examine(examined, checks)
-        for one in result.findings
-        if one.severity is not FindingSeverity.OK
+        _as_problem(result.check, finding)
+        for result in examine(context, checks)
+        for finding in result.findings
+        if finding.severity is not FindingSeverity.OK
     ]
-    return list({one.text: one for one in problems}.values())
+    return list({entry.text: entry for entry in problems}.values())
 
 
 def _as_problem(check: Check, finding: Finding) -> Problem:

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.derived import adapts, adapts_experts, checkpoint_folder, uses_critic
+from sluice.config.derived import adapts_experts, checkpoint_folder, uses_adapters, uses_critic
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.finding import GIB, DoctorContext, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import (
+    GIB,
+    DoctorContext,
+    Finding,
+    fine,
+    gib,
+    problem,
+    problem_of_text,
+    warning,
+)
 from sluice.errors import DataError, MissingPackageError
 
 _POINTER = b"version https://git-lfs"
@@ -29,9 +38,9 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def check_model(examined: DoctorContext) -> Iterator[Finding]:
+def check_model(context: DoctorContext) -> Iterator[Finding]:
     """Check the policy's folder, and the critic's where it starts from another model."""
-    config = examined.config
+    config = context.config
     yield from model_findings(MODEL_KEY, config.actor_rollout_ref.model.path)
     critic = config.critic.model.path
     if uses_critic(config) and critic and critic != config.actor_rollout_ref.model.path:
@@ -41,9 +50,9 @@ def check_model(examined: DoctorContext) -> Iterator[Finding]:
 def model_findings(key: str, path: str) -> Iterator[Finding]:
     """Yield files that are missing, cut short or left over from another download."""
     why = "trainer and replicas refuse to start"
-    broken = list(model_problems(path, key))
-    if broken:
-        yield from (of_text(one.text, why) for one in broken)
+    problems = list(model_problems(path, key))
+    if problems:
+        yield from (problem_of_text(defect.text, why) for defect in problems)
         return
     folder = Path(path)
     files = sorted(folder.glob("*.safetensors"))
@@ -54,23 +63,23 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
             "take a checkpoint with safetensors, or save the model again with transformers",
         )
         return
-    named: set[str] = set()
+    indexed_files: set[str] = set()
     findings: list[Finding] = []
     try:
         if (folder / _INDEX_FILE).is_file():
             index = msgspec.json.decode((folder / _INDEX_FILE).read_bytes(), type=_Index)
-            named = set(index.weight_map.values())
+            indexed_files = set(index.weight_map.values())
     except (OSError, msgspec.DecodeError) as error:
         findings.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
-    if missing := sorted(named - {file.name for file in files}):
+    if missing := sorted(indexed_files - {file.name for file in files}):
         names = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
-        what = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
-        findings.append(problem(what, _NOT_LOADED, "download the missing files"))
+        statement = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
+        findings.append(problem(statement, _NOT_LOADED, "download the missing files"))
     for file in files:
         try:
-            check_whole(key, file)
+            check_complete(key, file)
         except DataError as error:
-            findings.append(of_text(str(error), _NOT_LOADED))
+            findings.append(problem_of_text(str(error), _NOT_LOADED))
         except MissingPackageError as error:  # where services run, the check of packages reports it
             findings.append(
                 warning(f"{key}: not read ({error})", "", "pip install 'sluice[torch]'")
@@ -82,41 +91,43 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
         yield fine(f"{path}: {len(files)} file(s) of weights, {gib(size)}")
 
 
-def check_whole(key: str, file: Path) -> None:
+def check_complete(key: str, file: Path) -> None:
     """Compare the header of a file of weights with its size; read no tensor.
 
     Raises:
         DataError: the file is not whole.
         MissingPackageError: safetensors is not installed.
     """
-    shown = f"{key}: {file.name}"
+    place = f"{key}: {file.name}"
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
         raise MissingPackageError(str(error)) from error
     with file.open("rb") as opened:
         if opened.read(len(_POINTER)) == _POINTER:
-            raise DataError(f"{shown} is a pointer of git-lfs; fetch it with git lfs pull")
+            raise DataError(f"{place} is a pointer of git-lfs; fetch it with git lfs pull")
     try:
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
+        raise DataError(f"{place} is not whole ({error}); {_AGAIN}") from error
 
 
-def check_disk(examined: DoctorContext) -> Iterator[Finding]:
+def check_disk(context: DoctorContext) -> Iterator[Finding]:
     """Check the run's folder and the checkpoints' folder."""
-    config = examined.config
+    config = context.config
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"
-    size = checkpoint_bytes(config, examined.shape) if config.trainer.save_freq > 0 else 0
-    for name, folder, one, kept in (
+    size = checkpoint_bytes(config, context.shape) if config.trainer.save_freq > 0 else 0
+    for name, folder, checkpoint_size, num_kept in (
         ("sluice.run_dir", config.sluice.run_dir, 0, 0),
         (key, checkpoint_folder(config), size, checkpoints_kept(config)),
     ):
         absolute = Path(folder).absolute()
-        existing = next(each for each in (absolute, *absolute.parents) if each.is_dir())
+        existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
         if os.access(existing, os.W_OK | os.X_OK):
-            yield disk_finding(name, folder, shutil.disk_usage(existing).free, one, kept)
+            yield disk_finding(
+                name, folder, shutil.disk_usage(existing).free, checkpoint_size, num_kept
+            )
         else:
             yield problem(
                 f"{name} = {folder} cannot be written by this user",
@@ -126,7 +137,7 @@ def check_disk(examined: DoctorContext) -> Iterator[Finding]:
 
 
 def disk_finding(
-    key: str, folder: str, free_bytes: int, one: int | None, kept: int | None
+    key: str, folder: str, free_bytes: int, checkpoint_size: int | None, num_kept: int | None
 ) -> Finding:
     """Judge whether the folder holds what comes.
 
@@ -134,31 +145,31 @@ def disk_finding(
         key: the configuration key that names the folder.
         folder: as named; it need not exist yet.
         free_bytes: of its file system.
-        one: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
-        kept: checkpoints at once; ``None``: all of them, and their number is not known.
+        checkpoint_size: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
+        num_kept: checkpoints at once; ``None``: all of them, and their number is not known.
     """
-    what = f"{key} = {folder}: {gib(free_bytes)} free"
+    statement = f"{key} = {folder}: {gib(free_bytes)} free"
     move = f"free some, or set {key} to a folder on another disk"
-    if one is None:
+    if checkpoint_size is None:
         return warning(
-            f"{what}; the size of a checkpoint is not known",
+            f"{statement}; the size of a checkpoint is not known",
             "the model's config.json is not here",
             "compare it with 12 bytes a parameter (float32 weights and AdamW's moments)",
         )
-    if one == 0:
+    if checkpoint_size == 0:
         why = "logs, metrics and the ledger of a long run take about 1 GiB"
-        return fine(what) if free_bytes >= RUN_BYTES else warning(what, why, move)
-    number = "all checkpoints are kept" if kept is None else f"{kept} at once"
-    what = f"{what}, a checkpoint takes {gib(one)} ({number})"
-    if free_bytes < one:
-        return problem(what, "the first save fails, and the run with it", move)
-    if free_bytes < one * (kept or 2):
+        return fine(statement) if free_bytes >= RUN_BYTES else warning(statement, why, move)
+    number = "all checkpoints are kept" if num_kept is None else f"{num_kept} at once"
+    statement = f"{statement}, a checkpoint takes {gib(checkpoint_size)} ({number})"
+    if free_bytes < checkpoint_size:
+        return problem(statement, "the first save fails, and the run with it", move)
+    if free_bytes < checkpoint_size * (num_kept or 2):
         return warning(
-            what,
+            statement,
             "a later save fails, and the run with it",
             f"{move}; or set trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq",
         )
-    return fine(what)
+    return fine(statement)
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
@@ -167,7 +178,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
     if shape is None:
         return None
     model, trained = config.actor_rollout_ref.model, shape.total_parameters
-    if adapts(model):
+    if uses_adapters(model):
         trained = shape.adapter_parameters(model.lora_rank, experts=adapts_experts(model))
     if uses_critic(config):
         trained += shape.total_parameters

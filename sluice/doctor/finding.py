@@ -59,25 +59,25 @@ class Finding:
     remedy: str = ""
 
 
-def fine(what: str) -> Finding:
+def fine(statement: str) -> Finding:
     """Return a finding without consequence."""
-    return Finding(FindingSeverity.OK, what)
+    return Finding(FindingSeverity.OK, statement)
 
 
-def warning(what: str, why: str, remedy: str) -> Finding:
+def warning(statement: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run slower, or puts it at a risk."""
-    return Finding(FindingSeverity.WARNING, what, why, remedy)
+    return Finding(FindingSeverity.WARNING, statement, why, remedy)
 
 
-def problem(what: str, why: str, remedy: str) -> Finding:
+def problem(statement: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run fail, or do something other than configured."""
-    return Finding(FindingSeverity.PROBLEM, what, why, remedy)
+    return Finding(FindingSeverity.PROBLEM, statement, why, remedy)
 
 
-def of_text(sentence: str, why: str) -> Finding:
+def problem_of_text(sentence: str, why: str) -> Finding:
     """Return the problem of a sentence that ends with "; " and the remedy, as errors do."""
-    what, _, remedy = sentence.rpartition("; ")
-    return problem(what or remedy, why, remedy if what else "correct it")
+    statement, _, remedy = sentence.rpartition("; ")
+    return problem(statement or remedy, why, remedy if statement else "correct it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class DoctorContext:
         return self.read_shape()
 
 
-def examined_run(
+def read_doctor_context(
     file: Path | None, overrides: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> DoctorContext:
     """Return this machine with the run of a file and overrides; without either, with no run.
@@ -119,10 +119,10 @@ def examined_run(
         ConfigError: the configuration cannot be read.
     """
     run = read_run(file, overrides)
-    return examined_of(run, environment, has_run=file is not None or bool(overrides))
+    return doctor_context(run, environment, has_run=file is not None or bool(overrides))
 
 
-def examined_of(
+def doctor_context(
     run: ReadRun,
     environment: Mapping[str, str] = os.environ,
     *,
@@ -134,7 +134,7 @@ def examined_of(
     Args:
         is_local: whether the run's processes start on this host, on its devices.
     """
-    opened, turn = cache(partial(opened_rows, run.config)), Lock()
+    opened, turn = cache(partial(open_first_rows, run.config)), Lock()
 
     def first_rows(key: str) -> tuple[PromptFiles, list[PromptRow]]:
         with turn:  # checks run in threads
@@ -155,7 +155,7 @@ def examined_of(
     )
 
 
-def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
+def open_first_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
     """Return the files of a key, as the reward service opens them, and decoded rows: the first
     `ROWS_LOOKED_AT`, and one of each further file.
 
@@ -167,12 +167,12 @@ def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRo
         data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
     )
     files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
-    reader, rows, seen = ChunkReader(), list[PromptRow](), set[str]()
+    reader, rows, paths = ChunkReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
-        wanted = max(ROWS_LOOKED_AT - len(rows), int(block.path not in seen))
-        seen.add(block.path)
+        num_rows = max(ROWS_LOOKED_AT - len(rows), int(block.path not in paths))
+        paths.add(block.path)
         decoded = (
             chunk.decode(n, columns) for chunk in reader.read(block) for n in range(len(chunk))
         )
-        rows += islice(decoded, wanted)
+        rows += islice(decoded, num_rows)
     return files, rows

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from sluice.config.addresses import configured_ports
-from sluice.config.derived import adapts, replica_devices
+from sluice.config.derived import replica_devices, uses_adapters
 from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory, training_layout
@@ -22,7 +22,16 @@ from sluice.device.host import (
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, DoctorContext, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import (
+    GIB,
+    DoctorContext,
+    Finding,
+    fine,
+    gib,
+    problem,
+    problem_of_text,
+    warning,
+)
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.device_plan import device_share, gpu_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
@@ -37,28 +46,28 @@ COPIES = 2
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
 
 
-def check_memory(examined: DoctorContext) -> Iterator[Finding]:
+def check_memory(context: DoctorContext) -> Iterator[Finding]:
     """Estimate the host's memory; `sluice config check --device-memory` looks at a device's."""
-    if examined.shape is None:
+    if context.shape is None:
         yield warning(
             "the model's memory cannot be estimated",
             "its config.json is not here",
             "give actor_rollout_ref.model.path a folder of this machine",
         )
     else:
-        yield memory_finding(available_bytes(), needed_memory(examined, examined.shape))
+        yield memory_finding(available_bytes(), needed_memory(context, context.shape))
 
 
-def memory_finding(available: int | None, needed: Mapping[str, float]) -> Finding:
+def memory_finding(available: int | None, needed_bytes: Mapping[str, float]) -> Finding:
     """Judge whether memory suffices; `available` is in bytes, ``None`` if unknown."""
-    whole = sum(needed.values())
-    parts = ", ".join(f"{name} {gib(one)}" for name, one in needed.items())
+    total = sum(needed_bytes.values())
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in needed_bytes.items())
     free = "an unknown amount" if available is None else gib(available)
-    what = f"{free} free, up to {gib(whole)} needed ({parts})"
-    if available is None or whole <= available:
-        return fine(what)
+    statement = f"{free} free, up to {gib(total)} needed ({parts})"
+    if available is None or total <= available:
+        return fine(statement)
     return warning(
-        what,
+        statement,
         "the kernel kills the process that asks for the rest",
         "lower sluice.rollout.replicas or the token budgets "
         "(actor_rollout_ref.actor.ppo_max_token_len_per_gpu, "
@@ -66,7 +75,7 @@ def memory_finding(available: int | None, needed: Mapping[str, float]) -> Findin
     )
 
 
-def needed_memory(examined: DoctorContext, shape: ModelShape) -> dict[str, float]:
+def needed_memory(context: DoctorContext, shape: ModelShape) -> dict[str, float]:
     """Return the most bytes that ranks, replicas and the reward service may take on this host.
 
     A rank may read the whole model before it keeps its shards. What it holds later is what
@@ -74,19 +83,19 @@ def needed_memory(examined: DoctorContext, shape: ModelShape) -> dict[str, float
     of a replica receives all weights, whichever it keeps. The reward service holds the experts of
     the batch that is trained and of the next one.
     """
-    config = examined.config
+    config = context.config
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
-    own, layout = training_layout(config), rollout_layout(config)
+    training, layout = training_layout(config), rollout_layout(config)
     # The wire has the cache's dtype.
     snapshots = COPIES * shape.total_parameters * layout.kv_bytes
-    weights = shape.total_parameters * own.master_bytes
-    reference = weights / own.shard if has_reference_model(config) else 0.0
+    weights = shape.total_parameters * training.master_bytes
+    reference = weights / training.shard if has_reference_model(config) else 0.0
     bare, peak = float(BARE_ON_DEVICE_BYTES), 0.0
-    if not _is_on_device(config.trainer.device, examined):
-        bare, peak = BARE_BYTES, guessed_memory(shape, own).peak
-    rank = bare + max(peak + held_on_host(config, shape), reference + weights)
+    if not _is_on_device(config.trainer.device, context):
+        bare, peak = BARE_BYTES, guessed_memory(shape, training).peak
+    rank = bare + max(peak + rank_bytes_on_host(config, shape), reference + weights)
     replica = float(BARE_ON_DEVICE_BYTES + snapshots * replica_devices(config))
-    if not _is_on_device(config.sluice.rollout.device, examined):
+    if not _is_on_device(config.sluice.rollout.device, context):
         engine, memory = config.actor_rollout_ref.rollout, rollout_memory(shape, layout, None)
         # The torch engine keeps as many tokens of ended turns as its slots hold.
         caches = 2 if engine.name == "torch" and engine.enable_prefix_caching else 1
@@ -99,34 +108,34 @@ def needed_memory(examined: DoctorContext, shape: ModelShape) -> dict[str, float
     }
 
 
-def held_on_host(config: RunConfig, shape: ModelShape) -> float:
+def rank_bytes_on_host(config: RunConfig, shape: ModelShape) -> float:
     """Return what a rank holds on the host during a run, by sizes that follow from the shape."""
-    own = training_layout(config)
+    training = training_layout(config)
     model = config.actor_rollout_ref.model
-    weights = trained = shape.total_parameters * own.master_bytes / own.shard
-    if adapts(model):
-        adapters = shape.adapter_parameters(model.lora_rank, experts=own.adapts_experts)
-        trained = adapters * own.master_bytes / own.shard
-        weights = shape.total_parameters * own.compute_bytes / own.shard + trained
+    weights = trained = shape.total_parameters * training.master_bytes / training.shard
+    if uses_adapters(model):
+        adapters = shape.adapter_parameters(model.lora_rank, experts=training.adapts_experts)
+        trained = adapters * training.master_bytes / training.shard
+        weights = shape.total_parameters * training.compute_bytes / training.shard + trained
     planned = local_model(model.path)
     encoder = None if planned is None else planned.encoder
     return rank_host_bytes(config, shape, ModelBytes(weights, trained, 2 * trained), encoder)
 
 
-def _is_on_device(name: str | None, examined: DoctorContext) -> bool:
-    return wants_gpu(name, examined.environment) or wants_npu(name, examined.environment)
+def _is_on_device(name: str | None, context: DoctorContext) -> bool:
+    return wants_gpu(name, context.environment) or wants_npu(name, context.environment)
 
 
-def check_npus(examined: DoctorContext) -> Iterator[Finding]:
+def check_npus(context: DoctorContext) -> Iterator[Finding]:
     """Check what a process on an NPU checks when it starts, before anything starts."""
-    config = examined.config
-    share = device_share(config, examined.environment)
+    config = context.config
+    share = device_share(config, context.environment)
     demand = AscendDemand(
-        share.wanted(config.sluice.rollout.replicas),
+        share.num_wanted(config.sluice.rollout.replicas),
         config.sluice.weights.backend != "gloo",
         share.devices_per_replica > 0 and config.actor_rollout_ref.rollout.name == "vllm",
     )
-    host = ascend_host(examined.environment)
+    host = ascend_host(context.environment)
     yield from npu_findings(host, demand, has_package=has_torch_npu())
 
 
@@ -137,44 +146,44 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
         yield fine("there is no NPU, and the run needs none")
         return
     findings = ascend_findings(host, demand)
-    for one in findings:
-        if one.severity is Severity.ERROR and is_wanted:
-            yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
+    for finding in findings:
+        if finding.severity is Severity.ERROR and is_wanted:
+            yield problem(finding.statement, "a process on an NPU refuses to start", finding.remedy)
         else:
             yield warning(
-                one.statement, "a process on an NPU is slower, or fails later", one.remedy
+                finding.statement, "a process on an NPU is slower, or fails later", finding.remedy
             )
     if not findings:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
 
-def check_gpus(examined: DoctorContext) -> Iterator[Finding]:
+def check_gpus(context: DoctorContext) -> Iterator[Finding]:
     """Say how the launch divides this host's devices, or that they do not suffice."""
-    plan, replicas = examined.devices, examined.config.sluice.rollout.replicas
+    plan, replicas = context.devices, context.config.sluice.rollout.replicas
     if plan.lack:
-        yield of_text(plan.lack, "a process would find no device of its own")
+        yield problem_of_text(plan.lack, "a process would find no device of its own")
         return
     if plan.line:
         yield fine(plan.line)
         return
-    share = gpu_share(examined.config, examined.environment)
-    wanted, visible = share.wanted(replicas), len(share.numbers)
-    if wanted <= visible:
-        yield fine(f"the run takes {wanted} GPU(s) of this host, {visible} are visible")
+    share = gpu_share(context.config, context.environment)
+    num_wanted, visible = share.num_wanted(replicas), len(share.numbers)
+    if num_wanted <= visible:
+        yield fine(f"the run takes {num_wanted} GPU(s) of this host, {visible} are visible")
         return
     yield problem(
-        f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas of "
-        f"{share.devices_per_replica}), and {visible} are visible",
+        f"the run takes {num_wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
+        f"replicas of {share.devices_per_replica}), and {visible} are visible",
         "processes would share GPUs",
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
         f"({CUDA_VISIBLE_VARIABLE})",
     )
 
 
-def check_cores(examined: DoctorContext) -> Iterator[Finding]:
+def check_cores(context: DoctorContext) -> Iterator[Finding]:
     """Compare trainer ranks on the CPU with its cores."""
-    ranks = examined.config.trainer.n_gpus_per_node
-    if _is_on_device(examined.config.trainer.device, examined):
+    ranks = context.config.trainer.n_gpus_per_node
+    if _is_on_device(context.config.trainer.device, context):
         yield fine("trainer ranks are on devices")
     else:
         yield cores_finding(ranks, len(os.sched_getaffinity(0)))
@@ -192,18 +201,18 @@ def cores_finding(ranks: int, cores: int) -> Finding:
     )
 
 
-def check_ports(examined: DoctorContext) -> Iterator[Finding]:
+def check_ports(context: DoctorContext) -> Iterator[Finding]:
     """Bind each fixed port for a moment; nothing listens."""
-    ports = list(configured_ports(examined.config.sluice))
+    ports = list(configured_ports(context.config.sluice))
     free = []
     for key, host, port in ports:
         try:
             check_bindable(host, port)
             free.append(str(port))
         except ConfigError as error:
-            what, _, remedy = str(error).partition("; ")
+            message, _, remedy = str(error).partition("; ")
             yield problem(
-                f"{key} = {port}: {what}",
+                f"{key} = {port}: {message}",
                 "the service that listens there refuses to start",
                 f"{remedy} (`ss -ltnp` lists processes)",
             )
@@ -211,20 +220,20 @@ def check_ports(examined: DoctorContext) -> Iterator[Finding]:
         yield fine(f"free: {', '.join(free)}" if ports else "the run chooses all ports")
 
 
-def check_sandbox(examined: DoctorContext) -> Iterator[Finding]:
+def check_sandbox(context: DoctorContext) -> Iterator[Finding]:
     """Run a program of one line in the configured sandbox; without a run, in bubblewrap."""
-    sandbox, fusion = examined.config.sluice.sandbox, examined.config.reward.sandbox_fusion
+    sandbox, fusion = context.config.sluice.sandbox, context.config.reward.sandbox_fusion
     backend = backend_of(sandbox, fusion)
     if backend is not None:
         try:
             proven_sandbox(sandbox, fusion)
         except SluiceError as error:
-            yield of_text(
+            yield problem_of_text(
                 f"sluice.sandbox.backend = {backend}: {error}", "the run refuses to start"
             )
         else:
             yield fine(f"{backend} runs programs")
-    elif not examined.has_run:
+    elif not context.has_run:
         try:
             proven_sandbox(SandboxConfig(backend="bubblewrap"))
         except SluiceError as error:

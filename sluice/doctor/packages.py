@@ -21,7 +21,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
-from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -93,17 +93,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, texts)))
 
 
-def check_extras(examined: DoctorContext) -> Iterator[Finding]:
+def check_extras(context: DoctorContext) -> Iterator[Finding]:
     """Check the optional packages that the configuration needs, its engine among them."""
-    for one in unknown_engine(examined.config):
-        yield of_text(one.text, "replicas refuse to start")
+    for package in unknown_engine(context.config):
+        yield problem_of_text(package.text, "replicas refuse to start")
     yield from requirement_findings(
-        (key, extra, one)
-        for key, extra in needed_extras(examined.config)
-        for one in requirements(extra)
+        (key, extra, package)
+        for key, extra in needed_extras(context.config)
+        for package in requirements(extra)
     )
-    missing = missing_for_triton(examined.environment)
-    if missing and (keys := [*_compiling_keys(examined)]):
+    missing = missing_for_triton(context.environment)
+    if missing and (keys := [*_compiling_keys(context)]):
         yield problem(
             f"{' and '.join(keys)} on a GPU, and there is no {' and no '.join(missing)}",
             "Triton compiles kernels with it, and processes end when they start",
@@ -119,18 +119,18 @@ def missing_for_triton(environment: Mapping[str, str]) -> tuple[str, ...]:
     # Debian's own scheme names a folder without the headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    needed = (("C compiler", compiler is not None), (str(header), header.is_file()))
-    return tuple(name for name, is_there in needed if not is_there)
+    requirements = (("C compiler", compiler is not None), (str(header), header.is_file()))
+    return tuple(name for name, is_there in requirements if not is_there)
 
 
-def _compiling_keys(examined: DoctorContext) -> Iterator[str]:
+def _compiling_keys(context: DoctorContext) -> Iterator[str]:
     """Yield what the configuration sets that compiles kernels on NVIDIA GPUs."""
-    config, given = examined.config, examined.environment
+    config, environment = context.config, context.environment
     engine = config.actor_rollout_ref.rollout.name
-    if engine in VENDOR_ENGINES and _is_on_gpu(config.sluice.rollout.device, given):
+    if engine in VENDOR_ENGINES and _is_on_gpu(config.sluice.rollout.device, environment):
         yield f"actor_rollout_ref.rollout.name = {engine}"
     compiles = config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
-    if compiles and _is_on_gpu(config.trainer.device, given):
+    if compiles and _is_on_gpu(config.trainer.device, environment):
         yield "actor_rollout_ref.actor.fsdp_config.use_torch_compile = true"
 
 
@@ -139,22 +139,22 @@ def _is_on_gpu(device: str | None, environment: Mapping[str, str]) -> bool:
     return is_there and not is_cpu_torch()
 
 
-def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iterator[Finding]:
+def requirement_findings(requirements: Iterable[tuple[str, str, Requirement]]) -> Iterator[Finding]:
     """Yield a problem for each package that is missing or too old; else one finding for all.
 
     Args:
-        needed: configuration key and extra that need each package.
+        requirements: configuration key and extra that need each package.
     """
     fit: dict[str, str] = {}
     unmet: set[str] = set()
-    for key, extra, one in needed:
-        if not one.defect:
-            fit[one.name] = f"{one.name} {one.installed}"
-        elif one.name not in unmet:
-            unmet.add(one.name)
+    for key, extra, requirement in requirements:
+        if not requirement.defect:
+            fit[requirement.name] = f"{requirement.name} {requirement.installed}"
+        elif requirement.name not in unmet:
+            unmet.add(requirement.name)
             without = f"set {_ENGINE}=torch" if extra in VENDOR_ENGINES else "take the key out"
             yield problem(
-                f"{key} needs a package: {one.defect}",
+                f"{key} needs a package: {requirement.defect}",
                 "processes end where they import it",
                 f"pip install 'sluice[{extra}]', or {without}",
             )
@@ -198,10 +198,13 @@ class TorchBuild(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def check_torch(examined: DoctorContext) -> Iterator[Finding]:
+def check_torch(context: DoctorContext) -> Iterator[Finding]:
     """Import torch in a separate process, since that may take long or crash."""
     of_any_age = Requirement("torch", "", installed_version("torch"))
-    torch = next((one for one in requirements("torch") if one.name == "torch"), of_any_age)
+    torch = next(
+        (requirement for requirement in requirements("torch") if requirement.name == "torch"),
+        of_any_age,
+    )
     if torch.defect:
         yield problem(
             torch.defect,
@@ -209,7 +212,7 @@ def check_torch(examined: DoctorContext) -> Iterator[Finding]:
             "pip install 'sluice[torch]'",
         )
         return
-    build = probe_torch(examined.environment)
+    build = probe_torch(context.environment)
     if isinstance(build, str):
         yield problem(
             f"torch {torch.installed} cannot be imported: {build}",
@@ -218,8 +221,8 @@ def check_torch(examined: DoctorContext) -> Iterator[Finding]:
         )
         return
     devices = {
-        "trainer.device": examined.config.trainer.device,
-        "sluice.rollout.device": examined.config.sluice.rollout.device,
+        "trainer.device": context.config.trainer.device,
+        "sluice.rollout.device": context.config.sluice.rollout.device,
     }
     yield build_finding(
         f"torch {torch.installed}",
@@ -233,7 +236,7 @@ def check_torch(examined: DoctorContext) -> Iterator[Finding]:
 def probe_torch(environment: Mapping[str, str]) -> TorchBuild | str:
     """Return the build of torch, or the reason why it cannot be imported."""
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROBE],
             env={**os.environ, **environment, AUTOLOAD_VARIABLE: "0"},
             capture_output=True,
@@ -243,9 +246,9 @@ def probe_torch(environment: Mapping[str, str]) -> TorchBuild | str:
         )
     except subprocess.TimeoutExpired:
         return f"no end within {_PROBE_S:g} s"
-    if ended.returncode != 0:
-        return (ended.stderr.strip().splitlines() or [f"code {ended.returncode}"])[-1]
-    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=TorchBuild)
+    if process.returncode != 0:
+        return (process.stderr.strip().splitlines() or [f"code {process.returncode}"])[-1]
+    return msgspec.json.decode(process.stdout.splitlines()[-1], type=TorchBuild)
 
 
 def build_finding(
@@ -261,13 +264,13 @@ def build_finding(
         may_use_gpu: whether a process of the run takes a GPU if there is one.
     """
     kind = f"CUDA {build.cuda}" if build.cuda else "ROCm" if build.is_rocm else "the CPU"
-    what = f"{torch} for {kind}"
-    wanted = f" ({', '.join(keys)} asks for one)" if keys else ""
+    statement = f"{torch} for {kind}"
+    reason = f" ({', '.join(keys)} asks for one)" if keys else ""
     if build.num_usable:
-        return fine(f"{what}, {build.num_usable} GPU(s)")
+        return fine(f"{statement}, {build.num_usable} GPU(s)")
     if num_devices and (keys or may_use_gpu):
         return problem(
-            f"{what} can use none of {num_devices} NVIDIA GPU(s){wanted}: {build.reason}",
+            f"{statement} can use none of {num_devices} NVIDIA GPU(s){reason}: {build.reason}",
             "the run would compute on the CPU",
             "install a CUDA build of torch that the driver supports, or update the driver; in a "
             "container, check that NVIDIA's container runtime passes the GPUs on; or set "
@@ -275,8 +278,8 @@ def build_finding(
         )
     if keys:
         return problem(
-            f"{what}, and there is no GPU, but {', '.join(keys)} asks for one",
+            f"{statement}, and there is no GPU, but {', '.join(keys)} asks for one",
             "these processes refuse to start",
             "set the keys to cpu, or pass the GPUs on to this container",
         )
-    return fine(f"{what}; the run uses none of {num_devices} NVIDIA GPU(s)")
+    return fine(f"{statement}; the run uses none of {num_devices} NVIDIA GPU(s)")

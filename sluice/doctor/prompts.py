@@ -6,7 +6,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from sluice.concurrency.answers import answer_of
+from sluice.concurrency.answers import ask_module
 from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
@@ -15,7 +15,7 @@ from sluice.config.sources import VAL_KEY, prompt_files, source_groups
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
-from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text, warning
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX, backend_of
@@ -25,9 +25,9 @@ _MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300
 
 
-def check_data(examined: DoctorContext) -> Iterator[Finding]:
+def check_data(context: DoctorContext) -> Iterator[Finding]:
     """Check columns of every file, and the first rows with the model's chat template."""
-    config = examined.config
+    config = context.config
     rows: dict[str, list[PromptRow]] = {}
     for key, files in prompt_files(config).items():
         if not files:
@@ -37,9 +37,9 @@ def check_data(examined: DoctorContext) -> Iterator[Finding]:
             yield fine(f"{key} is null: {consequence}")
             continue
         try:
-            opened, rows[key] = examined.first_rows(key)
+            opened, rows[key] = context.first_rows(key)
         except DataError as error:
-            yield of_text(str(error), "the reward service refuses to start")
+            yield problem_of_text(str(error), "the reward service refuses to start")
             continue
         yield from _row_findings(config, key, opened, rows[key])
     yield from _length_findings(config, rows)
@@ -96,7 +96,9 @@ def program_findings(
     """Yield a problem if programs are to be graded, where no sandbox is configured."""
     programs = [name for name in sources if scorer_name(name, routes) == PROGRAM_TESTS]
     if programs:
-        yield of_text(f"{key}: data source {programs[0]!r}: {NO_SANDBOX}", "nothing may run them")
+        yield problem_of_text(
+            f"{key}: data source {programs[0]!r}: {NO_SANDBOX}", "nothing may run them"
+        )
 
 
 def _length_findings(
@@ -114,39 +116,39 @@ def _length_findings(
         )
         return
     try:
-        answers = measure(config, [row for _, row in measured])
+        answers = measure_tokens(config, [row for _, row in measured])
     except ConfigError as error:
-        yield of_text(str(error), "replicas refuse to start")
+        yield problem_of_text(str(error), "replicas refuse to start")
         return
     for key in rows:
-        own = [
+        answers_of_key = [
             (row, answer)
-            for (its_key, row), answer in zip(measured, answers, strict=True)
-            if its_key == key
+            for (row_key, row), answer in zip(measured, answers, strict=True)
+            if row_key == key
         ]
-        yield from template_findings(own)
-        tokens = {row.place: answer for row, answer in own if isinstance(answer, int)}
+        yield from template_findings(answers_of_key)
+        tokens = {row.place: answer for row, answer in answers_of_key if isinstance(answer, int)}
         yield from overlong_findings(config.data, key, tokens)
 
 
-def measure(config: RunConfig, rows: Sequence[PromptRow]) -> list[int | str]:
+def measure_tokens(config: RunConfig, rows: Sequence[PromptRow]) -> list[int | str]:
     """Return each row's tokens with the chat template, or why the template refuses it.
 
     Raises:
         ConfigError: none can be measured.
     """
     data, model = config.data, config.actor_rollout_ref.model
-    asked = PromptsToMeasure(
+    request = PromptsToMeasure(
         model.path,
         data.apply_chat_template_kwargs,
         model.trust_remote_code,
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
-    answers, _ = answer_of(
+    answers, _ = ask_module(
         _MEASURE,
-        asked,
+        request,
         list[int | str],
-        what=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
+        task=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
         timeout_s=_MEASURING_S,
         remedy="look at its tokenizer and chat template",
     )
@@ -175,7 +177,7 @@ def overlong_findings(data: DataConfig, key: str, tokens: Mapping[str, int]) -> 
     overlong = {place: count for place, count in tokens.items() if count > limit}
     if not overlong:
         return
-    place, longest = max(overlong.items(), key=lambda one: one[1])
+    place, longest = max(overlong.items(), key=lambda item: item[1])
     is_left_out = data.filter_overlong_prompts or data.truncation == "error"
     remedy = (
         "raise data.max_prompt_length (`sluice data inspect FILE --tokenizer MODEL` counts all)"

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sluice.algorithm.groups.filter import metric_value
-from sluice.concurrency.answers import answer_of
+from sluice.concurrency.answers import ask_module
 from sluice.config.derived import may_grade_itself
 from sluice.config.run import RunConfig
 from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, ScorerInput, scorer_name
-from sluice.doctor.finding import DoctorContext, Finding, fine, of_text, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text, warning
 from sluice.doctor.trial import ScorerTrial, TrialAnswer
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DataError, SluiceError
@@ -33,62 +33,66 @@ _ALWAYS_A_NUMBER = "let it return a number for every response"
 _OVERLONG_METRICS = ("overlong", "overlong_reward")  # the reward manager adds them
 
 
-def check_reward(examined: DoctorContext) -> Iterator[Finding]:
+def check_reward(context: DoctorContext) -> Iterator[Finding]:
     """Grade a made-up response to each of the first rows, and a wrong one to the first, in scorer
     processes with their limits."""
-    reward = examined.config.reward
+    reward = context.config.reward
     function, model = reward.custom_reward_function, reward.reward_model
     if function.path is None and model.enable:
         yield fine(f"graded by the model at {model.base_url}")  # which may not serve yet
         return
-    rows = _rows(examined)
+    rows = _trial_rows(context)
     pairs = [(row, made_up_response(row)) for row in rows]
     pairs += [(row, _WRONG_RESPONSE) for row in rows[:1]]
     try:
-        answers, _ = try_responses(examined.config, pairs, ENOUGH_S)
+        answers, _ = try_responses(context.config, pairs, ENOUGH_S)
     except SluiceError as error:
-        yield of_text(str(error), _REFUSED)
+        yield problem_of_text(str(error), _REFUSED)
         return
-    what = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
-    yield trial_finding(what, [row.place for row in rows], answers[: len(rows)])
-    yield from wrong_response_findings(what, answers[:1], answers[len(rows) :])
-    if function.path is not None and not may_grade_itself(examined.config):
-        yield from metric_findings(examined.config.algorithm.filter_groups, answers)
+    scorer = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
+    yield trial_finding(scorer, [row.place for row in rows], answers[: len(rows)])
+    yield from wrong_response_findings(scorer, answers[:1], answers[len(rows) :])
+    if function.path is not None and not may_grade_itself(context.config):
+        yield from metric_findings(context.config.algorithm.filter_groups, answers)
 
 
-def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswer]) -> Finding:
+def trial_finding(scorer: str, places: Sequence[str], answers: Sequence[TrialAnswer]) -> Finding:
     """Judge the outcomes of the rows at `places`: a problem if none of them has a score."""
     failed = [
-        (place, one) for place, one in zip(places, answers, strict=False) if one.score is None
+        (place, answer)
+        for place, answer in zip(places, answers, strict=False)
+        if answer.score is None
     ]
     if not failed:
-        return fine(f"{what} can be loaded" + (f"; scores {len(answers)} rows" if answers else ""))
-    place, first = failed[0]
-    frames = "".join(f"\n    {frame}" for frame in first.frames)
+        return fine(
+            f"{scorer} can be loaded" + (f"; scores {len(answers)} rows" if answers else "")
+        )
+    place, failed_answer = failed[0]
+    frames = "".join(f"\n    {frame}" for frame in failed_answer.frames)
     if len(failed) < len(answers):
         return warning(
-            f"{what} has no score for {len(failed)} of {len(answers)} rows and a made-up response; "
-            f"{place}: {first.failure}{frames}",
+            f"{scorer} has no score for {len(failed)} of {len(answers)} rows and a made-up "
+            f"response; {place}: {failed_answer.failure}{frames}",
             _LEFT_OUT,
             _ALWAYS_A_NUMBER,
         )
     return problem(
-        f"{what} has no score for any of {len(answers)} rows and a made-up response; {place}: "
-        f"{first.failure}{frames}",
+        f"{scorer} has no score for any of {len(answers)} rows and a made-up response; {place}: "
+        f"{failed_answer.failure}{frames}",
         "every group would fail, and nothing would be trained",
         "repair it; a response that is wrong or has another form deserves a number, such as 0.0",
     )
 
 
 def wrong_response_findings(
-    what: str, right: Sequence[TrialAnswer], wrong: Sequence[TrialAnswer]
+    scorer: str, right: Sequence[TrialAnswer], wrong: Sequence[TrialAnswer]
 ) -> Iterator[Finding]:
     """Warn if a wrong response has no score where a made-up one has."""
     for answer in wrong:
         if answer.score is None and right[0].score is not None:
             frames = "".join(f"\n    {frame}" for frame in answer.frames)
             yield warning(
-                f"{what} has no score for the response '{_WRONG_RESPONSE}': "
+                f"{scorer} has no score for the response '{_WRONG_RESPONSE}': "
                 f"{answer.failure}{frames}",
                 _LEFT_OUT,
                 _ALWAYS_A_NUMBER,
@@ -99,16 +103,20 @@ def metric_findings(
     groups: FilterGroupsConfig, answers: Sequence[TrialAnswer]
 ) -> Iterator[Finding]:
     """Report a metric of the group filter that no graded response has."""
-    graded = [Scored(one.score, one.score, one.metrics) for one in answers if one.score is not None]
+    graded = [
+        Scored(answer.score, answer.score, answer.metrics)
+        for answer in answers
+        if answer.score is not None
+    ]
     if not groups.enable or groups.metric in _OVERLONG_METRICS:
         return
-    if any(groups.metric in one.metrics for one in graded):
+    if any(groups.metric in scored.metrics for scored in graded):
         return
-    for one in graded[:1]:
+    for scored in graded[:1]:
         try:
-            metric_value(one, groups.metric)
+            metric_value(scored, groups.metric)
         except ConfigError as error:
-            yield of_text(str(error), _REFUSED)
+            yield problem_of_text(str(error), _REFUSED)
 
 
 def try_responses(
@@ -134,7 +142,7 @@ def try_responses(
             response,
             row.ground_truth,
             row.extra_info,
-            _question(row),
+            _question_text(row),
             row.truth_is_json,
         )
         for row, response in pairs
@@ -142,43 +150,43 @@ def try_responses(
     trial = ScorerTrial(reward, config.sluice.sandbox, rows, enough_s)
     timeout_s = _TRIAL_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
     function = reward.custom_reward_function.path
-    return answer_of(
+    return ask_module(
         _GRADE,
         trial,
         list[TrialAnswer],
-        what="loading and calling "
+        task="loading and calling "
         + (f"reward.custom_reward_function.path = {function}" if function else "what grades"),
         timeout_s=timeout_s,
         remedy="look for a download or an endless loop",
     )
 
 
-def check_environment(examined: DoctorContext) -> Iterator[Finding]:
+def check_environment(context: DoctorContext) -> Iterator[Finding]:
     """Load the environment's file, or verl's tools, in a process of its own."""
-    config = examined.config
+    config = context.config
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
     source = EnvironmentSource(
         settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
     )
     if not source.is_given:
         return
-    what = settings.path or turns.function_tool_path or turns.tool_config_path
+    file = settings.path or turns.function_tool_path or turns.tool_config_path
     try:
-        (name, *tools), _ = answer_of(
+        (name, *tools), _ = ask_module(
             _LOAD,
             source,
             list[str],
-            what=f"loading {what}",
+            task=f"loading {file}",
             timeout_s=_LOADING_S,
             remedy="look for a download or an endless loop",
         )
     except SluiceError as error:
-        yield of_text(str(error), _REFUSED)
+        yield problem_of_text(str(error), _REFUSED)
         return
-    yield fine(f"{what}: {name}" + (f" with the tools {', '.join(tools)}" if tools else ""))
+    yield fine(f"{file}: {name}" + (f" with the tools {', '.join(tools)}" if tools else ""))
 
 
-def _question(row: PromptRow) -> str:
+def _question_text(row: PromptRow) -> str:
     return row.messages[-1].content if row.messages else ""
 
 
@@ -188,10 +196,10 @@ def made_up_response(row: PromptRow) -> str:
     return f"Let me think.\n#### {truth}\nAnswer: {truth}\n\\boxed{{{truth}}}"
 
 
-def _rows(examined: DoctorContext) -> list[PromptRow]:
+def _trial_rows(context: DoctorContext) -> list[PromptRow]:
     """Return some rows of each data source that has a scorer; the check of data reports the others,
     and files that cannot be read."""
-    config, counts = examined.config, Counter[str]()
+    config, counts = context.config, Counter[str]()
     reward, rows = config.reward, list[PromptRow]()
     routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
     ungraded: set[str | None] = {None}
@@ -202,7 +210,7 @@ def _rows(examined: DoctorContext) -> list[PromptRow]:
         if not files:
             continue
         try:
-            for row in examined.first_rows(key)[1]:
+            for row in context.first_rows(key)[1]:
                 source = row.data_source
                 is_graded = is_custom or scorer_name(source, routes) not in ungraded
                 if is_graded and counts[source] < ROWS_OF_A_SOURCE:

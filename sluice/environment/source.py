@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from sluice.concurrency.answers import answer_asked
+from sluice.concurrency.answers import serve_answer
 from sluice.concurrency.process import exit_status
 from sluice.environment.episodes import Environment
 from sluice.environment.loading import file_environment
@@ -44,4 +44,4 @@ def _names(source: EnvironmentSource) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("environment", lambda: answer_asked(EnvironmentSource, _names)))
+    sys.exit(exit_status("environment", lambda: serve_answer(EnvironmentSource, _names)))

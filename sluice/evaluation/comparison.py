@@ -57,8 +57,8 @@ class Evaluation:
         """As asked for, or as found."""
         if self.results is not None:
             return self.results.samples_per_prompt
-        scores = (one for prompts in self.prompts.values() for one in prompts.values())
-        return max((one.num_samples for one in scores), default=0)
+        scores = (score for prompts in self.prompts.values() for score in prompts.values())
+        return max((score.num_samples for score in scores), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class ComparedPrompt:
     @property
     def spread(self) -> float:
         """How far apart the evaluations are; 0 if fewer than two have the prompt."""
-        known = [mean for mean in self.means if mean is not None]
-        return max(known) - min(known) if known else 0.0
+        means = [mean for mean in self.means if mean is not None]
+        return max(means) - min(means) if means else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ def read_evaluations(folders: Sequence[Path]) -> list[Evaluation]:
         if count > 1:
             raise DataError(f"{folder}: named {count} times; name each evaluation once")
     labels = _labels([folder.resolve() for folder in folders])
-    return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    return [_read_evaluation(folder, label) for folder, label in zip(folders, labels, strict=True)]
 
 
-def compared_benchmarks(evaluations: Sequence[Evaluation]) -> list[ComparedBenchmark]:
+def compare_benchmarks(evaluations: Sequence[Evaluation]) -> list[ComparedBenchmark]:
     """Return all benchmarks that an evaluation has, in the order of their names."""
-    names = sorted({name for one in evaluations for name in one.prompts})
-    return [_compared(name, evaluations) for name in names]
+    names = sorted({name for evaluation in evaluations for name in evaluation.prompts})
+    return [_compare_benchmark(name, evaluations) for name in names]
 
 
 def comparison_object(
@@ -119,8 +119,12 @@ def comparison_object(
     """Return a comparison without texts, as JSON; differences are from the first evaluation."""
     return {
         "evaluations": [
-            {"label": one.label, "folder": str(one.folder), "has_ended": one.results is not None}
-            for one in evaluations
+            {
+                "label": evaluation.label,
+                "folder": str(evaluation.folder),
+                "has_ended": evaluation.results is not None,
+            }
+            for evaluation in evaluations
         ],
         "benchmarks": {
             benchmark.name: {
@@ -133,7 +137,7 @@ def comparison_object(
     }
 
 
-def _read(folder: Path, label: str) -> Evaluation:
+def _read_evaluation(folder: Path, label: str) -> Evaluation:
     files = response_files(folder)
     has_ended = (folder / RESULTS_NAME).is_file()
     return Evaluation(
@@ -141,7 +145,7 @@ def _read(folder: Path, label: str) -> Evaluation:
         folder,
         read_results(folder) if has_ended else None,
         files,
-        {name: _keyed(prompt_scores(read_responses(file))) for name, file in files.items()},
+        {name: _scores_by_key(prompt_scores(read_responses(file))) for name, file in files.items()},
     )
 
 
@@ -151,50 +155,52 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(common)) for folder in folders]
 
 
-def _keyed(prompts: Sequence[PromptScores]) -> dict[PromptKey, PromptScores]:
-    seen: Counter[bytes] = Counter()
+def _scores_by_key(prompts: Sequence[PromptScores]) -> dict[PromptKey, PromptScores]:
+    num_copies: Counter[bytes] = Counter()
     keyed = {}
-    for one in prompts:
-        keyed[one.key, seen[one.key]] = one
-        seen[one.key] += 1
+    for prompt in prompts:
+        keyed[prompt.key, num_copies[prompt.key]] = prompt
+        num_copies[prompt.key] += 1
     return keyed
 
 
-def _compared(name: str, evaluations: Sequence[Evaluation]) -> ComparedBenchmark:
-    prompts = [one.prompts.get(name, {}) for one in evaluations]
+def _compare_benchmark(name: str, evaluations: Sequence[Evaluation]) -> ComparedBenchmark:
+    prompts = [evaluation.prompts.get(name, {}) for evaluation in evaluations]
     is_accuracy = all(mean_variable(list(by_key.values())) == ACCURACY for by_key in prompts)
     variable = ACCURACY if is_accuracy else REWARD
     results = tuple(
-        benchmark_results(list(by_key.values()), one.samples_per_prompt, variable)
+        benchmark_results(list(by_key.values()), evaluation.samples_per_prompt, variable)
         if by_key
         else None
-        for one, by_key in zip(evaluations, prompts, strict=True)
+        for evaluation, by_key in zip(evaluations, prompts, strict=True)
     )
-    means = [_means(by_key, variable) for by_key in prompts]
+    means = [_prompt_means(by_key, variable) for by_key in prompts]
     return ComparedBenchmark(
         name,
         variable,
         results,
-        (None, *(paired_difference(means[0], other) for other in means[1:])),
-        _compared_prompts(prompts, means),
+        (None, *(paired_difference(means[0], prompt_means) for prompt_means in means[1:])),
+        _compare_prompts(prompts, means),
     )
 
 
-def _means(prompts: Mapping[PromptKey, PromptScores], variable: str) -> dict[PromptKey, float]:
-    means = {key: prompt_mean(one, variable) for key, one in prompts.items()}
+def _prompt_means(
+    prompts: Mapping[PromptKey, PromptScores], variable: str
+) -> dict[PromptKey, float]:
+    means = {key: prompt_mean(prompt, variable) for key, prompt in prompts.items()}
     return {key: mean for key, mean in means.items() if mean is not None}
 
 
-def _compared_prompts(
+def _compare_prompts(
     prompts: Sequence[Mapping[PromptKey, PromptScores]],
     means: Sequence[Mapping[PromptKey, float]],
 ) -> tuple[ComparedPrompt, ...]:
     positions: dict[PromptKey, int] = {}
     for by_key in prompts:
-        for key, one in by_key.items():
-            positions.setdefault(key, one.position)
+        for key, prompt in by_key.items():
+            positions.setdefault(key, prompt.position)
     compared = [
         ComparedPrompt(key, position, tuple(by_key.get(key) for by_key in means))
         for key, position in positions.items()
     ]
-    return tuple(sorted(compared, key=lambda one: (-one.spread, one.position)))
+    return tuple(sorted(compared, key=lambda prompt: (-prompt.spread, prompt.position)))

@@ -20,7 +20,7 @@ from sluice.evaluation.comparison import (
     ComparedPrompt,
     Evaluation,
     PromptKey,
-    compared_benchmarks,
+    compare_benchmarks,
     read_evaluations,
 )
 from sluice.evaluation.statistics import estimate_text, is_correct
@@ -31,7 +31,7 @@ from sluice.evaluation.stored_responses import (
     read_at,
 )
 from sluice.safe_text import printable
-from sluice.telemetry.samples import shortened_middle
+from sluice.telemetry.samples import shorten_middle
 from sluice.whole_file import write_whole
 
 PAGE_NAME = "report.html"
@@ -66,7 +66,7 @@ def write_page(
         DataError: a file of responses was written again since.
         OSError: a file cannot be read or written.
     """
-    benchmarks = compared_benchmarks(evaluations)
+    benchmarks = compare_benchmarks(evaluations)
     content = page_of(evaluations, benchmarks, max_prompts, max(1, max_responses))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content.encode())
@@ -91,13 +91,16 @@ def page_of(
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{_TITLE}: {', '.join(one.label for one in evaluations)}"),
+        element("title", f"{_TITLE}: {', '.join(evaluation.label for evaluation in evaluations)}"),
         element("style", Markup(style)),
     )
     main = element(
         "main",
         _evaluations_table(evaluations),
-        *(_benchmark(evaluations, each, max_prompts, max_responses) for each in benchmarks),
+        *(
+            _benchmark(evaluations, benchmark, max_prompts, max_responses)
+            for benchmark in benchmarks
+        ),
     )
     top = element(
         "header",
@@ -109,7 +112,7 @@ def page_of(
 
 
 def _link(benchmark: ComparedBenchmark) -> Markup:
-    return joined(element("a", benchmark.name, href=f"#{_anchor(benchmark.name)}"), " ")
+    return join_markup(element("a", benchmark.name, href=f"#{_anchor(benchmark.name)}"), " ")
 
 
 def _anchor(name: str) -> str:
@@ -135,16 +138,16 @@ def _table(
 
 def _evaluations_table(evaluations: Sequence[Evaluation]) -> Markup:
     rows = []
-    for number, one in enumerate(evaluations, 1):
-        results = one.results
+    for number, evaluation in enumerate(evaluations, 1):
+        results = evaluation.results
         sampling = {} if results is None else results.sampling
         rows.append(
             (
                 str(number),
-                one.label,
+                evaluation.label,
                 "has not ended" if results is None else results.model,
                 ", ".join(f"{name} {value}" for name, value in sampling.items()) or "-",
-                str(one.samples_per_prompt),
+                str(evaluation.samples_per_prompt),
                 "-" if results is None else f"{results.seconds:,.0f}",
             )
         )
@@ -158,13 +161,20 @@ def _benchmark(
     max_prompts: int,
     max_responses: int,
 ) -> Markup:
-    shown = benchmark.prompts[:max_prompts]
-    texts = [_texts(one, benchmark.name, shown, max_responses) for one in evaluations]
-    labels = [one.label for one in evaluations]
-    preamble = _common_preamble([one.question for by_key in texts for one in by_key.values()])
-    left_out = len(benchmark.prompts) - len(shown)
+    shown_prompts = benchmark.prompts[:max_prompts]
+    texts = [
+        _shown_prompts(evaluation, benchmark.name, shown_prompts, max_responses)
+        for evaluation in evaluations
+    ]
+    labels = [evaluation.label for evaluation in evaluations]
+    preamble = _common_preamble(
+        [shown_prompt.question for by_key in texts for shown_prompt in by_key.values()]
+    )
+    left_out = len(benchmark.prompts) - len(shown_prompts)
     order = "those that differ most first" if len(evaluations) > 1 else "in their order"
-    note = f"{len(shown)} prompts, {order}; each with its position and its correct responses."
+    note = (
+        f"{len(shown_prompts)} prompts, {order}; each with its position and its correct responses."
+    )
     if left_out:
         note += f" {left_out} more are in the evaluations' files of responses."
     return element(
@@ -176,29 +186,31 @@ def _benchmark(
         element("p", note, class_="hint"),
         _filter(benchmark.name, several=len(evaluations) > 1),
         *(
-            _prompt_view(one, labels, [by_key.get(one.key) for by_key in texts], preamble)
-            for one in shown
+            _prompt_view(compared, labels, [by_key.get(compared.key) for by_key in texts], preamble)
+            for compared in shown_prompts
         ),
         id=_anchor(benchmark.name),
     )
 
 
 def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
-    sizes = sorted({k for one in benchmark.results if one for k in one.pass_at_k})
+    sizes = sorted({k for result in benchmark.results if result for k in result.pass_at_k})
     several = len(evaluations) > 1
     columns = ["#", "evaluation", f"mean {benchmark.variable}"]
     columns += ["difference from 1"] if several else []
     columns += [f"pass@{k}" for k in sizes]
     columns += ["prompts", "without a grade", "tokens", "cut off"]
     rows = []
-    for number, (one, results) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+    for number, (evaluation, results) in enumerate(
+        zip(evaluations, benchmark.results, strict=True)
+    ):
         if results is None:
             continue
         difference = estimate_text(benchmark.differences[number], signed=True)
         rows.append(
             [
                 str(number + 1),
-                one.label,
+                evaluation.label,
                 estimate_text(results.mean),
                 *([difference] if several else []),
                 *(estimate_text(results.pass_at_k.get(k)) for k in sizes),
@@ -213,14 +225,14 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
 
 
 def _metrics_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
-    tables = [one.metrics if one else {} for one in benchmark.results]
+    tables = [result.metrics if result else {} for result in benchmark.results]
     names = sorted({name for metrics in tables for name in metrics})
     names.sort(key=lambda name: not name.startswith("val-core/"))
     rows = [
         (name, *(f"{metrics[name]:.4f}" if name in metrics else "-" for metrics in tables))
         for name in names
     ]
-    columns = ("metric", *(one.label for one in evaluations))
+    columns = ("metric", *(evaluation.label for evaluation in evaluations))
     table = _table("As a validation in training has them", columns, rows, texts=1)
     return element("details", element("summary", "Metrics by verl's names"), table)
 
@@ -245,12 +257,15 @@ def _filter(name: str, *, several: bool) -> Markup:
     )
 
 
-def _texts(
-    evaluation: Evaluation, name: str, shown: Sequence[ComparedPrompt], max_responses: int
+def _shown_prompts(
+    evaluation: Evaluation,
+    name: str,
+    compared_prompts: Sequence[ComparedPrompt],
+    max_responses: int,
 ) -> dict[PromptKey, _ShownPrompt]:
     """Return the prompts with some responses; those that the evaluation lacks are left out."""
     have = evaluation.prompts.get(name, {})
-    keys = [one.key for one in shown if one.key in have]
+    keys = [compared.key for compared in compared_prompts if compared.key in have]
     if not keys:
         return {}
     places = [(have[key].offset, have[key].key) for key in keys]
@@ -277,19 +292,19 @@ class _ShownPrompt:
 
 def _shown_prompt(prompt: StoredPrompt, max_responses: int) -> _ShownPrompt:
     """Return what the page shows of a prompt: right and wrong responses, where there are both."""
-    verdicts = [_is_right(one) for one in prompt.samples]
+    verdicts = [_is_right(sample) for sample in prompt.samples]
     right = [index for index, verdict in enumerate(verdicts) if verdict]
     wrong = [index for index, verdict in enumerate(verdicts) if not verdict]
     num_wrong = min(len(wrong), max(max_responses // 2, max_responses - len(right)))
-    chosen = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
+    chosen_indexes = sorted([*wrong[:num_wrong], *right[: max_responses - num_wrong]])
     truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
     return _ShownPrompt(
-        shortened_middle(prompt.question, _MAX_CHARS),
-        shortened_middle(truth, _TRUTH_CHARS),
+        shorten_middle(prompt.question, _MAX_CHARS),
+        shorten_middle(truth, _TRUTH_CHARS),
         prompt.data_source,
         len(prompt.samples),
         len(right),
-        tuple((index, _shortened(prompt.samples[index])) for index in chosen),
+        tuple((index, _shorten(prompt.samples[index])) for index in chosen_indexes),
     )
 
 
@@ -297,9 +312,9 @@ def _common_preamble(questions: Sequence[str]) -> int:
     """Return how many characters of instructions all prompts begin with, in whole words."""
     if len(set(questions)) <= 1:
         return 0
-    first, last = min(questions), max(questions)  # what these share, all share
-    shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
-    return 1 + max(first.rfind(" ", 0, shared), first.rfind("\n", 0, shared))
+    lowest, highest = min(questions), max(questions)  # what these share, all share
+    shared = next((n for n, (a, b) in enumerate(zip(lowest, highest, strict=False)) if a != b), 0)
+    return 1 + max(lowest.rfind(" ", 0, shared), lowest.rfind("\n", 0, shared))
 
 
 def _prompt_view(
@@ -314,11 +329,16 @@ def _prompt_view(
         texts: its responses in each of them; ``None``: the evaluation lacks it.
         preamble: characters that all prompts begin with; the line of the prompt leaves them out.
     """
-    first = next(one for one in texts if one is not None)
-    excerpt = " ".join(first.question[preamble:].split())[:_EXCERPT_CHARS]
+    prompt = next(shown_prompt for shown_prompt in texts if shown_prompt is not None)
+    excerpt = " ".join(prompt.question[preamble:].split())[:_EXCERPT_CHARS]
     counts = [
-        element("span", "-" if one is None else f"{one.num_correct}/{one.num_samples}")
-        for one in texts
+        element(
+            "span",
+            "-"
+            if shown_prompt is None
+            else f"{shown_prompt.num_correct}/{shown_prompt.num_samples}",
+        )
+        for shown_prompt in texts
     ]
     summary = element(
         "summary",
@@ -326,25 +346,30 @@ def _prompt_view(
         element("span", *counts, class_="counts"),
         element("span", excerpt or "(empty prompt)", class_="excerpt"),
     )
-    facts = [("Ground truth", first.ground_truth or "-"), ("Data source", first.data_source or "-")]
-    columns = [_column(label, one) for label, one in zip(labels, texts, strict=True)]
+    facts = [
+        ("Ground truth", prompt.ground_truth or "-"),
+        ("Data source", prompt.data_source or "-"),
+    ]
+    columns = [
+        _column(label, shown_prompt) for label, shown_prompt in zip(labels, texts, strict=True)
+    ]
     return element(
         "details",
         summary,
         element("dl", *(_fact(name, value) for name, value in facts)),
-        element("pre", first.question),
+        element("pre", prompt.question),
         element("div", *columns, class_="answers"),
-        class_=" ".join(["prompt", "group", *_marks(compared, texts)]),
+        class_=" ".join(["prompt", "group", *_filter_classes(compared, texts)]),
     )
 
 
-def _marks(compared: ComparedPrompt, texts: Sequence[_ShownPrompt | None]) -> list[str]:
+def _filter_classes(compared: ComparedPrompt, texts: Sequence[_ShownPrompt | None]) -> list[str]:
     """Return the classes by which the page's filter chooses."""
-    known = [one for one in texts if one is not None]
+    prompts = [prompt for prompt in texts if prompt is not None]
     marks = ["changed"] if compared.spread > 0 else []
-    if all(one.num_correct == 0 for one in known):
+    if all(prompt.num_correct == 0 for prompt in prompts):
         marks.append("wrong")
-    if all(one.num_correct == one.num_samples for one in known):
+    if all(prompt.num_correct == prompt.num_samples for prompt in prompts):
         marks.append("right")
     return marks
 
@@ -372,16 +397,16 @@ def _response(index: int, sample: StoredSample) -> Markup:
         for name, value in sample.metrics.items()
         if value is not None and not (name == "score" and value == sample.reward)
     ]
-    details += [f"before: {_grade_text(one)}" for one in sample.earlier]
+    details += [f"before: {_grade_text(grade)}" for grade in sample.earlier]
     verdict = "failure" if sample.reward is None else "success" if _is_right(sample) else "score"
     head = element(
         "p",
         f"{index} · ",
         element("span", _grade_text(sample.grade), class_=verdict),
-        "".join(f" · {one}" for one in details),
+        "".join(f" · {detail}" for detail in details),
         class_="head",
     )
-    return joined(head, element("pre", sample.response))
+    return join_markup(head, element("pre", sample.response))
 
 
 def _fact(name: str, value: str) -> Markup:
@@ -391,11 +416,11 @@ def _fact(name: str, value: str) -> Markup:
 def _grade_text(grade: StoredGrade) -> str:
     if grade.reward is not None:
         return f"reward {grade.reward:g}"
-    return f"no score: {shortened_middle(grade.failure or 'unknown', _FAILURE_CHARS)}"
+    return f"no score: {shorten_middle(grade.failure or 'unknown', _FAILURE_CHARS)}"
 
 
 def _value(value: float | str) -> str:
-    return shortened_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
+    return shorten_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
 
 
 def _is_right(sample: StoredSample) -> bool:
@@ -403,8 +428,8 @@ def _is_right(sample: StoredSample) -> bool:
     return score is not None and is_correct(score)
 
 
-def _shortened(sample: StoredSample) -> StoredSample:
-    return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MAX_CHARS))
+def _shorten(sample: StoredSample) -> StoredSample:
+    return msgspec.structs.replace(sample, response=shorten_middle(sample.response, _MAX_CHARS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,18 +450,20 @@ def element(name: str, /, *children: Child, **attributes: str | float | bool | N
         attributes: names with ``_`` for ``-``, and ``class_`` for ``class``; ``None`` and False
             leave one out, and True gives it no value.
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    attributes_text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _EMPTY_ELEMENTS:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{joined(*children).text}</{name}>")
+        return Markup(f"<{name}{attributes_text}>")
+    return Markup(f"<{name}{attributes_text}>{join_markup(*children).text}</{name}>")
 
 
-def joined(*children: Child) -> Markup:
+def join_markup(*children: Child) -> Markup:
     """Return all of them in one."""
-    return Markup("".join(c.text if isinstance(c, Markup) else escaped(str(c)) for c in children))
+    return Markup(
+        "".join(c.text if isinstance(c, Markup) else escape_text(str(c)) for c in children)
+    )
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return a text that a browser shows as it is."""
     return html.escape(printable(text))
 
@@ -445,4 +472,4 @@ def _attribute(key: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
     name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escaped(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{escape_text(str(value))}"'

@@ -111,7 +111,7 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
     """
     prompts = []
     for offset, prompt in stored:
-        scores = tuple(one.scored for one in prompt.samples)
+        scores = tuple(sample.scored for sample in prompt.samples)
         graded = tuple(score for score in scores if score is not None)
         prompts.append(
             PromptScores(
@@ -120,12 +120,14 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
                 data_source=prompt.data_source,
                 scores=graded,
                 num_failed=len(scores) - len(graded),
-                num_tokens=sum(one.tokens for one in prompt.samples),
-                num_cut=sum(one.finish_reason == FinishReason.LENGTH for one in prompt.samples),
+                num_tokens=sum(sample.tokens for sample in prompt.samples),
+                num_cut=sum(
+                    sample.finish_reason == FinishReason.LENGTH for sample in prompt.samples
+                ),
                 offset=offset,
             )
         )
-    return sorted(prompts, key=lambda one: one.position)
+    return sorted(prompts, key=lambda scored: scored.position)
 
 
 def benchmark_results(
@@ -136,16 +138,18 @@ def benchmark_results(
     Args:
         variable: what the mean is of; ``None``: as `mean_variable`.
     """
-    graded = [one for one in prompts if one.scores]
-    num_failed = sum(one.num_failed for one in prompts)
+    graded = [prompt for prompt in prompts if prompt.scores]
+    num_failed = sum(prompt.num_failed for prompt in prompts)
     variable = variable or mean_variable(graded)
-    means = [mean for one in graded if (mean := prompt_mean(one, variable)) is not None]
-    num_samples = max(1, sum(one.num_samples for one in prompts))
+    means = [mean for prompt in graded if (mean := prompt_mean(prompt, variable)) is not None]
+    num_samples = max(1, sum(prompt.num_samples for prompt in prompts))
     counts = {
         "val-aux/num_prompts": float(len(graded)),
         "val-aux/num_failed_samples": float(num_failed),
     }
-    metrics = validation_metrics([ValidationPrompt(one.data_source, one.scores) for one in graded])
+    metrics = validation_metrics(
+        [ValidationPrompt(prompt.data_source, prompt.scores) for prompt in graded]
+    )
     return BenchmarkResults(
         prompts=len(prompts),
         failed_samples=num_failed,
@@ -153,6 +157,6 @@ def benchmark_results(
         variable=variable,
         mean=estimate(means),
         pass_at_k=pass_estimates(graded, samples_per_prompt),
-        response_tokens=sum(one.num_tokens for one in prompts) / num_samples,
-        cut_off=sum(one.num_cut for one in prompts) / num_samples,
+        response_tokens=sum(prompt.num_tokens for prompt in prompts) / num_samples,
+        cut_off=sum(prompt.num_cut for prompt in prompts) / num_samples,
     )

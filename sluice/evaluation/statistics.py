@@ -76,12 +76,12 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(float(array.mean()), error, array.size)
 
 
-def estimate_text(one: Estimate | None, *, signed: bool = False) -> str:
+def estimate_text(number: Estimate | None, *, signed: bool = False) -> str:
     """Return a value with its standard error, as people read them; ``-`` for none."""
-    if one is None:
+    if number is None:
         return "-"
-    value = f"{one.value:{'+' if signed else ''}.3f}"
-    return value if one.standard_error is None else f"{value} ± {one.standard_error:.3f}"
+    value = f"{number.value:{'+' if signed else ''}.3f}"
+    return value if number.standard_error is None else f"{value} ± {number.standard_error:.3f}"
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -114,7 +114,7 @@ def pass_estimates(prompts: Sequence[PromptScores], num_samples: int) -> dict[in
     A prompt with fewer than k graded samples has no pass@k and is left out of that one.
     """
     estimates: dict[int, Estimate] = {}
-    counts = [(len(one.scores), sum(map(is_correct, one.scores))) for one in prompts]
+    counts = [(len(prompt.scores), sum(map(is_correct, prompt.scores))) for prompt in prompts]
     for k in pass_sizes(num_samples):
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         if (at_k := estimate(values)) is not None:
@@ -130,7 +130,7 @@ def is_correct(score: Scored) -> bool:
 def mean_variable(prompts: Sequence[PromptScores]) -> str:
     """Return what the mean is of, verl's rule: ``acc`` where all responses have one, else
     ``reward``."""
-    graded = [score for one in prompts for score in one.scores]
+    graded = [score for prompt in prompts for score in prompt.scores]
     return ACCURACY if all(ACCURACY in score.metrics for score in graded) else REWARD
 
 

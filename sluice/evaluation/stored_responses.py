@@ -148,7 +148,7 @@ def read_responses(file: Path) -> Iterator[tuple[int, StoredPrompt]]:
         DataError: a line that is not the last one is damaged; names file, line and problem.
         OSError: the file cannot be read.
     """
-    seen: set[int] = set()
+    positions: set[int] = set()
     decoder = msgspec.json.Decoder(StoredPrompt)
     offset = 0
     with file.open("rb") as lines:
@@ -158,9 +158,9 @@ def read_responses(file: Path) -> Iterator[tuple[int, StoredPrompt]]:
                 return  # cut short by a kill
             if not line.strip():
                 continue
-            prompt = _decoded(decoder, line, file, number)
-            if prompt.position not in seen:
-                seen.add(prompt.position)
+            prompt = _decode_line(decoder, line, file, number)
+            if prompt.position not in positions:
+                positions.add(prompt.position)
                 yield place, prompt
 
 
@@ -183,7 +183,7 @@ def read_at(file: Path, places: Sequence[tuple[int, bytes]]) -> Iterator[StoredP
             yield prompt
 
 
-def _decoded(
+def _decode_line(
     decoder: msgspec.json.Decoder[StoredPrompt], line: bytes, file: Path, number: int
 ) -> StoredPrompt:
     try:

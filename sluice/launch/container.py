@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sluice.concurrency.process import exit_status, leave
+from sluice.concurrency.process import exit_status, run_and_exit
 from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.run import RunConfig, changed
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     kind: Kind = options.kind
     codes: list[int] = []
     try:
-        status = exit_status(kind, lambda: codes.append(_keep(kind, options.config)))
+        status = exit_status(kind, lambda: codes.append(_run_service(kind, options.config)))
     except Exception:
         logger.exception("%s: its launcher ends with an unforeseen error", kind)
         return EXIT_UNFORESEEN
@@ -81,13 +81,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _keep(kind: Kind, config_file: Path) -> int:
+def _run_service(kind: Kind, config_file: Path) -> int:
     config = load_config(config_file, ())
     configure_logging(f"{kind} launcher", config.sluice.log_level)
     run = SharedRun(Path(config.sluice.run_dir))
     over = run.ending()
     if over is not None:
-        return _after(over, kind)
+        return _exit_code_after(over, kind)
     try:
         specs = services_of(kind, config, config_file, run)
         return asyncio.run(_supervise(kind, specs, config, run))
@@ -100,46 +100,50 @@ def services_of(
 ) -> tuple[ServiceSpec, ...]:
     """Return the processes of one service; the first one's orderly end ends the launcher."""
     service_device = config.sluice.rollout.device if kind == "rollout" else config.trainer.device
-    given = _shared_environment(os.environ, service_device)
-    if given is not None:
+    environment = _shared_environment(os.environ, service_device)
+    if environment is not None:
         # Containers count the replicas: with a number of their own, no GPU might be divided.
         config = changed(config, ("sluice.rollout.replicas=0",))
     if kind == "rollout":
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
         address = own_address(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
-        devices = _replica_devices(config, run, given)
+        devices = _replica_devices(config, run, environment)
         specs: tuple[ServiceSpec, ...] = (
             replica_in_container(config, config_file, f"rollout-{host}", address, devices),
         )
     elif kind == "reward":
         specs = (reward_service(config, config_file),)
     else:
-        if given is not None:
-            _refuse_too_few(config_file, given)
+        if environment is not None:
+            _refuse_too_few(config_file, environment)
         mark = run.checkpoints_before()
-        specs = trainer_services(config, config_file, mark, given or os.environ)
+        specs = trainer_services(config, config_file, mark, environment or os.environ)
     before = run.count_start(specs[0].name)
     if before:
         logger.warning("%s: its launcher was started %d times before", specs[0].name, before)
     return tuple(replace(spec, ends_run=spec is specs[0], starts_before=before) for spec in specs)
 
 
-def _shared_environment(given: Mapping[str, str], device: str | None) -> dict[str, str] | None:
+def _shared_environment(
+    environment: Mapping[str, str], device: str | None
+) -> dict[str, str] | None:
     """Return variables with the devices that containers divide; ``None``: they divide none."""
-    shared = given.get(SHARED_DEVICES_VARIABLE)
+    shared = environment.get(SHARED_DEVICES_VARIABLE)
     if not shared:
         return None
     variable = VISIBLE_VARIABLE if (device or "").startswith("npu") else CUDA_VISIBLE_VARIABLE
-    return {**given, **({} if shared == "all" else {variable: shared})}
+    return {**environment, **({} if shared == "all" else {variable: shared})}
 
 
-def _refuse_too_few(config_file: Path, given: Mapping[str, str]) -> None:
+def _refuse_too_few(config_file: Path, environment: Mapping[str, str]) -> None:
     """Refuse devices that do not suffice for the trainer and a replica, with those that would."""
     run = read_run(config_file, ["sluice.rollout.replicas=1"])  # containers count the replicas
-    lack = local_devices(run.config, run.keys, given).lack
+    lack = local_devices(run.config, run.keys, environment).lack
     if lack:
-        raise ConfigError(f"{SHARED_DEVICES_VARIABLE}={given[SHARED_DEVICES_VARIABLE]}: {lack}")
+        raise ConfigError(
+            f"{SHARED_DEVICES_VARIABLE}={environment[SHARED_DEVICES_VARIABLE]}: {lack}"
+        )
 
 
 def _replica_devices(
@@ -180,15 +184,15 @@ async def _supervise(
     kind: Kind, specs: tuple[ServiceSpec, ...], config: RunConfig, run: SharedRun
 ) -> int:
     grace_s = launcher_grace_s(config.sluice.shutdown_grace_s)
-    supervisor = Supervisor(specs, Path(config.sluice.run_dir) / "logs", _show, grace_s)
+    supervisor = Supervisor(specs, Path(config.sluice.run_dir) / "logs", _print_line, grace_s)
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_end_with(run, supervisor), name="end of the run")
+        watching = tasks.create_task(_end_when_run_ends(run, supervisor), name="end of the run")
         end = await supervisor.run()
         watching.cancel()
-    return _outcome(kind, specs, end, run)
+    return _record_outcome(kind, specs, end, run)
 
 
-async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
+async def _end_when_run_ends(run: SharedRun, supervisor: Supervisor) -> None:
     while True:  # nothing reports a change of a file on a volume
         with suppress(OSError):  # a network file system may fail for a moment (EIO, ESTALE)
             if run.ending() is not None:
@@ -197,13 +201,13 @@ async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
         await asyncio.sleep(_WATCH_INTERVAL_S)
 
 
-def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedRun) -> int:
+def _record_outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedRun) -> int:
     """Record the end of the run if this service ends it, and return the exit code."""
     for failure in end.failures:
         logger.error("%s", failure)
     over = run.ending()
     if over is not None:
-        return EXIT_FAILED if end.failures else _after(over, kind)
+        return EXIT_FAILED if end.failures else _exit_code_after(over, kind)
     if end.failures:
         if any(spec.is_needed for spec in specs):
             run.end(RunEnding(kind, end.failures))
@@ -218,7 +222,7 @@ def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedR
     return 0
 
 
-def _after(over: RunEnding, kind: Kind) -> int:
+def _exit_code_after(over: RunEnding, kind: Kind) -> int:
     """Return the exit code of a service whose run is over; the service that failed exits with 1."""
     if over.is_complete:
         logger.info("the run has reached its end")
@@ -227,11 +231,11 @@ def _after(over: RunEnding, kind: Kind) -> int:
     return EXIT_FAILED if kind in {over.service, TRAINER} else 0
 
 
-def _show(_: str, line: str) -> None:
+def _print_line(_: str, line: str) -> None:
     with suppress(OSError):  # a disk that is full, or a reader that has left, loses lines
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    leave(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

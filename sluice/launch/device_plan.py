@@ -64,7 +64,7 @@ class LaunchDevices:
         """Memory of each device, GiB; ``None`` if no driver reports it."""
         return host.gpu_gib() if self.kind == "GPU" and not self.are_elsewhere else None
 
-    def each(self) -> DeviceKind:
+    def device(self) -> DeviceKind:
         """Return a device with this memory."""
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
@@ -102,11 +102,11 @@ class DevicePlan:
     is_shared: bool = False
 
 
-def launch_devices(config: RunConfig, given: Mapping[str, str]) -> LaunchDevices | None:
+def launch_devices(config: RunConfig, environment: Mapping[str, str]) -> LaunchDevices | None:
     """Return this host's devices; ``None`` unless both trainer and replicas compute on them."""
     for kind, share in (
-        ("NPU", device_share(config, given)),
-        ("GPU", gpu_share(config, given)),
+        ("NPU", device_share(config, environment)),
+        ("GPU", gpu_share(config, environment)),
     ):
         if kind == "GPU" and host.is_cpu_torch():
             continue  # processes fall back to the CPU
@@ -115,9 +115,11 @@ def launch_devices(config: RunConfig, given: Mapping[str, str]) -> LaunchDevices
     return None
 
 
-def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, str]) -> DevicePlan:
+def local_devices(
+    config: RunConfig, settings: KeySettings, environment: Mapping[str, str]
+) -> DevicePlan:
     """Plan a launch on this host."""
-    devices = launch_devices(config, given)
+    devices = launch_devices(config, environment)
     if devices is None:
         return DevicePlan(config)
     if config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
@@ -131,36 +133,37 @@ def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, 
 
 def device_plan(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan:
     """Plan a launch on devices."""
-    shape = _shape(config)
+    shape = _model_shape(config)
     if is_colocated(config, settings):
-        each = devices.each()
+        device = devices.device()
         try:
-            split = device_split(config, settings, shape, each)
+            split = device_split(config, settings, shape, device)
         except ConfigError as error:
-            return _beside(config, devices, str(error))
-        how = f"{PLACEMENT_KEY}={config.sluice.placement}"
+            return _plan_beside_pool(config, devices, str(error))
+        reason = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
-            how += f", {_grounds(shape, each)}"
+            reason += f", {_basis(shape, device)}"
             if shape is not None and devices.gib is None:
-                how += " assumed; sluice plan counts whether they suffice"
+                reason += " assumed; sluice plan counts whether they suffice"
         config = changed(config, split.overrides)
-    elif (shared := _shared(config, settings, devices)) is not None:
+    elif (shared := _one_gpu_plan(config, settings, devices)) is not None:
         return shared
     else:
-        split, how = named_split(config), "as its keys name them"
-    line = f"devices: {split.summary} ({how})"
-    wanted = split.trainer + split.rollout
+        split, reason = named_split(config), "as its keys name them"
+    line = f"devices: {split.summary} ({reason})"
+    num_wanted = split.trainer + split.rollout
     is_by_hand = config.sluice.weights.backend == "gloo" and devices.kind == "GPU"
-    if wanted <= devices.count or (is_by_hand and devices.count):
+    if num_wanted <= devices.count or (is_by_hand and devices.count):
         return DevicePlan(config, line)
     remedy, advice = _remedy(config, shape, devices)
     takes = (
-        f"the launch takes {wanted} {devices.kind}s ({split.summary}), {devices.count} are there"
+        f"the launch takes {num_wanted} {devices.kind}s ({split.summary}), {devices.count} are "
+        "there"
     )
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
-def _beside(config: RunConfig, devices: LaunchDevices, error: str) -> DevicePlan:
+def _plan_beside_pool(config: RunConfig, devices: LaunchDevices, error: str) -> DevicePlan:
     """Return a launch that cannot be divided, with replicas beside its pool if they fit."""
     replicas = (devices.count - world_size(config)) // replica_devices(config)
     if replicas < 1:
@@ -170,31 +173,33 @@ def _beside(config: RunConfig, devices: LaunchDevices, error: str) -> DevicePlan
     return DevicePlan(config, lack=lack, remedy=(remedy,))
 
 
-def _shared(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan | None:
+def _one_gpu_plan(
+    config: RunConfig, settings: KeySettings, devices: LaunchDevices
+) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    one = replace(devices, are_elsewhere=False, by_node=()) == _ONE_GPU
-    if not one or takes != (1, 1, 1) or backend not in (None, "gloo"):
+    has_one_gpu = replace(devices, are_elsewhere=False, by_node=()) == _ONE_GPU
+    if not has_one_gpu or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
     if backend is None and devices.are_elsewhere:
         return None  # the cluster may grow
     rollout = config.actor_rollout_ref.rollout
-    given, asked = rollout.gpu_memory_utilization, replicas
+    requested_share, num_requested = rollout.gpu_memory_utilization, replicas
     if backend is None:  # else a user, or a start before this one, has set all of them
         replicas = 1
         one_replica = ("sluice.rollout.replicas=1", "sluice.trainer.min_replicas=1")
         config = changed(config, (*one_replica, f"{_BACKEND_KEY}=gloo"))
-        utilization = min(given, _beside_trainer(config, devices.each()))
+        utilization = min(requested_share, _engine_memory_share(config, devices.device()))
         config = changed(config, (f"{_UTILIZATION_KEY}={utilization:.2f}",))
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
-    if memory and share < given and settings.is_set(_UTILIZATION_KEY):
-        memory += f" instead of {given:.0%}"
+    if memory and share < requested_share and settings.is_set(_UTILIZATION_KEY):
+        memory += f" instead of {requested_share:.0%}"
     memory += " while the trainer does not train" if sleeps_while_training(config) else ""
-    lowered = f", replicas {asked} -> {replicas}" if asked != replicas else ""
+    lowered = f", replicas {num_requested} -> {replicas}" if num_requested != replicas else ""
     line = (
         f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
         f"({_BACKEND_KEY}=gloo{memory}{lowered})"
@@ -202,17 +207,17 @@ def _shared(config: RunConfig, settings: KeySettings, devices: LaunchDevices) ->
     return DevicePlan(config, line, is_shared=True)
 
 
-def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
+def _engine_memory_share(config: RunConfig, device: DeviceKind) -> float:
     """Return the share of a device's memory that a trainer leaves to an engine, by a guess.
 
     Beside an engine that sleeps in an update, the trainer holds weights, gradients and moments.
     """
-    shape = _shape(config)
+    shape = _model_shape(config)
     if shape is None:
         return _SHARED_UTILIZATION
     guess = guessed_memory(shape, training_layout(config))
-    held = guess.state if sleeps_while_training(config) else guess.peak
-    return max(_MIN_UTILIZATION, (device.usable_bytes - held) / device.size)
+    trainer_bytes = guess.state if sleeps_while_training(config) else guess.peak
+    return max(_MIN_UTILIZATION, (device.usable_bytes - trainer_bytes) / device.size)
 
 
 def _remedy(
@@ -220,29 +225,29 @@ def _remedy(
 ) -> tuple[tuple[str, ...], str]:
     """Return overrides for the devices that are there, and advice that names them."""
     try:
-        split = auto_split(changed(config, devices.pool()), shape, devices.each())
+        split = auto_split(changed(config, devices.pool()), shape, devices.device())
     except ConfigError:
-        each = replica_devices(config)
-        if devices == _ONE_GPU and each == 1:
-            one = ("trainer.n_gpus_per_node=1",)
-            return one, f"set {one[0]}, with which trainer and replica share the GPU"
-        may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
+        per_replica = replica_devices(config)
+        if devices == _ONE_GPU and per_replica == 1:
+            override = ("trainer.n_gpus_per_node=1",)
+            return override, f"set {override[0]}, with which trainer and replica share the GPU"
+        may_share = devices.kind == "GPU" and not devices.are_elsewhere and per_replica == 1
         sharding = config.actor_rollout_ref.actor.fsdp_config
         ranks = sharding.tensor_parallel_size * sharding.pipeline_parallel_size
-        min_devices = 1 if may_share and ranks == 1 else ranks + each
+        min_devices = 1 if may_share and ranks == 1 else ranks + per_replica
         trainer = "a trainer" if ranks == 1 else f"a trainer of {ranks}"
-        return (), f"{trainer} and a replica of {each} take at least {min_devices}"
+        return (), f"{trainer} and a replica of {per_replica} take at least {min_devices}"
     enough = split.trainer + split.rollout
     return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 
 
-def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
+def _basis(shape: ModelShape | None, device: DeviceKind) -> str:
     if shape is None:
         return "half each: the model's shape is not known"
-    return f"fastest by estimate for devices of {each.gib:g} GiB"
+    return f"fastest by estimate for devices of {device.gib:g} GiB"
 
 
-def _shape(config: RunConfig) -> ModelShape | None:
+def _model_shape(config: RunConfig) -> ModelShape | None:
     """Return the model's shape, from its folder or as a published model."""
     path = config.actor_rollout_ref.model.path
     shape = find_shape(path)
@@ -270,10 +275,10 @@ class DeviceShare:
 
     def of_replica(self, index: int) -> tuple[str, ...]:
         """Return a replica's devices; fewer than it takes if there are no more."""
-        each = self.devices_per_replica
-        return self._slice(self.trainer_ranks + index * each, each)
+        count = self.devices_per_replica
+        return self._slice(self.trainer_ranks + index * count, count)
 
-    def wanted(self, replicas: int) -> int:
+    def num_wanted(self, replicas: int) -> int:
         """Return the number of devices that all trainer ranks and `replicas` replicas take."""
         return self.trainer_ranks + replicas * self.devices_per_replica
 
@@ -285,43 +290,51 @@ class DeviceShare:
         return tuple(self.numbers[first : first + count])
 
 
-def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
+def device_share(config: RunConfig, environment: Mapping[str, str]) -> DeviceShare:
     """Share the NPUs that the launcher sees among a run's processes."""
     return DeviceShare(
-        device_numbers(given),
-        config.trainer.n_gpus_per_node if wants_npu(config.trainer.device, given) else 0,
-        replica_devices(config) if wants_npu(config.sluice.rollout.device, given) else 0,
+        device_numbers(environment),
+        config.trainer.n_gpus_per_node if wants_npu(config.trainer.device, environment) else 0,
+        replica_devices(config) if wants_npu(config.sluice.rollout.device, environment) else 0,
     )
 
 
-def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
+def gpu_share(config: RunConfig, environment: Mapping[str, str]) -> DeviceShare:
     """Share its GPUs; share none if a key names one, since another process could get it as well."""
     trainer, rollout = config.trainer.device, config.sluice.rollout.device
     if any((key or "").startswith("cuda:") for key in (trainer, rollout)):
         return DeviceShare((), 0, 0)
     return DeviceShare(
-        host.gpu_numbers(given),
-        config.trainer.n_gpus_per_node if host.wants_gpu(trainer, given) else 0,
-        replica_devices(config) if host.wants_gpu(rollout, given) else 0,
+        host.gpu_numbers(environment),
+        config.trainer.n_gpus_per_node if host.wants_gpu(trainer, environment) else 0,
+        replica_devices(config) if host.wants_gpu(rollout, environment) else 0,
     )
 
 
-def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return a trainer rank's variables for its device, on top of `given`.
+def rank_environment(
+    config: RunConfig, rank: int, base_environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return a trainer rank's variables for its device, on top of `base_environment`.
 
     Raises:
         ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
     """
     device, endpoint = config.trainer.device, config.sluice.trainer.endpoint
     _refuse_number("trainer.device", device)
-    npus = device_share(config, given)
-    environment = launch_environment(config, device, endpoint, given)
-    environment |= _npus(npus, npus.of_rank(rank), min(npus.trainer_ranks, 1), f"rank {rank}")
-    return environment | _gpus(config, gpu_share(config, given).of_rank(rank), 1, given)
+    npus = device_share(config, base_environment)
+    environment = launch_environment(config, device, endpoint, base_environment)
+    environment |= _npu_variables(
+        npus, npus.of_rank(rank), min(npus.trainer_ranks, 1), f"rank {rank}"
+    )
+    return environment | _gpu_variables(
+        config, gpu_share(config, base_environment).of_rank(rank), 1, base_environment
+    )
 
 
-def replica_environment(config: RunConfig, index: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return a replica's variables for its devices, on top of `given`.
+def replica_environment(
+    config: RunConfig, index: int, base_environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return a replica's variables for its devices, on top of `base_environment`.
 
     Raises:
         ConfigError: there are fewer NPUs than the run takes, or it names one by its number; or the
@@ -329,23 +342,25 @@ def replica_environment(config: RunConfig, index: int, given: Mapping[str, str])
     """
     device, endpoint = config.sluice.rollout.device, config.sluice.rollout.endpoint
     _refuse_number("sluice.rollout.device", device)
-    npus, gpus = device_share(config, given), gpu_share(config, given)
-    environment = launch_environment(config, device, endpoint, given)
-    each = npus.devices_per_replica
-    environment |= _npus(npus, npus.of_replica(index), each, f"replica {index}")
+    npus, gpus = device_share(config, base_environment), gpu_share(config, base_environment)
+    environment = launch_environment(config, device, endpoint, base_environment)
+    count = npus.devices_per_replica
+    environment |= _npu_variables(npus, npus.of_replica(index), count, f"replica {index}")
     if index >= config.sluice.rollout.replicas:
         _refuse_occupied(config, gpus, index)
-    return environment | _gpus(config, gpus.of_replica(index), gpus.devices_per_replica, given)
+    return environment | _gpu_variables(
+        config, gpus.of_replica(index), gpus.devices_per_replica, base_environment
+    )
 
 
 def _refuse_occupied(config: RunConfig, gpus: DeviceShare, index: int) -> None:
     """Refuse a replica that would take a GPU of another process, which only gloo permits."""
-    left, each = len(gpus.of_replica(index)), gpus.devices_per_replica
+    num_left, count = len(gpus.of_replica(index)), gpus.devices_per_replica
     by_hand = config.sluice.weights.backend == "gloo" or host.is_cpu_torch()
-    if gpus.numbers and left < each and not by_hand:
+    if gpus.numbers and num_left < count and not by_hand:
         raise ConfigError(
-            f"replica {index} would take {each} GPU(s) of its own, but of {len(gpus.numbers)} "
-            f"({', '.join(gpus.numbers)}) {left} are left for it; scale to at most "
+            f"replica {index} would take {count} GPU(s) of its own, but of {len(gpus.numbers)} "
+            f"({', '.join(gpus.numbers)}) {num_left} are left for it; scale to at most "
             f"{gpus.beside_trainer()}, wait until a replica has left, or start with more GPUs "
             f"({host.CUDA_VISIBLE_VARIABLE})"
         )
@@ -361,24 +376,26 @@ def _refuse_number(key: str, device: str | None) -> None:
         )
 
 
-def _npus(share: DeviceShare, taken: Sequence[str], count: int, whose: str) -> dict[str, str]:
-    if len(taken) < count:
+def _npu_variables(
+    share: DeviceShare, numbers: Sequence[str], count: int, process: str
+) -> dict[str, str]:
+    if len(numbers) < count:
         raise ConfigError(
-            f"{whose} would take {count} NPU(s) of its own, but of {len(share.numbers)} "
-            f"({', '.join(share.numbers) or 'none'}) {len(taken)} are left for it; lower "
+            f"{process} would take {count} NPU(s) of its own, but of {len(share.numbers)} "
+            f"({', '.join(share.numbers) or 'none'}) {len(numbers)} are left for it; lower "
             "trainer.n_gpus_per_node or sluice.rollout.replicas, make more NPUs visible "
             f"({VISIBLE_VARIABLE}), or set sluice.rollout.device=cpu with "
             "sluice.weights.backend=gloo"
         )
-    return {VISIBLE_VARIABLE: ",".join(taken)} if taken else {}
+    return {VISIBLE_VARIABLE: ",".join(numbers)} if numbers else {}
 
 
-def _gpus(
-    config: RunConfig, taken: Sequence[str], count: int, given: Mapping[str, str]
+def _gpu_variables(
+    config: RunConfig, numbers: Sequence[str], count: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Share GPUs; if there are too few, every process sees all, as without a launcher."""
-    share = gpu_share(config, given)
-    is_enough = len(share.numbers) >= share.wanted(config.sluice.rollout.replicas)
-    if not taken or len(taken) < count or not is_enough:
+    share = gpu_share(config, environment)
+    is_enough = len(share.numbers) >= share.num_wanted(config.sluice.rollout.replicas)
+    if not numbers or len(numbers) < count or not is_enough:
         return {}
-    return {host.CUDA_VISIBLE_VARIABLE: ",".join(taken)}
+    return {host.CUDA_VISIBLE_VARIABLE: ",".join(numbers)}

@@ -41,27 +41,31 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         name: _with_absolute(source, ["files"]) for name, source in config.sluice.sources.items()
     }
     replace = msgspec.structs.replace
-    sources = {name: replace(one, files=_named(one.files)) for name, one in sources.items()}
+    sources = {
+        name: replace(part, files=_matched_files(part.files)) for name, part in sources.items()
+    }
     data = config.data
-    data = replace(data, train_files=_named(data.train_files), val_files=_named(data.val_files))
+    data = replace(
+        data, train_files=_matched_files(data.train_files), val_files=_matched_files(data.val_files)
+    )
     return replace(config, data=data, sluice=replace(config.sluice, sources=sources))
 
 
-def _named(files: FileList | None) -> FileList | None:
-    listed = file_list(files)
-    return files if listed == ([files] if isinstance(files, str) else files or []) else listed
+def _matched_files(files: FileList | None) -> FileList | None:
+    matches = file_list(files)
+    return files if matches == ([files] if isinstance(files, str) else files or []) else matches
 
 
 def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:
     name, *below = names
     value = getattr(section, name)
-    changed = _with_absolute(value, below) if below else _absolute(value)
+    changed = _with_absolute(value, below) if below else _absolute_path(value)
     return msgspec.structs.replace(section, **{name: changed})
 
 
-def _absolute(path: str | list[str] | None) -> str | list[str] | None:
+def _absolute_path(path: str | list[str] | None) -> str | list[str] | None:
     if isinstance(path, list):
-        return [str(_absolute(one)) for one in path]
+        return [str(_absolute_path(item)) for item in path]
     if not path or path.startswith(_PACKAGE):
         return path
     return str(Path(path.removeprefix(_FILE)).absolute())

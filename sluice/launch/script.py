@@ -111,10 +111,10 @@ def is_script(file: Path) -> bool:
         return True
     try:
         with file.open("rb") as opened:
-            first = opened.readline(200)
+            first_line = opened.readline(200)
     except OSError:
         return False
-    return re.match(rb"#!.*\b(ba|da|k|z)?sh\b", first) is not None
+    return re.match(rb"#!.*\b(ba|da|k|z)?sh\b", first_line) is not None
 
 
 def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) -> ScriptLaunch:
@@ -133,33 +133,37 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         DeadlineError: it does not end.
     """
     recording = record(script, arguments, isolated=isolated)
-    launches = [call for call in recording.calls if _trains(call)]
+    launches = [call for call in recording.calls if _is_training(call)]
     if not launches:
-        raise ConfigError(_no_launch(script, recording))
+        raise ConfigError(_no_launch_message(script, recording))
     if len(set(launches)) > 1:
-        names = "; ".join(recording.shown(call) for call in dict.fromkeys(launches))
+        names = "; ".join(recording.as_text(call) for call in dict.fromkeys(launches))
         raise ConfigError(
             f"script {script}: starts {len(set(launches))} different trainings ({names}); give a "
             "script that starts one"
         )
-    call = launches[0]
-    start = _start_of(call)
+    launch = launches[0]
+    start = _start_of(launch)
     assert start is not None
-    _check_algorithm(script, call[start])
-    given = call[start + 1 :]
-    settings = [word for word in given if _SETTING.match(word)]
-    settings += _not_passed_on(arguments, given)
-    others = [one for one in dict.fromkeys(recording.calls) if one not in launches]
+    _check_algorithm(script, launch[start])
+    launch_words = launch[start + 1 :]
+    settings = [word for word in launch_words if _SETTING.match(word)]
+    settings += _missing_arguments(arguments, launch_words)
+    other_calls = [call for call in dict.fromkeys(recording.calls) if call not in launches]
     folder = Path(os.path.relpath(recording.exported.get("PWD", os.curdir)))
-    words = [word for word in given if not _SETTING.match(word)]
-    config, left_out = _config_file(folder, call[start], words)
+    words = [word for word in launch_words if not _SETTING.match(word)]
+    config, left_out = _config_file(folder, launch[start], words)
     return ScriptLaunch(
-        call[start],
+        launch[start],
         config,
         tuple(settings),
         tuple(left_out),
-        tuple(recording.shown(one) for one in others if _SETTING.match(one[0])),
-        tuple(dict.fromkeys(recording.shown(one) for one in others if not _SETTING.match(one[0]))),
+        tuple(recording.as_text(call) for call in other_calls if _SETTING.match(call[0])),
+        tuple(
+            dict.fromkeys(
+                recording.as_text(call) for call in other_calls if not _SETTING.match(call[0])
+            )
+        ),
         recording.unset,
         {
             name: value
@@ -169,19 +173,22 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     )
 
 
-def _not_passed_on(arguments: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the arguments that a launch with the words `given` lacks, the last for each key.
+def _missing_arguments(arguments: Sequence[str], launch_words: Sequence[str]) -> list[str]:
+    """Return the arguments that a launch with `launch_words` lacks, the last for each key.
 
     A launch that has all of them in a row got them from the script, whose order counts. A script
     that passes on some may have used a word that is no setting.
     """
     count = len(arguments)
-    if any(given[at : at + count] == tuple(arguments) for at in range(len(given) - count + 1)):
+    if any(
+        launch_words[start : start + count] == tuple(arguments)
+        for start in range(len(launch_words) - count + 1)
+    ):
         return []
-    effective = {_key_of(word): word for word in given}
-    only_settings = bool(set(arguments) & set(given))
-    wanted = {_key_of(w): w for w in arguments if _SETTING.match(w) or not only_settings}
-    return [word for key, word in wanted.items() if effective.get(key) != word]
+    effective = {_key_of(word): word for word in launch_words}
+    only_settings = bool(set(arguments) & set(launch_words))
+    last_arguments = {_key_of(w): w for w in arguments if _SETTING.match(w) or not only_settings}
+    return [word for key, word in last_arguments.items() if effective.get(key) != word]
 
 
 def _key_of(word: str) -> str:
@@ -198,8 +205,8 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
     Raises:
         ConfigError: there is no such file in an absolute folder.
     """
-    named: dict[str, str] = {}
-    rest, place = list[str](), 0
+    named_parts: dict[str, str] = {}
+    other_words, place = list[str](), 0
     while place < len(words):
         option, has_value, value = words[place].partition("=")
         part = _CONFIG_OPTIONS.get(option)
@@ -207,25 +214,28 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
             place += 1
             value = words[place] if place < len(words) else ""
         if part:
-            named[part] = value
+            named_parts[part] = value
         else:
-            rest.append(words[place])
+            other_words.append(words[place])
         place += 1
-    name = named.get("name", "").removesuffix(".yaml")
-    if name and ("path" in named or not VERLS_OWN.fullmatch(name)):
-        folder = Path(named.get("path", "config").removeprefix("file://"))
+    name = named_parts.get("name", "").removesuffix(".yaml")
+    if name and ("path" in named_parts or not VERLS_OWN.fullmatch(name)):
+        folder = Path(named_parts.get("path", "config").removeprefix("file://"))
         is_file = module.endswith(".py")
         beside = Path(module).parent if is_file else Path(*module.split(".")[:-1])
         name = f"{name}.yaml"
-        for before in (beside, Path()) if "path" in named else (beside,):
+        for before in (beside, Path()) if "path" in named_parts else (beside,):
             if (file := launched_in / before / folder / name).is_file():
-                return file, rest
+                return file, other_words
         if folder.is_absolute():
             raise ConfigError(
                 f"configuration file {folder / name}, which the launch names by --config-path and "
                 "--config-name, does not exist; put it there, or change the path in the script"
             )
-    return None, [*rest, *(f"--config-{part}={value}" for part, value in named.items())]
+    return None, [
+        *other_words,
+        *(f"--config-{part}={value}" for part, value in named_parts.items()),
+    ]
 
 
 def _start_of(call: Sequence[str]) -> int | None:
@@ -244,7 +254,7 @@ def _start_of(call: Sequence[str]) -> int | None:
     return None
 
 
-def _trains(call: Sequence[str]) -> bool:
+def _is_training(call: Sequence[str]) -> bool:
     start = _start_of(call)
     return start is not None and not _OTHER_WORK.fullmatch(call[start])
 
@@ -261,28 +271,30 @@ def _check_algorithm(script: Path, module: str) -> None:
         )
 
 
-def _no_launch(script: Path, recording: Recording) -> str:
+def _no_launch_message(script: Path, recording: Recording) -> str:
     for call in recording.calls:
         if (start := _start_of(call)) is not None:
             return (
                 f"script {script}: starts {call[start]}, which is no reinforcement learning; "
                 "sluice has no counterpart"
             )
-    calls = "; ".join(dict.fromkeys(recording.shown(call) for call in recording.calls)) or "nothing"
-    ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
+    calls = (
+        "; ".join(dict.fromkeys(recording.as_text(call) for call in recording.calls)) or "nothing"
+    )
+    exit_text = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
     if recording.exit_code and recording.calls and not _UNBOUND.search(recording.errors):
         errors += _hint(recording.calls[-1])
     return (
         f"script {script}: starts no training with key=value arguments, such as python3 -m "
-        f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{ended}{unset}"
+        f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{exit_text}{unset}"
         f"{errors}"
     )
 
 
-def _hint(last: Sequence[str]) -> str:
-    if " ".join(last[1:3]).startswith("-c import torch_npu") and not _HAS_NPU:
+def _hint(last_call: Sequence[str]) -> str:
+    if " ".join(last_call[1:3]).startswith("-c import torch_npu") and not _HAS_NPU:
         return (
             "; torch_npu is not installed here, so the script stopped; check it where the NPUs "
             "are, or give its settings in a file"
@@ -308,7 +320,7 @@ class Recording:
     errors: str
     exit_code: int
 
-    def shown(self, call: Sequence[str]) -> str:
+    def as_text(self, call: Sequence[str]) -> str:
         """Return a call as a line for people, cut if it is long, with exported secrets by name."""
         for name, value in self.exported.items():
             if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
@@ -317,9 +329,9 @@ class Recording:
         return line if len(line) <= _MAX_SHOWN_CHARS else f"{line[:_MAX_SHOWN_CHARS]} ..."
 
 
-def printers_in(script: str) -> list[str]:
+def printing_programs(script: str) -> list[str]:
     """Return the programs in a script's text that will really run: they only print."""
-    words = set(re.findall(r"(?<![\w./=$-])[a-z]+(?:-[a-z]+)?(?![\w./=-])", _code(script)))
+    words = set(re.findall(r"(?<![\w./=$-])[a-z]+(?:-[a-z]+)?(?![\w./=-])", _visible_code(script)))
     return sorted(words & {*PRINTERS, "nvidia-smi"})
 
 
@@ -355,62 +367,64 @@ def record(
         environment = {
             **os.environ,
             "BASH_ENV": str(_HERE / "script_recorder.sh"),
-            "__SLUICE_BIN": str(_programs(folder / "bin")),
+            "__SLUICE_BIN": str(_install_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
             "__SLUICE_NAMES": " ".join(referenced_names(script_text(script))),
             "__SLUICE_NO_NPU": str(int(not _HAS_NPU)),
             "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
-        before = _isolation(folder, bash) if isolated else []
+        before = _isolation_command(folder, bash) if isolated else []
         command = [*before, bash, str(script), *arguments]
         with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as opened:
             try:
                 exit_code = _run(command, environment, opened, time_limit_s)
             except OSError as error:
-                raise ConfigError(_no_isolation(script, str(error))) from error
+                raise ConfigError(_isolation_message(script, str(error))) from error
             except subprocess.TimeoutExpired as error:
-                raise _no_end(script, time_limit_s) from error
+                raise _time_limit_error(script, time_limit_s) from error
             opened.seek(0)
             errors = "".join(line for line in opened if not line.startswith("+"))
         recorded = os.fsdecode(calls.read_bytes())
         if isolated and not recorded.startswith(_READY):
-            raise ConfigError(_no_isolation(script, errors))
-        made = list(_calls(recorded.removeprefix(_READY)))
+            raise ConfigError(_isolation_message(script, errors))
+        recorded_calls = list(_parse_calls(recorded.removeprefix(_READY)))
         return Recording(
-            tuple(call for call in made if call[:1] not in (_UNSET, _EXPORT)),
-            tuple(dict.fromkeys([*_unset_at_launch(made), *_UNBOUND.findall(errors)])),
-            _exported_at_launch(made),
+            tuple(call for call in recorded_calls if call[:1] not in (_UNSET, _EXPORT)),
+            tuple(dict.fromkeys([*_unset_variables(recorded_calls), *_UNBOUND.findall(errors)])),
+            _exported_variables(recorded_calls),
             errors[-_MAX_ERROR_CHARS:],
             exit_code,
         )
 
 
-def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
+def _unset_variables(calls: Sequence[Sequence[str]]) -> list[str]:
     """Return the variables without a value at the launch; without a launch, at the last call."""
     names: list[str] = []
-    for call in made:
+    for call in calls:
         if call[:1] == _UNSET:
             names += call[1:]
-        elif _trains(call):
+        elif _is_training(call):
             break
-        elif call is not made[-1] and call[:1] != _EXPORT:
+        elif call is not calls[-1] and call[:1] != _EXPORT:
             names = []
     return names
 
 
-def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
+def _exported_variables(calls: Sequence[Sequence[str]]) -> dict[str, str]:
     """Return the environment of the launch, with what a program before it sets (``env A=1``)."""
     exported: dict[str, str] = {}
-    for call in made:
+    for call in calls:
         if call[:1] == _EXPORT:
             exported = dict(word.split("=", 1) for word in call[1:])
-        elif _trains(call):
-            exported |= dict(word.split("=", 1) for word in _set_by_env(call[: _start_of(call)]))
+        elif _is_training(call):
+            exported |= dict(
+                word.split("=", 1) for word in _env_assignments(call[: _start_of(call)])
+            )
             break
     return exported
 
 
-def _set_by_env(words: Sequence[str]) -> list[str]:
+def _env_assignments(words: Sequence[str]) -> list[str]:
     """Return the assignments of each ``env`` among the words, which end at its program."""
     names, is_after_env, before = [], False, ""
     for word in words:
@@ -424,16 +438,16 @@ def _set_by_env(words: Sequence[str]) -> list[str]:
     return names
 
 
-def _isolation(folder: Path, bash: str) -> list[str]:
+def _isolation_command(folder: Path, bash: str) -> list[str]:
     """Return the words before a command that isolate it. `folder` holds its calls."""
     memory = folder / "memory"
     memory.mkdir()
     user = () if os.geteuid() == 0 else _OF_A_USER
-    first = (bash, "-p", str(_HERE / "script_isolation.sh"), str(memory), str(folder / "calls"))
-    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
+    inner = (bash, "-p", str(_HERE / "script_isolation.sh"), str(memory), str(folder / "calls"))
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *inner]
 
 
-def _no_end(script: Path, time_limit_s: float) -> DeadlineError:
+def _time_limit_error(script: Path, time_limit_s: float) -> DeadlineError:
     return DeadlineError(
         f"script {script}",
         "running it without its programs",
@@ -442,7 +456,7 @@ def _no_end(script: Path, time_limit_s: float) -> DeadlineError:
     )
 
 
-def _no_isolation(script: Path, errors: str) -> str:
+def _isolation_message(script: Path, errors: str) -> str:
     reason = (errors.strip().splitlines() or ["no reason given"])[-1]
     return (
         f"script {script}: this machine cannot isolate it ({reason}); give --trust-script to run "
@@ -463,19 +477,21 @@ def script_text(script: Path) -> str:
 def referenced_names(script: str) -> list[str]:
     """Return the variables that a script uses without a default, without names local to it, names
     that it tests (``${A:+-$A}``) and those of its loops."""
-    code = _code(script)
-    known = {word.partition("=")[0] for matches in _LOCAL.findall(code) for word in matches.split()}
-    known.update(tested or looped for tested, looped in _MAY_BE_UNSET.findall(code))
+    code = _visible_code(script)
+    defined = {
+        word.partition("=")[0] for matches in _LOCAL.findall(code) for word in matches.split()
+    }
+    defined.update(tested or looped for tested, looped in _MAY_BE_UNSET.findall(code))
     matches = (braced or plain for braced, plain in _REFERENCE.findall(code))
-    return [name for name in dict.fromkeys(matches) if name not in known]
+    return [name for name in dict.fromkeys(matches) if name not in defined]
 
 
-def _code(script: str) -> str:
+def _visible_code(script: str) -> str:
     """Return a script's text without comments and texts in single quotes."""
     return _HIDDEN.sub(lambda match: re.sub(r"\\.", " ", match["text"] or " "), script)
 
 
-def _programs(folder: Path) -> Path:
+def _install_programs(folder: Path) -> Path:
     """Fill a folder with the programs that a script finds."""
     folder.mkdir()
     for name in (*PRINTERS, *_RUN_WITH_CARE):
@@ -520,7 +536,7 @@ def _wait_for_group(group: int) -> None:
             time.sleep(0.05)
 
 
-def _calls(recorded: str) -> Iterator[tuple[str, ...]]:
+def _parse_calls(recorded: str) -> Iterator[tuple[str, ...]]:
     words = recorded.split("\0")[:-1]
     while words and words[0].isdecimal():
         end = 1 + int(words[0])

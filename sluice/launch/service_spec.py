@@ -20,7 +20,7 @@ from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import rank_environment, replica_environment
-from sluice.rpc.ports import bound_socket, check_bindable
+from sluice.rpc.ports import bind_socket, check_bindable
 from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
 _LOWEST, _BEHIND_HIGHEST = 20_000, 30_000
@@ -49,25 +49,25 @@ def free_ports(hosts: list[str], besides: Container[int] = ()) -> list[int]:
     """
     for host in dict.fromkeys(hosts):
         check_bindable(host, 0)
-    with ExitStack() as held:
-        sockets = [held.enter_context(_listening(host, besides)) for host in hosts]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(_listening_socket(host, besides)) for host in hosts]
         return [listening.getsockname()[1] for listening in sockets]
 
 
-def _listening(host: str, besides: Container[int]) -> socket.socket:
+def _listening_socket(host: str, besides: Container[int]) -> socket.socket:
     choice = range(_LOWEST, min(_BEHIND_HIGHEST, _first_ephemeral()))
     for port in _random.sample(choice, min(_TRIES, len(choice))):
         if port in besides:
             continue
         try:
-            return _listening_at(host, port)
+            return _listen_at(host, port)
         except (ConfigError, OSError):
             continue  # taken
-    return _listening_at(host, 0)
+    return _listen_at(host, 0)
 
 
-def _listening_at(host: str, port: int) -> socket.socket:
-    server = bound_socket(host, port)
+def _listen_at(host: str, port: int) -> socket.socket:
+    server = bind_socket(host, port)
     try:
         server.listen()
     except OSError:
@@ -164,10 +164,10 @@ def with_ports(config: RunConfig) -> RunConfig:
     """Return the configuration with free ports in place of 0 for trainer and reward service."""
     service = config.sluice
     trainer, reward = service.trainer, service.reward
-    wanted = [trainer.endpoint, reward.endpoint]
-    hosts = [endpoint.host for endpoint in wanted if endpoint.port == 0]
-    ports = iter(free_ports(hosts, besides=_taken(config)))
-    endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in wanted]
+    configured = [trainer.endpoint, reward.endpoint]
+    hosts = [endpoint.host for endpoint in configured if endpoint.port == 0]
+    ports = iter(free_ports(hosts, besides=_configured_ports(config)))
+    endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in configured]
     return msgspec.structs.replace(
         config,
         sluice=msgspec.structs.replace(
@@ -199,7 +199,7 @@ def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
     resumes = services.reward.ledger == "sqlite" or bool(services.evaluation.benchmarks)
     return ServiceSpec(
         REWARD,
-        _module("services.reward", "--config", str(config_file)),
+        _module_command("services.reward", "--config", str(config_file)),
         restarts=RESTARTS_AFTER_SIGNALS if resumes else NO_RESTARTS,
         is_needed=True,
     )
@@ -209,7 +209,7 @@ def evaluation_service(config_file: Path) -> ServiceSpec:
     """Return the process that leads a stand-alone evaluation, in place of the trainer."""
     return ServiceSpec(
         EVALUATION,
-        _module("services.evaluation", "--config", str(config_file)),
+        _module_command("services.evaluation", "--config", str(config_file)),
         restarts=RESTARTS_AFTER_SIGNALS,
         ends_run=True,
         is_needed=True,
@@ -220,14 +220,14 @@ def trainer_services(
     config: RunConfig,
     config_file: Path,
     checkpoints_before: str,
-    given: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = os.environ,
 ) -> tuple[ServiceSpec, ...]:
     """Return all ranks of a trainer on this machine, each with its share of the devices."""
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
-    port = free_ports([host], besides=_taken(config))[0]
+    port = free_ports([host], besides=_configured_ports(config))[0]
     ranks = placed_trainer(config, config_file, checkpoints_before, (host, port))
     return tuple(
-        _with_variables(spec, rank_environment(config, rank, given))
+        _with_variables(spec, rank_environment(config, rank, environment))
         for rank, spec in enumerate(ranks)
     )
 
@@ -256,7 +256,7 @@ def placed_trainer(
     return tuple(
         ServiceSpec(
             rank_name(rank),
-            _module("services.trainer", "--config", str(config_file)),
+            _module_command("services.trainer", "--config", str(config_file)),
             environment
             | ({"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)} if ranks > 1 else {}),
             restarts=replace(RESTARTS_AFTER_SIGNALS, stable_s=longest_start_s(config)),
@@ -286,7 +286,7 @@ def replica_number(name: str) -> int | None:
 
 def placed_replica(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
     """Return one replica on a node of a cluster; placement adds its address and devices."""
-    return _replica(config, config_file, replica_name(index))
+    return _replica_spec(config, config_file, replica_name(index))
 
 
 def rollout_service(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
@@ -306,7 +306,7 @@ def replica_in_container(
         address: its host as peers reach it.
         devices: variables of its devices.
     """
-    spec = _replica(config, config_file, name, f"sluice.rollout.endpoint.advertise={address}")
+    spec = _replica_spec(config, config_file, name, f"sluice.rollout.endpoint.advertise={address}")
     return _with_variables(spec, devices)
 
 
@@ -314,18 +314,20 @@ def _with_variables(spec: ServiceSpec, variables: Mapping[str, str]) -> ServiceS
     return replace(spec, environment={**spec.environment, **variables})
 
 
-def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -> ServiceSpec:
+def _replica_spec(config: RunConfig, config_file: Path, name: str, *overrides: str) -> ServiceSpec:
     return ServiceSpec(
         name,
-        _module("services.rollout", "--config", str(config_file), "--name", name, *overrides),
+        _module_command(
+            "services.rollout", "--config", str(config_file), "--name", name, *overrides
+        ),
         {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
         restarts=replace(RESTARTS_AFTER_ERRORS_TOO, stable_s=longest_start_s(config)),
     )
 
 
-def _taken(config: RunConfig) -> frozenset[int]:
+def _configured_ports(config: RunConfig) -> frozenset[int]:
     return frozenset(port for _, _, port in configured_ports(config.sluice))
 
 
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
+def _module_command(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *arguments)

@@ -57,33 +57,37 @@ class ScaleChange:
     drain: tuple[int, ...]
 
 
-def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -> ScaleChange:
-    """Return the change from the replicas numbered `serving` to `wanted` replicas.
+def scale_change(serving: Sequence[int], draining: Sequence[int], num_wanted: int) -> ScaleChange:
+    """Return the change from the replicas numbered `serving` to `num_wanted` replicas.
 
     The lowest free numbers start, the highest ones drain. The number of a replica that still drains
     is not free: two processes never have one name.
     """
-    if wanted >= len(serving):
-        taken = {*serving, *draining}
-        free = (number for number in range(MAX_REPLICAS + len(taken)) if number not in taken)
-        return ScaleChange(tuple(next(free) for _ in range(wanted - len(serving))), ())
-    return ScaleChange((), tuple(sorted(serving, reverse=True)[: len(serving) - wanted]))
+    if num_wanted >= len(serving):
+        taken_numbers = {*serving, *draining}
+        free = (
+            number
+            for number in range(MAX_REPLICAS + len(taken_numbers))
+            if number not in taken_numbers
+        )
+        return ScaleChange(tuple(next(free) for _ in range(num_wanted - len(serving))), ())
+    return ScaleChange((), tuple(sorted(serving, reverse=True)[: len(serving) - num_wanted]))
 
 
-def check_number(wanted: int) -> None:
+def check_number(num_wanted: int) -> None:
     """Refuse an impossible number of replicas.
 
     Raises:
         InvalidRequestError: with the reason.
     """
-    if wanted < 1:
+    if num_wanted < 1:
         raise InvalidRequestError(
-            f"replicas: {wanted} is below 1; a run without replicas only waits until it fails "
+            f"replicas: {num_wanted} is below 1; a run without replicas only waits until it fails "
             "(sluice.trainer.batch_timeout_s); end it with Ctrl-C and start it again later, "
             "it resumes from its last checkpoint"
         )
-    if wanted > MAX_REPLICAS:
-        raise InvalidRequestError(f"replicas: {wanted} is above {MAX_REPLICAS}")
+    if num_wanted > MAX_REPLICAS:
+        raise InvalidRequestError(f"replicas: {num_wanted} is above {MAX_REPLICAS}")
 
 
 def check_memory(added: int, pids: Sequence[int]) -> None:
@@ -109,9 +113,9 @@ def check_memory(added: int, pids: Sequence[int]) -> None:
 def _memory_of(pid: int) -> int:
     """Return the memory of a process and its descendants, bytes, without the files that it maps."""
     num_bytes = 0
-    for one in descendants(pid):
+    for process in descendants(pid):
         with suppress(OSError):  # it has ended, or the system has no such files
-            text = (_PROC / str(one) / "smaps_rollup").read_text(encoding="ascii")
+            text = (_PROC / str(process) / "smaps_rollup").read_text(encoding="ascii")
             num_bytes += int(match[1]) * 1024 if (match := _OWN_MEMORY.search(text)) else 0
     return num_bytes
 
@@ -132,18 +136,18 @@ class ReplicaScale:
     has_fixed_port: bool = False
     is_local: bool = False
 
-    def set(self, wanted: int) -> ScaleChange:
-        """Start or drain replicas until `wanted` are left; return the changes begun.
+    def set(self, num_wanted: int) -> ScaleChange:
+        """Start or drain replicas until `num_wanted` are left; return the changes begun.
 
         Raises:
             ConfigError: no device is left for a replica; none is started.
             InvalidRequestError: a number that a run cannot have, or more than memory is left for.
             NotReadyError: the run is starting or ending.
         """
-        check_number(wanted)
-        if wanted > 1 and self.has_fixed_port:
+        check_number(num_wanted)
+        if num_wanted > 1 and self.has_fixed_port:
             raise InvalidRequestError(
-                f"replicas: {wanted} cannot share one port; start the run with "
+                f"replicas: {num_wanted} cannot share one port; start the run with "
                 "sluice.rollout.endpoint.port=0, sluice.rollout.endpoint.health_port=0 and no "
                 "fixed sluice.rollout.endpoint.metrics_port"
             )
@@ -156,7 +160,7 @@ class ReplicaScale:
                 draining.append(number)
             else:
                 serving[number] = state.pid
-        change = scale_change([*serving], draining, wanted)
+        change = scale_change([*serving], draining, num_wanted)
         if self.is_local:
             check_memory(len(change.start), [pid for pid in serving.values() if pid is not None])
         for replica in [self.make_replica(number) for number in change.start]:
@@ -229,7 +233,7 @@ async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | Non
         return None
 
 
-async def all_left(run_dir: Path) -> bool:
+async def have_all_left(run_dir: Path) -> bool:
     """Return whether all processes of a run have left its folder.
 
     What answers at its addresses is then of another run, such as one that began with its

@@ -48,8 +48,8 @@ class SharedRun:
     def begin(self, checkpoints: Path) -> None:
         """Record that a run begins, in place of an earlier one."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for counted in self._folder.glob("*.starts"):
-            counted.unlink()
+        for starts_file in self._folder.glob("*.starts"):
+            starts_file.unlink()
         self._write(_BEGINNING, {"checkpoints_before": checkpoint_mark(checkpoints)})
         (self._folder / _ENDING).unlink(missing_ok=True)
 

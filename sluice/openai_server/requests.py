@@ -19,7 +19,7 @@ from sluice.client.generation_types import (
     Prompt,
     Sampling,
 )
-from sluice.codec.fields import shortened
+from sluice.codec.fields import shorten
 from sluice.data.image_sources import DATA_URI, image_of_uri
 from sluice.errors import InvalidRequestError
 from sluice.json_objects import DECODE_ERRORS
@@ -145,7 +145,7 @@ def check_unsupported_fields(body: bytes, kind: Kind) -> None:
         if unsupported.neutral:
             remedy = f"send {msgspec.json.encode(unsupported.neutral[0]).decode()}, or {remedy}"
         reason = f" ({unsupported.remedy})" if unsupported.remedy else ""
-        raise _refusal(field, f"{shortened(value)} is not offered{reason}; {remedy}")
+        raise _refusal(field, f"{shorten(value)} is not offered{reason}; {remedy}")
 
 
 class _ImageUrl(msgspec.Struct):
@@ -461,7 +461,7 @@ def _tools(request: ChatRequest) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function" or tool.function is None:
-            raise _refusal("tools", f"[{index}] is of type {shortened(tool.type)}; send functions")
+            raise _refusal("tools", f"[{index}] is of type {shorten(tool.type)}; send functions")
         schema = bytes(tool.function.parameters).decode()
         parameters = "" if schema == "null" else schema
         tools.append(Tool(tool.function.name, tool.function.description or "", parameters))
@@ -518,7 +518,7 @@ def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
 def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
     if turn.role not in _ROLES:
         raise _refusal(
-            f"messages[{index}].role", f"{shortened(turn.role)}; send {', '.join(sorted(_ROLES))}"
+            f"messages[{index}].role", f"{shorten(turn.role)}; send {', '.join(sorted(_ROLES))}"
         )
     calls = tuple(
         ToolCall(call.function.name, call.function.arguments or "{}", call.id)
@@ -545,7 +545,7 @@ def _text(turn: _ChatTurn, index: int, images: list[bytes]) -> str:
         elif part.type == _TEXT:
             texts.append(part.text)
         else:
-            raise _refusal(field, f"{shortened(part.type)} is not offered; send text or image_url")
+            raise _refusal(field, f"{shorten(part.type)} is not offered; send text or image_url")
     return "".join(texts)
 
 
@@ -554,7 +554,7 @@ def _image(part: _ContentPart, field: str) -> bytes:
     name = f"{field}.image_url"
     if not url.startswith(DATA_URI):
         raise RefusedError(
-            f"{name}: {shortened(url)} is not fetched; send {FORMATS} as data:image/...;base64,...",
+            f"{name}: {shorten(url)} is not fetched; send {FORMATS} as data:image/...;base64,...",
             field,
         )
     try:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import GenerationEvent, GenerationStarted, SampleDelta
-from sluice.codec.fields import shortened
+from sluice.codec.fields import shorten
 from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
 from sluice.openai_server.answers import AnswerBuilder, Sink, generate_choices
@@ -99,8 +99,8 @@ class CallerQuotas:
         # The key's own bound comes first, so that an error names the option that was exceeded.
         of_key = None if name == KEYLESS else name
         with (
-            self._of_each.held(of_key, num_choices),
-            self._of_all.held(KEYLESS, num_choices),
+            self._of_each.hold(of_key, num_choices),
+            self._of_all.hold(KEYLESS, num_choices),
         ):
             yield
 
@@ -221,7 +221,7 @@ class OpenAIServer:
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
             raise RefusedError(
-                f"model: {shortened(name)} is not served; name {self._settings.model_name!r}",
+                f"model: {shorten(name)} is not served; name {self._settings.model_name!r}",
                 "model",
                 status=404,
                 code="model_not_found",

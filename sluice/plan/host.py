@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sluice.config.derived import (
-    adapts,
     max_row_tokens,
     replays_engine_routing,
     rows_per_batch,
     taken_samples_mb,
+    uses_adapters,
     uses_critic,
     uses_reference,
     world_size,
@@ -44,14 +44,17 @@ class ModelBytes:
 
 def has_reference_model(config: RunConfig) -> bool:
     """Return whether a second model computes the reference's logprobs; adapters need none."""
-    return uses_reference(config) and not adapts(config.actor_rollout_ref.model)
+    return uses_reference(config) and not uses_adapters(config.actor_rollout_ref.model)
 
 
 def encoder_bytes(config: RunConfig, encoder: ImageEncoder | None) -> ModelBytes:
     """Return a rank's shards of the image encoder; adapters of its layers count as nothing."""
     if encoder is None:
         return ModelBytes()
-    actor, is_adapted = config.actor_rollout_ref.actor, adapts(config.actor_rollout_ref.model)
+    actor, is_adapted = (
+        config.actor_rollout_ref.actor,
+        uses_adapters(config.actor_rollout_ref.model),
+    )
     sharding = actor.fsdp_config
     dtype = sharding.dtype if is_adapted else sharding.model_dtype
     # Ranks that cut layers share the encoder too.
@@ -81,7 +84,7 @@ def rank_host_bytes(
         total += policy.weights * sharding.param_offload
     total += policy.moments * offloaded_share(sharding)
     # A checkpoint has all of a model, or its adapters.
-    saved = policy.moments + (policy.trained if adapts(model) else policy.weights)
+    saved = policy.moments + (policy.trained if uses_adapters(model) else policy.weights)
     if uses_critic(config):
         total += decoder.weights * critic.param_offload + decoder.moments * offloaded_share(critic)
         saved += decoder.weights + decoder.moments

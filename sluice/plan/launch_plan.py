@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.concurrency.answers import answer_of
+from sluice.concurrency.answers import ask_module
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit, device_split, is_colocated, named_split, splits
 from sluice.config.loading.conversions import names_set
@@ -239,11 +239,11 @@ def _count_trainer(config: RunConfig, model: PlannedModel, device: DeviceKind) -
         check_image_layers(stages, model.encoder.mergers - 1)
     layers = {stage: len(stages[stage]) for stage in different_stages(len(stages))}
     runs = [(stage, n) for stage, count in layers.items() for n in layer_counts(config, count)]
-    passes, _ = answer_of(
+    passes, _ = ask_module(
         COMMAND,
         DryRunRequest(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
-        what="the dry run of the trainer",
+        task="the dry run of the trainer",
         timeout_s=DEADLINE_S,
         remedy="run it while the machine is idle",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from sluice.config.derived import is_whole, max_row_tokens, uses_critic, world_size
+from sluice.config.derived import holds_whole_model, max_row_tokens, uses_critic, world_size
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.rollout import GIB, rollout_layout, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
@@ -171,7 +171,7 @@ class _ModelState:
 
     def __init__(self, counted: PassBytes, sharding: FsdpConfig, shard: int) -> None:
         self.weights = 0 if sharding.param_offload else counted.parameters
-        self.gradients = counted.gradients if is_whole(sharding, shard) else 0
+        self.gradients = counted.gradients if holds_whole_model(sharding, shard) else 0
         away = counted.moments * offloaded_share(sharding)
         self.moments = counted.moments - away
         self.backward = counted.backward
@@ -229,7 +229,7 @@ def trainer_pool(
     # Each trained weight has a gradient of its dtype.
     decoder = ModelBytes(counted.parameters, counted.gradients, counted.moments)
     counted = _with_encoder(
-        counted, encoder_bytes(config, encoder), stays=is_whole(sharding, layout.copy)
+        counted, encoder_bytes(config, encoder), stays=holds_whole_model(sharding, layout.copy)
     )
     policy = _ModelState(counted, sharding, layout.copy)
     reference = counted.parameters if has_reference_model(config) else 0
@@ -328,7 +328,7 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
     pixels = tokens * encoder.pixel_bytes
     if actor.freeze_vision_tower:
         return _Images(pixels)
-    kept = tokens * encoder.kept(
+    kept = tokens * encoder.saved_bytes(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         dtype_bytes=DTYPE_BYTES[actor.fsdp_config.dtype],
     )

@@ -203,17 +203,17 @@ def deal_problems(
 def _redraw_terms(rng: random.Random, task: Task, problem: ArithmeticProblem) -> ArithmeticProblem:
     """Sample another problem of the same cell, so that repeats do not thin out short problems."""
     while True:
-        other = draw_problem(rng, task)
-        if len(other.terms) == len(problem.terms):
-            return ArithmeticProblem(problem.wording, other.terms)
+        redrawn = draw_problem(rng, task)
+        if len(redrawn.terms) == len(problem.terms):
+            return ArithmeticProblem(problem.wording, redrawn.terms)
 
 
 def _draw_distinct(rng: random.Random, task: Task, count: int) -> Iterator[ArithmeticProblem]:
-    seen: set[tuple[int, ...]] = set()
-    while len(seen) < count:
+    sampled_numbers: set[tuple[int, ...]] = set()
+    while len(sampled_numbers) < count:
         problem = draw_problem(rng, task)
-        if problem.numbers not in seen:
-            seen.add(problem.numbers)
+        if problem.numbers not in sampled_numbers:
+            sampled_numbers.add(problem.numbers)
             yield problem
 
 

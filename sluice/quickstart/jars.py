@@ -93,15 +93,15 @@ def jar_problems(stream: str) -> Iterator[JarProblem]:
     """Yield problems without end; `stream` seeds them."""
     rng = random.Random(stream)
     while True:
-        asked = rng.sample(LETTERS, rng.randint(*_ASKED))
+        letters = rng.sample(LETTERS, rng.randint(*_ASKED))
         jars = {letter: rng.randint(*_NUMBERS) for letter in LETTERS}
-        yield JarProblem(tuple(asked), jars)
+        yield JarProblem(tuple(letters), jars)
 
 
 def render_question(question: str) -> str:
     """Return the prompt with the tool, as the chat template renders it."""
-    shown = f"{TURN_START}system\n{TOOL}\n{TURN_END}\n{TURN_START}user\n{question}{TURN_END}\n"
-    return f"{shown}{TURN_START}assistant\n"
+    rendered = f"{TURN_START}system\n{TOOL}\n{TURN_END}\n{TURN_START}user\n{question}{TURN_END}\n"
+    return f"{rendered}{TURN_START}assistant\n"
 
 
 def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Segment]:

@@ -65,21 +65,21 @@ def prepare(
     Raises:
         ConfigError: the task is unknown, or the sizes do not fit its problem space.
     """
-    chosen = _task_named(task)
+    chosen_task = _find_task(task)
     assets = QuickstartAssets(
-        chosen,
+        chosen_task,
         directory / "model",
         directory / "data" / "train.parquet",
         directory / "data" / "test.parquet",
     )
     sizes = settings or _SIZES.get(task, PrepareSettings())
-    stamped = {"format": FORMAT_VERSION, "task": asdict(chosen), "seed": seed, **asdict(sizes)}
+    stamped = {"format": FORMAT_VERSION, "task": asdict(chosen_task), "seed": seed, **asdict(sizes)}
     if is_stamped(directory, stamped):
         progress(PrepareProgress("reused", 1, 1))
         return assets
     (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
-    if isinstance(chosen, Task):
-        _make(directory, chosen, seed, sizes, progress)
+    if isinstance(chosen_task, Task):
+        _make(directory, chosen_task, seed, sizes, progress)
     else:
         make_jars(directory, seed, sizes, progress)
     files = sorted(path for path in assets.model_dir.iterdir() if path.is_file())
@@ -115,11 +115,11 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _task_named(name: str) -> QuickstartTask:
-    known: dict[str, QuickstartTask] = {**TASKS, JARS.name: JARS}
-    if name not in known:
-        raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
-    return known[name]
+def _find_task(name: str) -> QuickstartTask:
+    tasks: dict[str, QuickstartTask] = {**TASKS, JARS.name: JARS}
+    if name not in tasks:
+        raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(tasks)}")
+    return tasks[name]
 
 
 def _make(

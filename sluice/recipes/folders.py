@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 import sluice
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_tree, parse_document
 from sluice.errors import ConfigError
@@ -86,7 +86,7 @@ def all_recipes() -> Sequence[Recipe]:
     return [Recipe(file.parent) for file in sorted(recipes_folder().glob(f"*/{RUN}"))]
 
 
-def recipe_named(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """Return a recipe.
 
     Raises:
@@ -125,7 +125,7 @@ def small_run(recipe: Recipe) -> tuple[RecipeAssets, list[str]]:
         )
     document = dict(read_document(recipe.tiny))
     try:
-        made = msgspec.convert(document.pop(MADE, None), RecipeAssets)
+        assets = msgspec.convert(document.pop(MADE, None), RecipeAssets)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{recipe.tiny}: section {MADE}: {error}; give a task, such as {MADE}: "
@@ -134,11 +134,11 @@ def small_run(recipe: Recipe) -> tuple[RecipeAssets, list[str]]:
     name = f"{__package__}/{ON_TWO_CORES}"
     common = (files("sluice.recipes") / ON_TWO_CORES).read_text(encoding="utf-8")
     settings = flat_tree(parse_document(common, name)) | flat_tree(document)
-    own = own_files(recipe)
-    return made, [*own, *(_override(recipe, *each) for each in settings.items())]
+    overrides = file_overrides(recipe)
+    return assets, [*overrides, *(_override(recipe, *setting) for setting in settings.items())]
 
 
-def own_files(recipe: Recipe) -> list[str]:
+def file_overrides(recipe: Recipe) -> list[str]:
     """Return overrides for the values of `run.yaml` that name a file of the recipe's folder.
 
     They hold whichever folder a run starts in.
@@ -147,15 +147,15 @@ def own_files(recipe: Recipe) -> list[str]:
     return [
         _override(recipe, key, value)
         for key, value in settings.items()
-        if _is_own(recipe.folder, value)
+        if _is_in_folder(recipe.folder, value)
     ]
 
 
 def _override(recipe: Recipe, key: str, value: object) -> str:
-    if _is_own(recipe.folder, value):
+    if _is_in_folder(recipe.folder, value):
         value = str((recipe.folder / str(value)).absolute())
-    return f"{key}={override_value(value)}"
+    return f"{key}={format_override_value(value)}"
 
 
-def _is_own(folder: Path, value: object) -> bool:
+def _is_in_folder(folder: Path, value: object) -> bool:
     return isinstance(value, str) and bool(value) and (folder / value).is_file()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
 from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
@@ -24,26 +24,26 @@ Progress = Callable[[PrepareProgress], None]
 
 
 def make_files(
-    recipe: Recipe, made: RecipeAssets, folder: Path, seed: int, progress: Progress
+    recipe: Recipe, assets: RecipeAssets, folder: Path, seed: int, progress: Progress
 ) -> list[str]:
     """Make model and data in a folder, or use those that are there; return overrides for them.
 
     Raises:
         ConfigError: the task is unknown, or the recipe has no such Python file.
     """
-    if made.task.endswith(".py"):
-        _make_by_program(recipe.folder / made.task, folder, seed, progress)
+    if assets.task.endswith(".py"):
+        _make_by_program(recipe.folder / assets.task, folder, seed, progress)
     else:
-        prepare(folder, task=made.task, seed=seed, progress=progress)
+        prepare(folder, task=assets.task, seed=seed, progress=progress)
     data = folder.absolute() / "data"
     validated = [data / "test.parquet"]
-    if made.contest_copies:
+    if assets.contest_copies:
         validated.append(data / "contest.parquet")
-        write_contest(validated[0], validated[1], made.contest_copies)
+        write_contest(validated[0], validated[1], assets.contest_copies)
     return [
-        f"actor_rollout_ref.model.path={override_value(str(folder.absolute() / 'model'))}",
-        f"data.train_files={override_value(str(data / 'train.parquet'))}",
-        f"data.val_files={override_value([str(file) for file in validated])}",
+        f"actor_rollout_ref.model.path={format_override_value(str(folder.absolute() / 'model'))}",
+        f"data.train_files={format_override_value(str(data / 'train.parquet'))}",
+        f"data.val_files={format_override_value([str(file) for file in validated])}",
     ]
 
 

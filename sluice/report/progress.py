@@ -39,7 +39,7 @@ class TimeLeft:
     def __init__(self) -> None:
         self._step_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA)
 
-    def after(self, step: int, total: int, metrics: Mapping[str, float]) -> str:
+    def update(self, step: int, total: int, metrics: Mapping[str, float]) -> str:
         """Take a finished step; return a text such as ``ETA 17 min``, empty without an estimate."""
         if metric_names.STEP_S in metrics:
             self._step_s.append(metrics[metric_names.STEP_S])
@@ -93,13 +93,13 @@ def starting_line(num_up: int, starting: Mapping[str, str], seconds: float) -> s
         seconds: since the start.
     """
     line = f"starting ({duration_text(seconds)}): {num_up} of {num_up + len(starting)} up"
-    for index, (name, said) in enumerate(starting.items()):
-        message = f": {said[:_MESSAGE_WIDTH]}" if said else ""
-        more = f"; {name}{message}"
-        rest = f"; and {len(starting) - index} more"
-        if len(line) + len(more) + len(rest) > LINE_WIDTH:
-            return line + rest
-        line += more
+    for index, (name, log_message) in enumerate(starting.items()):
+        message = f": {log_message[:_MESSAGE_WIDTH]}" if log_message else ""
+        part = f"; {name}{message}"
+        ending = f"; and {len(starting) - index} more"
+        if len(line) + len(part) + len(ending) > LINE_WIDTH:
+            return line + ending
+        line += part
     return line
 
 
@@ -139,22 +139,24 @@ def num_decided_groups(metrics: Mapping[str, float]) -> float:
     return sum(metrics.get(name, 0.0) for name in (GROUPS_KEPT, GROUPS_ALL_RIGHT, GROUPS_ALL_WRONG))
 
 
-def groups_since(before: Mapping[str, int], now: Mapping[str, int], kept: int) -> dict[str, float]:
+def groups_since(
+    before: Mapping[str, int], after: Mapping[str, int], kept: int
+) -> dict[str, float]:
     """Return the groups that the filter decided about between two states of a run, as metrics.
 
     A step that finds no mixed groups does not end, so its metrics would come too late.
 
     Args:
         before: prompts by end, at the last step.
-        now: the same at the moment.
+        after: the same at the moment.
         kept: groups that wait for a batch.
     """
     ends = {GROUPS_ALL_RIGHT: "filtered_all_right", GROUPS_ALL_WRONG: "filtered_all_wrong"}
-    decided = {name: float(now.get(end, 0) - before.get(end, 0)) for name, end in ends.items()}
+    decided = {name: float(after.get(end, 0) - before.get(end, 0)) for name, end in ends.items()}
     return {GROUPS_KEPT: float(kept), **decided}
 
 
-def low_yield(metrics: Mapping[str, float]) -> str:
+def low_yield_notice(metrics: Mapping[str, float]) -> str:
     """Return a notice if less than 5 % of a step's groups were mixed; empty otherwise.
 
     Args:

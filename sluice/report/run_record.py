@@ -52,7 +52,7 @@ class RunRecord:
         """Response tokens of all validations."""
         return int(sum(row.get("val/generated_tokens") or 0.0 for row in self.validations))
 
-    def largest(self, name: str) -> float:
+    def maximum(self, name: str) -> float:
         """Return the maximum of a metric over all steps; 0 without steps."""
         return max((row.get(name) or 0.0 for row in self.steps), default=0.0)
 
@@ -77,17 +77,17 @@ def accuracy_of(row: Row) -> float | None:
 def read_progress(run_dir: Path) -> RunRecord:
     """Read the record of a run that may not have ended, without lines that cannot be read.
 
-    Of a repeated validation the last line counts; of steps see `give_up`.
+    Of a repeated validation the last line counts; of steps see `drop_rows_from`.
 
     Raises:
         DataError: `accounts.json` is malformed.
     """
     metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
-    steps, validations = _valid(_rows(metrics) if metrics.is_file() else [])
-    return RunRecord(steps, validations, _accounts(accounts) if accounts.is_file() else {})
+    steps, validations = _valid_rows(_read_rows(metrics) if metrics.is_file() else [])
+    return RunRecord(steps, validations, _read_accounts(accounts) if accounts.is_file() else {})
 
 
-def give_up(
+def drop_rows_from(
     step: int, steps: MutableSequence[int], columns: Iterable[MutableSequence[Any]]
 ) -> bool:
     """Drop the rows of `step` and of later steps, before a new row of `step` is added.
@@ -110,7 +110,7 @@ def give_up(
     return is_void
 
 
-def _rows(file: Path) -> list[Row]:
+def _read_rows(file: Path) -> list[Row]:
     # The trainer is still writing the text after the last newline.
     rows = []
     for line in file.read_bytes().split(b"\n")[:-1]:
@@ -121,7 +121,7 @@ def _rows(file: Path) -> list[Row]:
     return rows
 
 
-def _valid(rows: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def _valid_rows(rows: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Return the valid rows of steps and of validations, by step."""
     steps: list[int] = []
     trained: list[Row] = []
@@ -131,14 +131,18 @@ def _valid(rows: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         if STEP not in row:
             validated[step] = row
             continue
-        if give_up(step, steps, [trained]):
-            validated = {known: row for known, row in validated.items() if known < step}
+        if drop_rows_from(step, steps, [trained]):
+            validated = {
+                validated_step: row
+                for validated_step, row in validated.items()
+                if validated_step < step
+            }
         steps.append(step)
         trained.append(row)
     return tuple(trained), tuple(validated[step] for step in sorted(validated))
 
 
-def _accounts(file: Path) -> dict[str, float]:
+def _read_accounts(file: Path) -> dict[str, float]:
     try:
         return dict(json.loads(file.read_bytes()))
     except (ValueError, TypeError) as error:

@@ -129,10 +129,14 @@ class RunSummary:
         )
 
     def _accounting_text(self) -> str:
-        what = {"tokens": "all tokens", "trainer": "trainer's time", "rollout": "replicas' time"}
+        subjects = {
+            "tokens": "all tokens",
+            "trainer": "trainer's time",
+            "rollout": "replicas' time",
+        }
         since = " since the last start" if self.is_resumed else ""
         return "".join(
-            f"\n{what[view.title]}{since} ({view.total_text}): {view.parts_text}"
+            f"\n{subjects[view.title]}{since} ({view.total_text}): {view.parts_text}"
             for view in account_views(self.accounts)
         )
 
@@ -159,7 +163,7 @@ def summarize(
     accuracies, accounts = record.accuracies(), record.accounts or accounts or {}
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
     if seconds_total is None:
-        seconds_total, seconds_services = _noted_seconds(run_dir)
+        seconds_total, seconds_services = _read_seconds(run_dir)
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -172,7 +176,7 @@ def summarize(
     return RunSummary(
         is_finished=bool(record.accounts),
         is_resumed=len(tokens) > 1,
-        accuracy_before=next((one.accuracy for one in accuracies if one.step == 0), None),
+        accuracy_before=next((point.accuracy for point in accuracies if point.step == 0), None),
         accuracy_after=accuracies[-1].accuracy if accuracies else None,
         accuracy_best=best.accuracy if best else None,
         accuracy_best_step=best.step if best else None,
@@ -194,16 +198,20 @@ def summarize(
         prompts_skipped=skipped,
         prompts_pending=pending,
         prompts_lost=count("prompts_lost") or submitted - explained,
-        max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
+        max_staleness_seen=int(record.maximum(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
 
 
 def _tokens_by_start(record: RunRecord, accounts: Mapping[str, float]) -> list[int]:
     """Return the last known number of sampled tokens of each start of a run: each begins at 0."""
-    known = [row.get(f"{metric_names.ACCOUNTS}generated_tokens") for row in record.steps]
-    counts = [int(one) for one in (*known, accounts.get("generated_tokens")) if one is not None]
-    return [now for now, later in pairwise([*counts, -1]) if later < now]
+    counts_of_steps = [row.get(f"{metric_names.ACCOUNTS}generated_tokens") for row in record.steps]
+    counts = [
+        int(number)
+        for number in (*counts_of_steps, accounts.get("generated_tokens"))
+        if number is not None
+    ]
+    return [earlier for earlier, later in pairwise([*counts, -1]) if later < earlier]
 
 
 def _generated_tokens(record: RunRecord, tokens: list[int]) -> int:
@@ -212,8 +220,8 @@ def _generated_tokens(record: RunRecord, tokens: list[int]) -> int:
     return max(sum(tokens) - record.validation_tokens, of_steps)
 
 
-def _noted_seconds(run_dir: Path) -> tuple[float, float | None]:
-    ended = ended_summary(run_dir)
+def _read_seconds(run_dir: Path) -> tuple[float, float | None]:
+    ended = read_summary(run_dir)
     return ended.get("seconds_total") or recorded_seconds(run_dir), ended.get("seconds_services")
 
 
@@ -299,8 +307,8 @@ def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[Ac
         for name, amount in accounts.items()
         if name.startswith(prefix) and total > 0
     ]
-    shown = (part for part in parts if part.share >= _MIN_SHARE)
-    return tuple(sorted(shown, key=lambda part: (-part.share, part.name)))
+    shown_parts = (part for part in parts if part.share >= _MIN_SHARE)
+    return tuple(sorted(shown_parts, key=lambda part: (-part.share, part.name)))
 
 
 def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
@@ -313,7 +321,7 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
     write_whole(run_dir / SUMMARY_NAME, text.encode())
 
 
-def forget_end(run_dir: Path) -> None:
+def remove_end_files(run_dir: Path) -> None:
     """Remove what says how an earlier run in this folder ended, and the marks of its processes.
 
     The mark of a process that lives stays, if it is of this machine.
@@ -327,7 +335,7 @@ def forget_end(run_dir: Path) -> None:
         (run_dir / MARKS_FOLDER).rmdir()
 
 
-def ended_summary(run_dir: Path) -> dict[str, Any]:
+def read_summary(run_dir: Path) -> dict[str, Any]:
     """Return the summary that the end of a run wrote; empty: there is none.
 
     A start removes the one of the run before it.
@@ -347,12 +355,12 @@ def software_versions() -> dict[str, str]:
         software["commit"] = commit
     software["python"] = f"{platform.python_version()} ({platform.platform()})"
     versions = {name: installed_version(name) for name in _PACKAGES}
-    return software | {name: one for name, one in versions.items() if one is not None}
+    return software | {name: version for name, version in versions.items() if version is not None}
 
 
 def versions_of_run(run_dir: Path) -> Mapping[str, str]:
     """Return the versions that a run noted at its end; those of this process before."""
-    noted = ended_summary(run_dir).get("versions")
+    noted = read_summary(run_dir).get("versions")
     if not isinstance(noted, dict):
         return software_versions()
     return {str(name): str(value) for name, value in noted.items()}

@@ -78,7 +78,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if method == HEALTH_CHECK:
             handler = await continuation(handler_call_details)
-            return None if handler is None else self._checks.bounded(handler)
+            return None if handler is None else self._checks.limit(handler)
         presented = presented_token(handler_call_details.invocation_metadata)
         if presented is None:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, f"no bearer token came; {_REMEDY}")
@@ -135,7 +135,7 @@ class BoundedChecks:
     def __init__(self) -> None:
         self._open: deque[asyncio.Timeout] = deque()
 
-    def bounded(self, handler: Any) -> Any:
+    def limit(self, handler: Any) -> Any:
         """Return the unary handler `handler` with these limits."""
 
         async def check(requests: Any, context: Any) -> Any:
@@ -194,7 +194,7 @@ class ClientQuota:
         return self._held.get(client, 0) if client is not None else 0
 
     @contextmanager
-    def held(self, client: str | None, amount: int) -> Iterator[None]:
+    def hold(self, client: str | None, amount: int) -> Iterator[None]:
         """Count `amount` units as in use during the block. Without a client nothing is counted.
 
         Raises:

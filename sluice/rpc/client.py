@@ -34,7 +34,7 @@ _KEEPALIVE_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
 
 NOBODY = "unix:/dev/null"
-"""An address on which nothing listens, for `after_backlog`."""
+"""An address on which nothing listens, for `call_after_backlog`."""
 _PLACES_OF_A_START = 3
 """A stream's first message is the third thing of it that comes, after "sent" and the metadata."""
 _PLACE_S = 0.2
@@ -138,7 +138,7 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
     ]
-    channel = _connected(address, options, credentials)
+    channel = _connect(address, options, credentials)
 
     def further() -> Metadata:
         if (tokens := credentials.tokens) is None:
@@ -148,7 +148,7 @@ def open_channel(
     return cast("grpc.aio.Channel", _SendingChannel(channel, further))
 
 
-def _connected(
+def _connect(
     address: str, options: list[tuple[str, int | str]], credentials: Credentials
 ) -> grpc.aio.Channel:
     if not credentials.is_encrypted:
@@ -271,9 +271,9 @@ async def unary_call(
         except grpc.aio.AioRpcError as error:
             RPC_ERRORS.add("client", name, error.code().name)
             # Only UNAVAILABLE promises that another try may find the peer.
-            last = attempt + 1 == policy.attempts
-            if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise _translated(error, peer, phase, seconds) from error
+            is_last = attempt + 1 == policy.attempts
+            if is_last or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise _translate_error(error, peer, phase, seconds) from error
         await asyncio.sleep(policy.backoff_s * 2**attempt)
     raise AssertionError("a policy has at least one attempt")
 
@@ -308,36 +308,36 @@ async def stream_call(
                 wait.restart()
     except grpc.aio.AioRpcError as error:
         RPC_ERRORS.add("client", name, error.code().name)
-        raise _translated(error, peer, phase, seconds) from error
+        raise _translate_error(error, peer, phase, seconds) from error
     finally:
         # Without this the peer would keep working for a consumer that left early.
         call.cancel()
 
 
-def after_backlog(
-    nobody: grpc.aio.Channel, then: Callable[[], None], places: int = _PLACES_OF_A_START
+def call_after_backlog(
+    idle_channel: grpc.aio.Channel, callback: Callable[[], None], places: int = _PLACES_OF_A_START
 ) -> None:
-    """Call `then` after everything that peers have sent by now is delivered; never if `nobody`
-    closes.
+    """Call `callback` after everything that peers have sent by now is delivered; never if
+    `idle_channel` closes.
 
     All events of a process's calls wait in one queue, gRPC's completion queue, one event per call
     at a time. A busy event loop is late by the whole queue, although its timers are not. So make a
     call to nobody: its end, by timeout, also waits in that queue.
     """
-    method: Callable[..., grpc.aio.Call] = nobody.unary_unary("/sluice/Nothing")
+    method: Callable[..., grpc.aio.Call] = idle_channel.unary_unary("/sluice/Nothing")
 
     def ended(call: grpc.aio.Call) -> None:
         if call.cancelled():
             return
         if places > 1:
-            after_backlog(nobody, then, places - 1)
+            call_after_backlog(idle_channel, callback, places - 1)
         else:
-            then()
+            callback()
 
     method(b"", timeout=_PLACE_S, wait_for_ready=True).add_done_callback(ended)
 
 
-def _translated(
+def _translate_error(
     error: grpc.aio.AioRpcError, peer: str, phase: str, deadline_s: float
 ) -> SluiceError:
     # A status from gRPC itself, or from another implementation, has no class.

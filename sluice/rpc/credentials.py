@@ -43,7 +43,7 @@ CERTIFICATE_ENDS: dict[str, datetime] = {}
 `sluice.security` that names the file."""
 
 
-def _note_ends(credentials: Credentials) -> None:
+def _note_certificate_ends(credentials: Credentials) -> None:
     """Fill `CERTIFICATE_ENDS`, and warn of certificates that end soon."""
     # `cert_file` is a chain, so its first end counts. `ca_file` may hold several authorities, and
     # any may be the one in use, so its last end counts.
@@ -66,12 +66,12 @@ def _note_ends(credentials: Credentials) -> None:
 
 
 def _end_of_validity(
-    pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]
+    pem: bytes | None, choose: Callable[[Iterable[datetime]], datetime]
 ) -> datetime | None:
     if pem is None:
         return None
     try:
-        return of(ends_of_validity(pem))
+        return choose(ends_of_validity(pem))
     except ValueError:  # TLS reads it, or the service would not start
         return None
 
@@ -148,7 +148,7 @@ def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> C
     """
     raise_problems(server_problems(security, advertised_host(endpoint)), _SECTION)
     credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
-    _note_ends(credentials)
+    _note_certificate_ends(credentials)
     return credentials
 
 
@@ -164,28 +164,28 @@ def client_credentials(
     Raises:
         ConfigError: they cannot work; the error lists reasons and remedies.
     """
-    given = _given_files(environment)
+    files = _files_from_environment(environment)
     # The variables may belong to another run that uses TLS.
     if security.tls == "off":
-        given = {key: path for key, path in given.items() if key == "token_file"}
-    if security.tls == "server" and not {"cert_file", "key_file"} <= given.keys():
+        files = {key: path for key, path in files.items() if key == "token_file"}
+    if security.tls == "server" and not {"cert_file", "key_file"} <= files.keys():
         # The configuration names the service's files, and no server asks callers for any.
-        given |= {"cert_file": None, "key_file": None}
+        files |= {"cert_file": None, "key_file": None}
     token = environment.get(TOKEN_VARIABLE)
     if token is not None:  # it replaces the file, which this user may be unable to read
-        given["token_file"] = None
-    merged = msgspec.structs.replace(security, **given)
+        files["token_file"] = None
+    merged = msgspec.structs.replace(security, **files)
     raise_problems(client_problems(merged), f"{_SECTION} and SLUICE_ variables")
     return _load(merged, token)
 
 
-def _given_files(environment: Mapping[str, str]) -> dict[str, str | None]:
-    given = {key: environment[name] for key, name in FILE_VARIABLES.items() if name in environment}
-    empty = [FILE_VARIABLES[key] for key, path in given.items() if not path]
+def _files_from_environment(environment: Mapping[str, str]) -> dict[str, str | None]:
+    files = {key: environment[name] for key, name in FILE_VARIABLES.items() if name in environment}
+    empty = [FILE_VARIABLES[key] for key, path in files.items() if not path]
     remedy = "name a file, or unset it"
     problems = [Problem(name, msgspec.UNSET, "is set and empty", remedy) for name in empty]
     raise_problems(problems, "SLUICE_ variables")
-    return dict(given)
+    return dict(files)
 
 
 def _load(security: SecurityConfig, token: str | None) -> Credentials:
@@ -199,9 +199,9 @@ def _load(security: SecurityConfig, token: str | None) -> Credentials:
     if security.tls == "off":
         return Credentials(tokens=tokens)
     return Credentials(
-        authority=_read(security.ca_file),
-        certificate=_read(security.cert_file),
-        key=_read(security.key_file),
+        authority=_read_file(security.ca_file),
+        certificate=_read_file(security.cert_file),
+        key=_read_file(security.key_file),
         is_encrypted=True,
         asks_certificate=security.tls == "mtls",
         server_name=security.server_name,
@@ -209,7 +209,7 @@ def _load(security: SecurityConfig, token: str | None) -> Credentials:
     )
 
 
-def _read(path: str | None) -> bytes | None:
+def _read_file(path: str | None) -> bytes | None:
     return Path(path).read_bytes() if path else None
 
 

@@ -126,10 +126,10 @@ def caller_context(call: ServedCall) -> TraceContext | None:
         ``None`` if the caller sent none, or nothing is traced here.
     """
     context = _sent_context(call)
-    return None if context is None else TRACER.admitted(context)
+    return None if context is None else TRACER.admit(context)
 
 
-def served(name: SpanName, call: ServedCall) -> Span:
+def served_span(name: SpanName, call: ServedCall) -> Span:
     """Return the span of a served call, in the caller's trace or in a new one."""
     if not TRACER.is_on:
         return NOTHING

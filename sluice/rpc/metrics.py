@@ -21,7 +21,7 @@ from sluice import own_version
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import present_waits
-from sluice.concurrency.watchdog import still_seconds
+from sluice.concurrency.watchdog import no_progress_seconds
 from sluice.config.addresses import advertised_host, is_loopback, join_host_port
 from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.rpc.credentials import CERTIFICATE_ENDS
@@ -36,7 +36,7 @@ from sluice.telemetry.metrics import (
     SpanOutcome,
     TelemetryPart,
     ask_loop,
-    charged_cpu,
+    charge_cpu,
     reading,
     scrape_target,
 )
@@ -74,12 +74,12 @@ class ProcessName:
     restarts: int = 0
 
 
-def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentReading]:
+def process_readings(process: ProcessName, disk: DiskSpace) -> Iterator[InstrumentReading]:
     """Yield age, waits, errors, restarts, certificates, disk and the cost of telemetry itself."""
-    yield reading("sluice_process_info", 1.0, who.name, who.kind, own_version())
+    yield reading("sluice_process_info", 1.0, process.name, process.kind, own_version())
     yield reading("sluice_process_uptime_seconds", process_age_s())
-    yield reading("sluice_process_restarts_total", who.restarts)
-    yield reading("sluice_watchdog_still_seconds", still_seconds() or 0.0)
+    yield reading("sluice_process_restarts_total", process.restarts)
+    yield reading("sluice_watchdog_still_seconds", no_progress_seconds() or 0.0)
     waits = present_waits()
     yield reading(
         "sluice_watchdog_longest_wait_seconds", max((wait.seconds for wait in waits), default=0.0)
@@ -103,8 +103,8 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
 
 
 @contextmanager
-def served_metrics(
-    service: ServiceConfig, endpoint: EndpointConfig, who: ProcessName, read: ReadMetrics
+def serve_metrics(
+    service: ServiceConfig, endpoint: EndpointConfig, process: ProcessName, read: ReadMetrics
 ) -> Iterator[None]:
     """Serve metrics during the block. Without a port, do nothing and load nothing.
 
@@ -122,14 +122,14 @@ def served_metrics(
         return
     run_dir = Path(service.run_dir)
     disk = DiskSpace("disk space", partial(disk_capacity, run_dir))
-    readings = _ServedPage(asyncio.get_running_loop(), read, who, disk).readings
+    readings = _ServedPage(asyncio.get_running_loop(), read, process, disk).readings
     check_bindable(endpoint.host, endpoint.metrics_port)
     server = MetricsPage(readings, endpoint.host, endpoint.metrics_port)
     address = join_host_port(advertised_host(endpoint), server.port)
     _announce(endpoint.host, address)
-    labels = {"service": who.kind, "name": who.name, "run": run_dir.absolute().name}
+    labels = {"service": process.kind, "name": process.name, "run": run_dir.absolute().name}
     try:
-        with scrape_target(run_dir, who.name, address, labels):
+        with scrape_target(run_dir, process.name, address, labels):
             yield
     finally:
         server.close()
@@ -141,31 +141,31 @@ class _ServedPage:
 
     loop: asyncio.AbstractEventLoop
     read: ReadMetrics
-    who: ProcessName
+    process: ProcessName
     disk: DiskSpace
     has_failed: bool = False
 
     def readings(self) -> Iterator[InstrumentReading]:
-        yield from process_readings(self.who, self.disk)
-        own = self._own()
-        yield reading("sluice_scrape_complete", float(own is not None))
-        yield from own or ()
+        yield from process_readings(self.process, self.disk)
+        service_readings = self._service_readings()
+        yield reading("sluice_scrape_complete", float(service_readings is not None))
+        yield from service_readings or ()
 
-    def _own(self) -> tuple[InstrumentReading, ...] | None:
+    def _service_readings(self) -> tuple[InstrumentReading, ...] | None:
         try:
-            own = ask_loop(self.loop, self._read_service, _LOOP_TIMEOUT_S)
+            service_readings = ask_loop(self.loop, self._read_service, _LOOP_TIMEOUT_S)
         except Exception:  # such as a broken engine; the rest of the page reports it
             if not self.has_failed:
-                logger.exception("the metrics of %s cannot be read", self.who.name)
+                logger.exception("the metrics of %s cannot be read", self.process.name)
             self.has_failed = True
             return None
-        if own is not None:
+        if service_readings is not None:
             self.has_failed = False
-        return own
+        return service_readings
 
     def _read_service(self) -> tuple[InstrumentReading, ...]:
         """Read them in the event loop."""
-        with charged_cpu(TelemetryPart.SCRAPES):
+        with charge_cpu(TelemetryPart.SCRAPES):
             return tuple(self.read())
 
 

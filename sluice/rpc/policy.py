@@ -88,7 +88,11 @@ def policy_key(request: Message) -> str:
     """
     method = request.DESCRIPTOR.name.removesuffix("Request")
     services = request.DESCRIPTOR.file.services_by_name.values()
-    (service,) = (one.name for one in services if method in one.methods_by_name)
+    (service,) = (
+        service_descriptor.name
+        for service_descriptor in services
+        if method in service_descriptor.methods_by_name
+    )
     return f"{service}/{method}"
 
 

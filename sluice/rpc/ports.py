@@ -10,7 +10,7 @@ from sluice.config.addresses import split_host_port
 from sluice.errors import ConfigError
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Return a bound TCP socket that does not listen. The caller closes it.
 
     Args:
@@ -22,22 +22,22 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         infos = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise _refused(host, port, error) from error
+        raise _bind_error(host, port, error) from error
     # A name may stand for addresses of both families, and the machine may lack one family.
     failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, kind, protocol, _, address in infos:
         try:
-            return _bound(socket.socket(family, kind, protocol), address)
+            return _bind(socket.socket(family, kind, protocol), address)
         except OSError as error:
             failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    raise _refused(host, port, failure) from failure
+    raise _bind_error(host, port, failure) from failure
 
 
 def check_bindable(host: str, port: int) -> None:
     """Raise ConfigError with the reason if a server cannot listen there."""
-    bound_socket(host, port).close()
+    bind_socket(host, port).close()
 
 
 def port_in_use(host: str, port: int) -> ConfigError:
@@ -48,7 +48,7 @@ def port_in_use(host: str, port: int) -> ConfigError:
     )
 
 
-def _bound(unbound: socket.socket, address: tuple[object, ...]) -> socket.socket:
+def _bind(unbound: socket.socket, address: tuple[object, ...]) -> socket.socket:
     try:
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         unbound.bind(address)
@@ -58,7 +58,7 @@ def _bound(unbound: socket.socket, address: tuple[object, ...]) -> socket.socket
     return unbound
 
 
-def _refused(host: str, port: int, error: OSError) -> ConfigError:
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return port_in_use(host, port)
     return ConfigError(

@@ -225,9 +225,9 @@ class Retries:
             raise error
         await self._pause(error, 0.0 if began_s is None else now_s - began_s, progress)
         while progress is not None:
-            seen = await progress()
-            if seen is not None:
-                self._take_progress(seen)
+            present = await progress()
+            if present is not None:
+                self._take_progress(present)
                 return
             await self._pause(error, 0.0, progress)
 
@@ -238,10 +238,10 @@ class Retries:
         is_broken = self._num_defects == self.max_defects
         return self.retries_on(error) and not has_failed_too_often and not is_broken
 
-    def _take_progress(self, seen: object) -> None:
-        if seen != self._seen:
+    def _take_progress(self, present: object) -> None:
+        if present != self._seen:
             self.note_progress()
-            self._seen = seen
+            self._seen = present
             self._since_s = self.clock()  # patience runs from here, not from the next failure
             advance()
 

@@ -224,7 +224,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
         is_generator = inspect.isasyncgenfunction(call.inner)
         return handler._replace(
-            request_deserializer=_lenient(handler.request_deserializer),
+            request_deserializer=_lenient_decoder(handler.request_deserializer),
             **{kind: call.stream if is_generator else call.answer},
         )
 
@@ -240,7 +240,9 @@ class _GuardedCall:
     async def answer(self, request: Any, context: Any) -> Any:
         """Return the answer of a coroutine, which may also write messages to the context."""
         try:
-            return await self.inner(self._checked(request), _CheckedContext(context, self.check))
+            return await self.inner(
+                self._check_request(request), _CheckedContext(context, self.check)
+            )
         except (grpc.aio.AbortError, asyncio.CancelledError):  # the call has ended already
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
@@ -249,7 +251,7 @@ class _GuardedCall:
     async def stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the messages of an asynchronous generator."""
         try:
-            async with aclosing(self.inner(self._checked(request), context)) as messages:
+            async with aclosing(self.inner(self._check_request(request), context)) as messages:
                 async for message in messages:
                     self.check()
                     yield message
@@ -258,14 +260,18 @@ class _GuardedCall:
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
             await _abort(context, self.method, error)
 
-    def _checked(self, request: Any) -> Any:
+    def _check_request(self, request: Any) -> Any:
         # Malformed bytes must fail inside the guard, or gRPC would answer an opaque INTERNAL.
-        return self._each(request) if hasattr(request, "__aiter__") else _whole(request)
+        return (
+            self._check_each(request)
+            if hasattr(request, "__aiter__")
+            else _decoded_message(request)
+        )
 
-    async def _each(self, requests: Any) -> AsyncIterator[Any]:
+    async def _check_each(self, requests: Any) -> AsyncIterator[Any]:
         async for request in requests:
             self.check()
-            yield _whole(request)
+            yield _decoded_message(request)
 
 
 class _CheckedContext:
@@ -291,7 +297,7 @@ class _MalformedRequest:
     reason: str
 
 
-def _lenient(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _lenient_decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """Return a decoder that returns a `_MalformedRequest` for bytes that `decode` refuses."""
     if decode is None:
         return None
@@ -305,7 +311,7 @@ def _lenient(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | 
     return decoded
 
 
-def _whole(request: Any) -> Any:
+def _decoded_message(request: Any) -> Any:
     """Return the message. Raise InvalidRequestError if its bytes cannot be decoded."""
     if isinstance(request, _MalformedRequest):
         raise InvalidRequestError(
@@ -319,12 +325,12 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     """End the call with the first of sluice's errors; log all other errors of a group."""
     # A caller can act on one error; a group of tasks may have raised several.
     inner = leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    known = next((e for e in inner if isinstance(e, SluiceError)), None)
+    own_error = next((e for e in inner if isinstance(e, SluiceError)), None)
     for unexpected in inner:
         if not isinstance(unexpected, SluiceError):
             kind = type(unexpected).__name__
             logger.error("%s: unexpected %s", method, kind, exc_info=unexpected)
-    status = status_of(known) if known is not None else None
+    status = status_of(own_error) if own_error is not None else None
     code = grpc.StatusCode.INTERNAL if status is None else status.code
     RPC_ERRORS.add("server", short_method(method), code.name)
     if status is not None:

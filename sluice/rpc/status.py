@@ -164,9 +164,9 @@ def error_of(
         peer, phase: for the error.
         deadline_s: seconds that the call had.
     """
-    named = _ERROR_BY_NAME.get((class_name or "", code)) or _ERROR_BY_CODE.get(code)
-    if named is not None:
-        return named(details)
+    error_class = _ERROR_BY_NAME.get((class_name or "", code)) or _ERROR_BY_CODE.get(code)
+    if error_class is not None:
+        return error_class(details)
     match code:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AccessDeniedError(f"{peer}: refused while {phase}: {details}")

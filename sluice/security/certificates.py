@@ -45,7 +45,7 @@ def ends_of_validity(pem: bytes) -> list[datetime]:
         from cryptography import x509
     except ModuleNotFoundError as error:
         raise ConfigError(f"sluice.security.tls needs {DATES_PACKAGE}; {DATES_REMEDY}") from error
-    return [one.not_valid_after_utc for one in x509.load_pem_x509_certificates(pem)]
+    return [certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(pem)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_served_name(files: TlsFiles, name: str, *, mutual: bool) -> None:
     """
     server = _server_context(files, mutual=mutual)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    _trust(client, files, ssl.Purpose.SERVER_AUTH)
+    _load_trusted(client, files, ssl.Purpose.SERVER_AUTH)
     if mutual:
         _load_pair(client, files)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -116,7 +116,7 @@ def _server_context(files: TlsFiles, *, mutual: bool) -> ssl.SSLContext:
     _load_pair(context, files)
     if mutual:
         context.verify_mode = ssl.CERT_REQUIRED
-        _trust(context, files, ssl.Purpose.CLIENT_AUTH)
+        _load_trusted(context, files, ssl.Purpose.CLIENT_AUTH)
     return context
 
 
@@ -138,7 +138,7 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise CertificateError("key_file", detail) from error
 
 
-def _trust(context: ssl.SSLContext, files: TlsFiles, purpose: ssl.Purpose) -> None:
+def _load_trusted(context: ssl.SSLContext, files: TlsFiles, purpose: ssl.Purpose) -> None:
     if files.authority is None:
         context.load_default_certs(purpose)
         return

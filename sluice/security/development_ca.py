@@ -52,9 +52,9 @@ class DevelopmentCa:
         )
 
     @property
-    def itself(self) -> CertifiedKey:
+    def ca(self) -> CertifiedKey:
         """Return the authority's own certificate and key."""
-        return _pem(self._certificate, self._key)
+        return _as_pem(self._certificate, self._key)
 
     def service(self, hosts: Sequence[str], days: int) -> CertifiedKey:
         """Return a certificate for servers at `hosts`, which also call each other.
@@ -64,13 +64,13 @@ class DevelopmentCa:
             days: how long it is valid.
         """
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return self._signed("sluice service", purposes, hosts, days)
+        return self._sign("sluice service", purposes, hosts, days)
 
     def client(self, days: int) -> CertifiedKey:
         """Return a certificate for callers that serve nothing, valid for `days`."""
-        return self._signed("sluice client", [ExtendedKeyUsageOID.CLIENT_AUTH], (), days)
+        return self._sign("sluice client", [ExtendedKeyUsageOID.CLIENT_AUTH], (), days)
 
-    def _signed(
+    def _sign(
         self,
         name: str,
         purposes: Sequence[x509.ObjectIdentifier],
@@ -89,7 +89,7 @@ class DevelopmentCa:
         if hosts:
             names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
             builder = builder.add_extension(names, critical=False)
-        return _pem(builder.sign(self._key, hashes.SHA256()), key)
+        return _as_pem(builder.sign(self._key, hashes.SHA256()), key)
 
     def _builder(
         self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
@@ -161,7 +161,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertifiedKey:
+def _as_pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertifiedKey:
     return CertifiedKey(
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(

@@ -80,8 +80,12 @@ def role_of(tokens: Sequence[Token], presented: str) -> Role | None:
 
     The comparison covers all tokens and takes the same time wherever they differ.
     """
-    given = presented.encode(errors="surrogateescape")
-    roles = [token.role for token in tokens if hmac.compare_digest(token.secret.encode(), given)]
+    presented_bytes = presented.encode(errors="surrogateescape")
+    roles = [
+        token.role
+        for token in tokens
+        if hmac.compare_digest(token.secret.encode(), presented_bytes)
+    ]
     return roles[0] if roles else None
 
 
@@ -145,10 +149,10 @@ class TokenFile:
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            self._look()
+            self._reload_if_changed()
         return self._tokens
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
@@ -185,10 +189,10 @@ def read_tokens(path: Path, key: str) -> tuple[Token, ...]:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Return what differs after the file was changed or replaced; None: there is no file."""
     try:
-        seen = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return seen.st_mtime_ns, seen.st_ino, seen.st_size
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) -> None:
@@ -198,11 +202,11 @@ def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) ->
         ConfigError: a file exists and `replace` is False, or the folder cannot be written. Nothing
             was replaced.
     """
-    there = [name for name in files if os.path.lexists(folder / name)]
-    if there and not replace:
+    present = [name for name in files if os.path.lexists(folder / name)]
+    if present and not replace:
         raise ConfigError(
-            f"{folder} holds {', '.join(there)} already, which a run may use; name another folder "
-            "with --out, or replace all of them with --force"
+            f"{folder} holds {', '.join(present)} already, which a run may use; name another "
+            "folder with --out, or replace all of them with --force"
         )
     try:
         folder.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)

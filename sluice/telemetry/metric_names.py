@@ -93,19 +93,19 @@ def metrics() -> Mapping[str, tuple[Metric, ...]]:
             msgspec.convert({**section.get("defaults", {}), "name": name, **row}, Metric)
             for name, row in section["rows"].items()
         )
-        for section in _table()["run"]
+        for section in _load_table()["run"]
     }
 
 
-def described(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the row that describes a metric of a run; ``None``: there is none."""
-    return next((one for pattern, one in _patterns() if pattern.fullmatch(name)), None)
+    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    rows = [one for section in metrics().values() for one in section if not one.absent]
-    return tuple((_pattern(one.name), one) for one in rows)
+    rows = [metric for section in metrics().values() for metric in section if not metric.absent]
+    return tuple((_pattern(metric.name), metric) for metric in rows)
 
 
 def _pattern(family: str) -> re.Pattern[str]:
@@ -118,13 +118,13 @@ def _pattern(family: str) -> re.Pattern[str]:
 @cache
 def instruments() -> Mapping[str, tuple[Instrument, ...]]:
     """Return all exported metrics by the process that exports them."""
-    units = {one.name: one.unit for section in metrics().values() for one in section}
+    units = {metric.name: metric.unit for section in metrics().values() for metric in section}
     return {
         section["process"]: tuple(
             msgspec.convert({"unit": units.get(row.get("row")), "name": name, **row}, Instrument)
             for name, row in section["rows"].items()
         )
-        for section in _table()["prometheus"]
+        for section in _load_table()["prometheus"]
     }
 
 
@@ -136,17 +136,17 @@ def instrument(name: str) -> Instrument:
         LookupError: it has no row.
     """
     for section in instruments().values():
-        for one in section:
-            if one.name == name:
-                return one
+        for entry in section:
+            if entry.name == name:
+                return entry
     raise LookupError(f"{name}: no such metric; add a row to sluice/telemetry/metric_names.toml")
 
 
 def exported_rows(process: str) -> Mapping[str, str]:
     """Return the rows whose newest value a process exports, with the exported names."""
-    return {one.row: one.name for one in instruments()[process] if one.row}
+    return {exported.row: exported.name for exported in instruments()[process] if exported.row}
 
 
-def _table() -> dict[str, Any]:
+def _load_table() -> dict[str, Any]:
     file = resources.files(__package__).joinpath("metric_names.toml")
     return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sluice.concurrency.process import noted_file
+from sluice.concurrency.process import hold_file
 from sluice.concurrency.threads import settle
 from sluice.config.addresses import bare_host
 from sluice.errors import ConfigError
@@ -144,7 +144,7 @@ class SpanOutcome(StrEnum):
 
 
 @contextmanager
-def charged_cpu(part: TelemetryPart) -> Iterator[None]:
+def charge_cpu(part: TelemetryPart) -> Iterator[None]:
     """Charge the CPU time of this thread inside the block to `part`. Do not nest blocks."""
     began_s = time.thread_time()
     try:
@@ -157,7 +157,7 @@ class MetricsPage:
     """The page of metrics and the server that answers with it.
 
     Args:
-        read: returns all readings; called once a page, in a request's thread.
+        read_metrics: returns all readings; called once a page, in a request's thread.
         port: 0 lets the system choose.
 
     Raises:
@@ -166,7 +166,7 @@ class MetricsPage:
     """
 
     def __init__(
-        self, read: Callable[[], Iterable[InstrumentReading]], host: str, port: int
+        self, read_metrics: Callable[[], Iterable[InstrumentReading]], host: str, port: int
     ) -> None:
         try:
             from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -207,14 +207,14 @@ class MetricsPage:
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_Collector(read))
+        registry.register(_Collector(read_metrics))
         page = make_wsgi_app(registry)
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:  # noqa: ANN401  as in WSGI
             if environ["PATH_INFO"] != PATH:
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
                 return [f"only {PATH} is here\n".encode()]
-            with charged_cpu(TelemetryPart.SCRAPES):
+            with charge_cpu(TelemetryPart.SCRAPES):
                 return page(environ, start_response)
 
         self._server = make_server(bare_host(host), port, answer, PageServer, Handler)
@@ -244,7 +244,7 @@ class _Collector:
         with self._lock:
             for instrument, value, labels in self._read():
                 if instrument.name not in families:
-                    families[instrument.name] = _family(instrument)
+                    families[instrument.name] = _metric_family(instrument)
                 family = families[instrument.name]
                 if isinstance(value, Distribution):
                     buckets = [
@@ -253,10 +253,10 @@ class _Collector:
                     ]
                     family.add_metric(labels, buckets, value.total)
                 else:
-                    family.add_metric(labels, self._exported(instrument, value, labels))
+                    family.add_metric(labels, self._export_value(instrument, value, labels))
         return families.values()
 
-    def _exported(self, instrument: Instrument, value: float, labels: tuple[str, ...]) -> float:
+    def _export_value(self, instrument: Instrument, value: float, labels: tuple[str, ...]) -> float:
         # Prometheus takes a counter that falls for one that restarted, and counts its value again.
         if instrument.kind is not InstrumentKind.COUNTER or instrument.may_restart:
             return value
@@ -265,7 +265,7 @@ class _Collector:
         return self._highest[key]
 
 
-def _family(instrument: Instrument) -> Metric:
+def _metric_family(instrument: Instrument) -> Metric:
     from prometheus_client import core
 
     kinds: dict[InstrumentKind, Any] = {
@@ -323,7 +323,7 @@ def scrape_target(
         labels: Prometheus adds them to all metrics of the process.
     """
     text = json.dumps([{"targets": [address], "labels": dict(labels)}]) + "\n"
-    return noted_file(_file_of(run_dir, name), text, stays_after_error=True)
+    return hold_file(_file_of(run_dir, name), text, stays_after_error=True)
 
 
 def _file_of(run_dir: Path, name: str) -> Path:

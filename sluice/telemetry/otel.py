@@ -19,7 +19,7 @@ import msgspec
 
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.errors import ConfigError
-from sluice.telemetry.metrics import SPANS, SpanOutcome, TelemetryPart, charged_cpu
+from sluice.telemetry.metrics import SPANS, SpanOutcome, TelemetryPart, charge_cpu
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,
@@ -78,8 +78,8 @@ class OtelSpan(RecordedSpan):
     def __init__(
         self, recorder: OtelRecorder, span: trace.Span, name: str, kind: SpanKind, began: Timestamp
     ) -> None:
-        own = span.get_span_context()
-        super().__init__(TraceContext(own.trace_id, own.span_id, is_sampled=True))
+        context = span.get_span_context()
+        super().__init__(TraceContext(context.trace_id, context.span_id, is_sampled=True))
         self._recorder = recorder
         self._span = span
         self._name = name
@@ -202,7 +202,7 @@ class SpanQueue(SpanProcessor):
         interval_s: float = INTERVAL_S,
     ) -> None:
         def write(spans: Sequence[ReadableSpan]) -> None:
-            with charged_cpu(TelemetryPart.SPANS):
+            with charge_cpu(TelemetryPart.SPANS):
                 export(spans)
 
         self.destination = destination
@@ -284,28 +284,28 @@ class SpanFile:
                         f"the file holds {self._max_bytes / 2**20:g} MiB, which is all that "
                         "sluice.telemetry.traces.file_mb allows; move it away, or raise the key"
                     )
-                self._write(file, _line(spans))
+                self._write(file, _encode_line(spans))
         except OSError as error:
             raise WriteError(str(error)) from error
 
     def _write(self, file: FileIO, line: bytes) -> None:
         # A full disk may take a part of a line; the next one begins on a line of its own.
-        whole = b"\n" + line if self._is_torn else line
-        num_written = file.write(whole) or 0
+        content = b"\n" + line if self._is_torn else line
+        num_written = file.write(content) or 0
         if num_written:
-            self._is_torn = num_written < len(whole)
-        if num_written < len(whole):
-            raise WriteError(f"only {num_written} of {len(whole)} bytes were written")
+            self._is_torn = num_written < len(content)
+        if num_written < len(content):
+            raise WriteError(f"only {num_written} of {len(content)} bytes were written")
 
 
-def _line(spans: Sequence[ReadableSpan]) -> bytes:
+def _encode_line(spans: Sequence[ReadableSpan]) -> bytes:
     resource = {"attributes": _attributes(spans[0].resource.attributes)}
-    scoped = {"scope": {"name": _SCOPE}, "spans": [_row(span) for span in spans]}
+    scoped = {"scope": {"name": _SCOPE}, "spans": [_span_row(span) for span in spans]}
     line = {"resourceSpans": [{"resource": resource, "scopeSpans": [scoped]}]}
     return msgspec.json.encode(line) + b"\n"
 
 
-def _row(span: ReadableSpan) -> dict[str, object]:
+def _span_row(span: ReadableSpan) -> dict[str, object]:
     row: dict[str, object] = {
         **_ids(span.context),
         "name": span.name,
@@ -328,10 +328,10 @@ def _ids(context: trace.SpanContext) -> dict[str, str]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[Mapping[str, object]]:
-    return [{"key": str(key), "value": _value(value)} for key, value in values.items()]
+    return [{"key": str(key), "value": _attribute_value(value)} for key, value in values.items()]
 
 
-def _value(value: str | int | float | bool) -> dict[str, object]:
+def _attribute_value(value: str | int | float | bool) -> dict[str, object]:
     # By OTLP's names; 64-bit integers are texts in JSON, as in protobuf's mapping.
     if isinstance(value, bool):
         return {"boolValue": value}

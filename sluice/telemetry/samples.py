@@ -67,11 +67,11 @@ class SampleArchive:
         present = archive_files(self._folder)
         newest = max((int(path.stem) for path in present), default=0)
         self._number, self._size = max(newest, self._number or 0) + 1, 0
-        held = sum(path.stat().st_size for path in present)
+        num_bytes = sum(path.stat().st_size for path in present)
         for path in present:
-            if held + self._file_bytes <= self._max_bytes:
+            if num_bytes + self._file_bytes <= self._max_bytes:
                 break
-            held -= path.stat().st_size
+            num_bytes -= path.stat().st_size
             path.unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
@@ -114,7 +114,7 @@ class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """One response.
 
     Args:
-        text: the response; the middle of a long one is left out, see `shortened_middle`.
+        text: the response; the middle of a long one is left out, see `shorten_middle`.
         tokens: its length.
         finish: why it ended, a `FinishReason`.
         score: the scorer's number; null without one.
@@ -191,16 +191,16 @@ def sampled_group(
         end=end.value,
         version=version,
         ended_at=ended_at,
-        prompt=shortened_middle("\n".join(turn.content for turn in prompt.messages), max_chars),
+        prompt=shorten_middle("\n".join(turn.content for turn in prompt.messages), max_chars),
         step=step,
-        ground_truth=shortened_middle(prompt.ground_truth, max_chars),
+        ground_truth=shorten_middle(prompt.ground_truth, max_chars),
         data_source=prompt.data_source,
         replicas=replicas,
-        responses=[_response(rollout, outcome, max_chars) for rollout, outcome in pairs],
+        responses=[_sampled_response(rollout, outcome, max_chars) for rollout, outcome in pairs],
     )
 
 
-def shortened_middle(text: str, max_chars: int) -> str:
+def shorten_middle(text: str, max_chars: int) -> str:
     """Return `text`; of a longer one the beginning and the end, with a mark that counts the rest.
 
     The end gets a quarter: a response's answer is usually there.
@@ -212,9 +212,9 @@ def shortened_middle(text: str, max_chars: int) -> str:
     return text[: max_chars - tail] + _CUT.format(left_out) + text[len(text) - tail :]
 
 
-def _response(rollout: Rollout, outcome: Outcome, max_chars: int) -> SampledResponse:
+def _sampled_response(rollout: Rollout, outcome: Outcome, max_chars: int) -> SampledResponse:
     versions = [span.version for span in rollout.version_spans]
-    text = shortened_middle(rollout.text, max_chars)
+    text = shorten_middle(rollout.text, max_chars)
     sampled_by = (min(versions), max(versions)) if versions else None
     response = SampledResponse(
         text,
@@ -225,7 +225,7 @@ def _response(rollout: Rollout, outcome: Outcome, max_chars: int) -> SampledResp
         episode_end=rollout.end.value if rollout.end else "",
     )
     if isinstance(outcome, Failed):
-        failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", max_chars)
+        failure = shorten_middle(f"{outcome.kind.value}: {outcome.detail}", max_chars)
         return msgspec.structs.replace(response, failure=failure)
     return msgspec.structs.replace(
         response, score=outcome.score, reward=outcome.reward, metrics=dict(outcome.metrics)
@@ -238,9 +238,9 @@ def _sampled_turns(rollout: Rollout, max_chars: int) -> list[SampledTurn]:
     max_turn_chars = max(max_chars // (2 * len(rollout.turns)), min(max_chars, _MIN_CHARS))
     return [
         SampledTurn(
-            shortened_middle(turn.text, max_turn_chars),
+            shorten_middle(turn.text, max_turn_chars),
             int(turn.token_ids.size),
-            shortened_middle(_read(turn), max_turn_chars),
+            shorten_middle(_read_text(turn), max_turn_chars),
             int(turn.context.size),
             turn.parent,
             turn.is_new_root,
@@ -256,11 +256,11 @@ def transcript(rollout: Rollout) -> str:
     """Return the text of a sample: of several turns, with what it read between them."""
     if rollout.whole_text is not None:
         return rollout.whole_text
-    parts = (part for turn in rollout.turns for part in (_read(turn), turn.text))
+    parts = (part for turn in rollout.turns for part in (_read_text(turn), turn.text))
     return "\n".join(part for part in parts if part)
 
 
-def _read(turn: Turn) -> str:
+def _read_text(turn: Turn) -> str:
     return "\n".join(f"[{message.role}] {message.content}" for message in turn.observed)
 
 
@@ -289,22 +289,24 @@ def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{step}.jsonl"
-    write_whole(target, "".join(_line(sample, step) + "\n" for sample in samples).encode())
+    write_whole(target, "".join(_dump_line(sample, step) + "\n" for sample in samples).encode())
     return target
 
 
-def _line(sample: DumpedSample, step: int) -> str:
-    own = (sample.input, sample.output, sample.gts, sample.score, step)
-    row = {**sample.extras, **dict(zip(_OWN_COLUMNS, own, strict=True))}
+def _dump_line(sample: DumpedSample, step: int) -> str:
+    values = (sample.input, sample.output, sample.gts, sample.score, step)
+    row = {**sample.extras, **dict(zip(_OWN_COLUMNS, values, strict=True))}
     ordered = {name: row[name] for name in (*_OWN_COLUMNS, *sample.extras)}
-    return json.dumps({n: _finite(v) for n, v in ordered.items()}, ensure_ascii=False, default=str)
+    return json.dumps(
+        {n: _finite_values(v) for n, v in ordered.items()}, ensure_ascii=False, default=str
+    )
 
 
-def _finite(value: object) -> object:
+def _finite_values(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): _finite(one) for name, one in value.items()}
+        return {str(name): _finite_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite_values(item) for item in value]
     return value

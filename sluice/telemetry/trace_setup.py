@@ -20,7 +20,7 @@ _SHARE_OF_GRACE, _MAX_CLOSING_S = 0.2, 3.0
 
 
 @contextmanager
-def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[None]:
+def trace_process(config: RunConfig, service: str, instance: str) -> Iterator[None]:
     """Record this process's spans inside the block, if the run is traced.
 
     At the end the last ones get a share of `sluice.shutdown_grace_s`, and never more than a few

@@ -117,9 +117,9 @@ def parse_traceparent(value: object) -> TraceContext | None:
     match = _TRACEPARENT.fullmatch(value)
     if match is None:
         return None
-    version, trace, span, flags, more = match.groups()
+    version, trace, span, flags, extension = match.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
-    if version == "ff" or (version == "00" and more) or not trace_id or not span_id:
+    if version == "ff" or (version == "00" and extension) or not trace_id or not span_id:
         return None
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
@@ -357,7 +357,7 @@ class Tracer:
             return recorder.begin(name, None, kind, attributes, trace_id=own_id)
         return ContextSpan(TraceContext(own_id, new_id(SPAN_BITS), is_sampled=False))
 
-    def admitted(self, caller: TraceContext) -> TraceContext:
+    def admit(self, caller: TraceContext) -> TraceContext:
         """Return the span of a caller from outside, recorded only if this process agrees."""
         if self._follows_callers or is_chosen(caller.trace_id, self._sample_ratio):
             return caller

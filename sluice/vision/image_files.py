@@ -50,7 +50,7 @@ _WEBP_KEPT, _WEBP_FRAMES = frozenset((b"VP8X", b"ALPH")), frozenset((b"VP8 ", b"
 _WEBP_ALPHA = 0x10
 
 
-def bare_image(data: bytes) -> bytes:
+def strip_metadata(data: bytes) -> bytes:
     """Return the file with its pixels alone, without any metadata.
 
     Args:
@@ -60,44 +60,44 @@ def bare_image(data: bytes) -> bytes:
         BadImageError: a part is cut short.
     """
     if data.startswith(PNG_SIGNATURE):
-        return _bare_png(data)
-    return _bare_jpeg(data) if data.startswith(b"\xff\xd8") else _bare_webp(data)
+        return _strip_png(data)
+    return _strip_jpeg(data) if data.startswith(b"\xff\xd8") else _strip_webp(data)
 
 
-def _bare_png(data: bytes) -> bytes:
-    kept = [PNG_SIGNATURE]
+def _strip_png(data: bytes) -> bytes:
+    parts = [PNG_SIGNATURE]
     has_pixels = False
     for chunk in png_chunks(data):
         if has_pixels and chunk.name != b"IDAT":
             break
         has_pixels = chunk.name == b"IDAT"
         if chunk.name in _PNG_KEPT:
-            kept.append(data[chunk.place : chunk.end + 4])
-    return b"".join((*kept, _PNG_END))
+            parts.append(data[chunk.place : chunk.end + 4])
+    return b"".join((*parts, _PNG_END))
 
 
-def _bare_jpeg(data: bytes) -> bytes:
+def _strip_jpeg(data: bytes) -> bytes:
     """Keep everything behind the first scan's header: decoders skip all but tables and scans."""
-    kept = [data[:2]]
+    parts = [data[:2]]
     end = 2
     for segment in jpeg_segments(data):
         if segment.name[0] in _JPEG_KEPT:
-            kept.append(data[segment.place : segment.end])
+            parts.append(data[segment.place : segment.end])
         end = segment.end
-    return b"".join((*kept, data[end:]))
+    return b"".join((*parts, data[end:]))
 
 
-def _bare_webp(data: bytes) -> bytes:
-    kept = [b"WEBP"]
+def _strip_webp(data: bytes) -> bytes:
+    parts = [b"WEBP"]
     for chunk in webp_chunks(data):
         content = data[chunk.start : chunk.end]
         if chunk.name == b"VP8X":
             content = bytes((content[0] & _WEBP_ALPHA,)) + content[1:] if content else content
         if chunk.name in _WEBP_KEPT | _WEBP_FRAMES:
-            kept += [chunk.name, pack("<I", chunk.length), content, b"\0" * (chunk.length % 2)]
+            parts += [chunk.name, pack("<I", chunk.length), content, b"\0" * (chunk.length % 2)]
         if chunk.name in _WEBP_FRAMES:
             break
-    body = b"".join(kept)
+    body = b"".join(parts)
     return b"RIFF" + pack("<I", len(body)) + body
 
 
@@ -111,7 +111,7 @@ def image_size(encoded: bytes, place: str) -> tuple[int, int]:
     Raises:
         InvalidRequestError: the file has another format, is damaged or too large.
     """
-    return _checked_header(encoded, place).upright_size
+    return _check_header(encoded, place).upright_size
 
 
 def decode_image(encoded: bytes, place: str) -> Image:
@@ -123,7 +123,7 @@ def decode_image(encoded: bytes, place: str) -> Image:
         InvalidRequestError: the file has another format, is damaged or too large.
         ConfigError: Pillow is not installed.
     """
-    header = _checked_header(encoded, place)
+    header = _check_header(encoded, place)
     try:
         import PIL.Image  # noqa: F401 - a missing package is not a damaged image
     except ImportError as error:
@@ -131,7 +131,7 @@ def decode_image(encoded: bytes, place: str) -> Image:
             "prompts with images need Pillow; install it: pip install 'sluice[torch]'"
         ) from error
     try:
-        return _decoded(bare_image(encoded), header)
+        return _decode(strip_metadata(encoded), header)
     except MemoryError:
         raise
     # Pillow's decoders raise whatever they stumble over in a damaged file: OSError, SyntaxError,
@@ -142,7 +142,7 @@ def decode_image(encoded: bytes, place: str) -> Image:
         ) from error
 
 
-def _decoded(bare: bytes, header: ImageHeader) -> Image:
+def _decode(bare: bytes, header: ImageHeader) -> Image:
     from PIL import Image as images
 
     image: Image = images.open(io.BytesIO(bare), formats=FORMATS)
@@ -158,7 +158,7 @@ def _decoded(bare: bytes, header: ImageHeader) -> Image:
     return _on_white(upright)
 
 
-def _checked_header(encoded: bytes, place: str) -> ImageHeader:
+def _check_header(encoded: bytes, place: str) -> ImageHeader:
     header = read_image_header(place, encoded)
     if header.num_pixels > MAX_IMAGE_PIXELS:
         raise InvalidRequestError(

@@ -83,15 +83,15 @@ def png_chunks(data: bytes) -> Iterator[ImagePart]:
     Raises:
         BadImageError: a chunk is cut short, or there are too many besides pixel data.
     """
-    place, others = len(PNG_SIGNATURE), 0
-    while others < MAX_PARTS:
+    place, num_others = len(PNG_SIGNATURE), 0
+    while num_others < MAX_PARTS:
         if place + 12 > len(data):
             raise BadImageError("a PNG that is cut short")
         (length,) = unpack_from(">I", data, place)
         if place + 12 + length > len(data):
             raise BadImageError("a PNG that is cut short")
         name = data[place + 4 : place + 8]
-        others += name != b"IDAT"
+        num_others += name != b"IDAT"
         yield ImagePart(name, place, place + 8, place + 8 + length)
         place += 12 + length
     raise BadImageError(f"a PNG of more than {MAX_PARTS} chunks before its pixels")

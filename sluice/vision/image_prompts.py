@@ -60,10 +60,10 @@ class RopePositions:
     prompt: npt.NDArray[np.int64]
     shift: int
 
-    def extended(self, num_tokens: int) -> npt.NDArray[np.int64]:
+    def extend(self, num_tokens: int) -> npt.NDArray[np.int64]:
         """Return positions [3, num_tokens]: a part of the prompt, or all of it and more."""
-        known = self.prompt.shape[1]
-        behind = np.arange(known, num_tokens, dtype=np.int64) + self.shift
+        num_known = self.prompt.shape[1]
+        behind = np.arange(num_known, num_tokens, dtype=np.int64) + self.shift
         return np.concatenate(
             [self.prompt[:, :num_tokens], np.broadcast_to(behind, (3, behind.size))], axis=1
         )
@@ -79,19 +79,19 @@ def find_images(
             tokens interrupt an image's.
     """
     positions = np.flatnonzero(token_ids == image_token_id)
-    wanted = sum(grid.num_tokens for grid in grids)
-    if positions.size != wanted:
+    num_wanted = sum(grid.num_tokens for grid in grids)
+    if positions.size != num_wanted:
         raise InvalidRequestError(
-            f"prompt: {positions.size} image tokens, but its {len(grids)} images take {wanted}; "
-            "send the tokens that the prompt was accepted with, and its images"
+            f"prompt: {positions.size} image tokens, but its {len(grids)} images take {num_wanted}"
+            "; send the tokens that the prompt was accepted with, and its images"
         )
     places = []
     cursor = 0
     for number, grid in enumerate(grids):
-        own = positions[cursor : cursor + grid.num_tokens]
-        if own[-1] - own[0] != grid.num_tokens - 1:
+        image_positions = positions[cursor : cursor + grid.num_tokens]
+        if image_positions[-1] - image_positions[0] != grid.num_tokens - 1:
             raise InvalidRequestError(f"prompt: the tokens of image {number} do not lie together")
-        places.append(ImageSpan(int(own[0]), grid))
+        places.append(ImageSpan(int(image_positions[0]), grid))
         cursor += grid.num_tokens
     return tuple(places)
 
@@ -101,20 +101,20 @@ def rope_positions(num_tokens: int, images: Sequence[ImageSpan]) -> RopePosition
     parts: list[npt.NDArray[np.int64]] = []
     place = position = 0
     for image in images:
-        parts.append(_text(image.start - place, position))
+        parts.append(_text_positions(image.start - place, position))
         position += image.start - place
         rows, columns = image.grid.rows, image.grid.columns
         patch = np.indices((1, rows, columns), dtype=np.int64).reshape(3, -1)
         parts.append(patch + position)
         place = image.start + image.grid.num_tokens
         position += max(rows, columns)
-    parts.append(_text(num_tokens - place, position))
+    parts.append(_text_positions(num_tokens - place, position))
     return RopePositions(np.concatenate(parts, axis=1), position - place)
 
 
-def _text(num_tokens: int, start: int) -> npt.NDArray[np.int64]:
-    counted = np.arange(start, start + num_tokens, dtype=np.int64)
-    return np.broadcast_to(counted, (3, num_tokens))
+def _text_positions(num_tokens: int, start: int) -> npt.NDArray[np.int64]:
+    positions = np.arange(start, start + num_tokens, dtype=np.int64)
+    return np.broadcast_to(positions, (3, num_tokens))
 
 
 def expand_placeholders(
@@ -159,7 +159,7 @@ class ImagePrompt:
     @property
     def pixel_values(self) -> npt.NDArray[np.float32]:
         """Return the patches of all images, one after the other, [patches, numbers a patch]."""
-        return np.concatenate([one() for one in self.patches])
+        return np.concatenate([read_patches() for read_patches in self.patches])
 
 
 class ImagePromptReader:
@@ -191,8 +191,8 @@ class ImagePromptReader:
         """Return `lay_out`'s prompt with its images decoded."""
         prompt = self.lay_out(token_ids, images)
         # One after the other: decoded, an image takes far more memory than its patches.
-        for one in prompt.patches:
-            one()
+        for read_patches in prompt.patches:
+            read_patches()
         return prompt
 
     def lay_out(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
@@ -208,21 +208,22 @@ class ImagePromptReader:
         """
         grids = self._grids(images)
         size = self.shape.merge_size
-        placed = find_images(token_ids, self.shape.image_token_id, grids)
-        places = np.concatenate(
-            [image.start + np.arange(image.grid.num_tokens) for image in placed]
-        )
+        spans = find_images(token_ids, self.shape.image_token_id, grids)
+        places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in spans])
         if places[-1] == token_ids.size - 1:
             raise InvalidRequestError("prompt: it ends with an image; put text behind it")
         return ImagePrompt(
-            [cache(partial(self._patches, one, number)) for number, one in enumerate(images)],
+            [
+                cache(partial(self._patches, encoded, number))
+                for number, encoded in enumerate(images)
+            ],
             np.array([[1, grid.rows * size, grid.columns * size] for grid in grids]),
             np.array([grid.num_tokens for grid in grids]),
             places,
-            rope_positions(token_ids.size, placed),
+            rope_positions(token_ids.size, spans),
         )
 
-    def fitted(self, encoded: bytes, number: int) -> Image:
+    def fit(self, encoded: bytes, number: int) -> Image:
         """Return an image in the size that the processor gives it, resized as in `read`.
 
         An engine that lays the result out by the same processor's rule keeps its size, so it gets
@@ -239,10 +240,10 @@ class ImagePromptReader:
                 result again, as it does with long stripes.
         """
         decoded = decode_image(encoded, f"images[{number}]")
-        resized = self._resized(decoded, number)
-        wanted = self._grid(decoded.height, decoded.width, number)
+        resized = self._resize(decoded, number)
+        wanted_grid = self._grid(decoded.height, decoded.width, number)
         # Of multiples of a patch the rule changes only those with too many or too few in all.
-        if self._grid(resized.height, resized.width, number) != wanted:
+        if self._grid(resized.height, resized.width, number) != wanted_grid:
             raise InvalidRequestError(
                 f"images[{number}]: {decoded.width} x {decoded.height} pixels become "
                 f"{resized.width} x {resized.height}, which the model's image processor would "
@@ -250,28 +251,28 @@ class ImagePromptReader:
             )
         return resized
 
-    def _resized(self, decoded: Image, number: int) -> Image:
+    def _resize(self, decoded: Image, number: int) -> Image:
         from PIL import Image as images
 
         used = self._processor
         try:
-            made = used.resize(
+            resized = used.resize(
                 np.asarray(decoded).transpose(2, 0, 1),
                 size=used.size,
                 resample=used.resample,
                 factor=used.patch_size * used.merge_size,
             )
         except ValueError as error:
-            raise _unfit(number, error) from error
-        return images.fromarray(np.ascontiguousarray(made.transpose(1, 2, 0)))
+            raise _unfit_error(number, error) from error
+        return images.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0)))
 
     def _patches(self, encoded: bytes, number: int) -> npt.NDArray[np.float32]:
         decoded = decode_image(encoded, f"images[{number}]")
         try:
-            made = self._processor(images=[decoded], return_tensors="np")
+            processed = self._processor(images=[decoded], return_tensors="np")
         except ValueError as error:  # an aspect ratio that no grid fits
-            raise _unfit(number, error) from error
-        return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+            raise _unfit_error(number, error) from error
+        return np.ascontiguousarray(processed["pixel_values"], dtype=np.float32)
 
     def _grids(self, images: Sequence[bytes]) -> list[Grid]:
         sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
@@ -287,11 +288,11 @@ class ImagePromptReader:
         try:
             rows, columns = smart_resize(height, width, factor, **limits)
         except ValueError as error:  # an aspect ratio that no grid fits
-            raise _unfit(number, error) from error
+            raise _unfit_error(number, error) from error
         return Grid(rows // factor, columns // factor)
 
 
-def _unfit(number: int, error: ValueError) -> InvalidRequestError:
+def _unfit_error(number: int, error: ValueError) -> InvalidRequestError:
     return InvalidRequestError(f"images[{number}]: it cannot be resized: {error}")
 
 

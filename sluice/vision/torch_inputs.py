@@ -74,8 +74,8 @@ def forward_with_images(
     """
     base: Any = model.base_model
     text: Tensor = base.get_input_embeddings()(token_ids)
-    seen = torch.cat([image.embeddings for image in images]).to(text.device, text.dtype)
-    embeddings = text.masked_scatter(is_image[..., None], seen)
+    image_embeddings = torch.cat([image.embeddings for image in images]).to(text.device, text.dtype)
+    embeddings = text.masked_scatter(is_image[..., None], image_embeddings)
     if images[0].added:
         layers = zip(*(image.added for image in images), strict=True)
         arguments |= {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import check_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import process_marks
 from sluice.config.loading.loader import load_config
@@ -64,7 +64,7 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
 
     settings = [f"trainer.total_training_steps={step + 2}"]
     notices = StringIO()
-    read = partial(checked_run, folder / "config.yaml", settings, Console(file=notices))
+    read = partial(check_run, folder / "config.yaml", settings, Console(file=notices))
     config = (await asyncio.to_thread(read)).config
     assert "has no effect" not in notices.getvalue(), "notes on keys were shown before"
     with threaded_up(config, tmp_path / "resumed.log") as resumed:

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHED = """
 import asyncio, os, re, signal, sys, time
 from sluice.concurrency import watchdog
-from sluice.concurrency.watchdog import CpuDeadline, StallJudge, WorkState, watched_service
+from sluice.concurrency.watchdog import CpuDeadline, StallJudge, WorkState, watch_service
 from sluice.config.schema.service import ServiceConfig, WatchdogConfig
 
 class PatientJudge(StallJudge):
@@ -31,9 +31,9 @@ class PatientJudge(StallJudge):
     def __init__(self, stall_s, give_up_s, interval_s):
         super().__init__(None, None, interval_s)
 
-    def look(self, now_s):
+    def check(self, now_s):
         PatientJudge.num_looks += 1
-        return super().look(now_s)
+        return super().check(now_s)
 
 watchdog.StallJudge = PatientJudge
 LIMIT_S = CpuDeadline(float(sys.argv[3])).cpu_s
@@ -59,7 +59,7 @@ async def main():
     moved = iter(range(10**9))
     limits = WatchdogConfig(stall_s=None, give_up_s=float(sys.argv[3]))
     service = ServiceConfig(run_dir=sys.argv[1], watchdog=limits)
-    with watched_service("reward", service, lambda: WorkState(next(moved))):
+    with watch_service("reward", service, lambda: WorkState(next(moved))):
         await asyncio.sleep(0.3)
         await asyncio.to_thread(globals()[sys.argv[2]])
     work(2.0 * LIMIT_S)  # and nothing is left that would end it
@@ -106,7 +106,7 @@ def test_a_timer_that_somebody_else_uses_is_left_alone(tmp_path: Path) -> None:
     try:
         deadline = CpuDeadline(5.0, tmp_path / "stacks.txt")
         deadline.start()
-        deadline.push_back()
+        deadline.restart()
         deadline.stop()
         assert signal.getitimer(signal.ITIMER_PROF)[0] == pytest.approx(1000.0, abs=50.0)
     finally:

@@ -119,7 +119,7 @@ def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -
 def preloaded_dry_run(
     _command: str, asked: DryRunRequest, kind: type[list[PassBytes]], **_: object
 ) -> tuple[list[PassBytes], str]:
-    """As `answer_of`, in a fork of a process that has the imports."""
+    """As `ask_module`, in a fork of a process that has the imports."""
     text = msgspec.json.encode(asked).decode()
     alone = PreloadedProcess("tests.support.counted_rank", [text, "fake"], {})
     try:
@@ -131,7 +131,7 @@ def preloaded_dry_run(
 def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
+    monkeypatch.setattr(launch_plan, "ask_module", preloaded_dry_run)
     model_text = json.dumps({**DENSE, "vocab_size": 151_936, "num_hidden_layers": 1})
     (tmp_path / "config.json").write_text(model_text, encoding="utf-8")
     actor = "actor_rollout_ref.actor"
@@ -153,7 +153,7 @@ def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
 def test_adapters_to_continue_and_layers_named_by_number_count_like_new_ones_of_each_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
+    monkeypatch.setattr(launch_plan, "ask_module", preloaded_dry_run)
     adapter = random_adapter(make_model())
     write_adapter(tmp_path / "adapter", adapter)
     model = launch_plan.local_model(str(save_model(tmp_path / "model")))

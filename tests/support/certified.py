@@ -54,7 +54,7 @@ def client_key(signer: str = "ours", days: int = 30) -> CertifiedKey:
 def mutual(pair: CertifiedKey | None = None, *, trusts: str = "ours", **more: Any) -> Credentials:
     """Credentials of mTLS; without a pair the process has no certificate."""
     return Credentials(
-        authority=authority(trusts).itself.certificate,
+        authority=authority(trusts).ca.certificate,
         certificate=pair and pair.certificate,
         key=pair and pair.key,
         is_encrypted=True,
@@ -76,7 +76,7 @@ def write_security(folder: Path, hosts: tuple[str, ...] = LOCAL_NAMES) -> dict[s
     """Files of a secured run and the settings that name them."""
     certificate, key = write_pair(folder, "service", service_key(hosts=hosts))
     ca_file, token_file = folder / "ca.pem", folder / "tokens"
-    ca_file.write_bytes(authority("ours").itself.certificate)
+    ca_file.write_bytes(authority("ours").ca.certificate)
     token_file.write_text(f"service {SERVICE_TOKEN}\nclient {CLIENT_TOKEN}\n", encoding="ascii")
     token_file.chmod(0o600)
     return {

@@ -34,11 +34,11 @@ def answer_dry_runs(monkeypatch: pytest.MonkeyPatch, counting: Counting) -> list
     """
     seen: list[RunConfig] = []
 
-    def answer_of(_: str, asked: DryRunRequest, *__: object, **___: object) -> tuple[Any, str]:
+    def ask_module(_: str, asked: DryRunRequest, *__: object, **___: object) -> tuple[Any, str]:
         config = msgspec.convert(asked.config, RunConfig)
         seen.append(config)
         models = ({**asked.model, "num_hidden_layers": layers} for _, layers in asked.runs)
         return [counting(config, model) for model in models], ""
 
-    monkeypatch.setattr(launch_plan, "answer_of", answer_of)
+    monkeypatch.setattr(launch_plan, "ask_module", ask_module)
     return seen

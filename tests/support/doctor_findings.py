@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sluice.doctor.finding import DoctorContext, Finding, FindingSeverity, examined_run
+from sluice.doctor.finding import DoctorContext, Finding, FindingSeverity, read_doctor_context
 
 
 def severities(findings: Iterable[Finding]) -> list[str]:
@@ -27,7 +27,7 @@ def only(findings: Iterable[Finding], severity: str) -> Finding:
 
 def run_of(*overrides: str, environment: dict[str, str] | None = None) -> DoctorContext:
     """A run with these settings."""
-    return examined_run(None, list(overrides), environment or {})
+    return read_doctor_context(None, list(overrides), environment or {})
 
 
 def write_model(folder: Path, *, shards: int = 2) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.rollout import __main__ as replica
 from services.rollout.engines.embedded.loop import GenerationLoop
-from sluice.concurrency.process import leave
+from sluice.concurrency.process import run_and_exit
 
 GATE_VARIABLE = "SLUICE_TEST_GATE"
 # A step takes so long that who looks finds the replica at work, also in a run of few samples.
@@ -38,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

@@ -31,7 +31,7 @@ from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_m
 from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import TokenStatistics
-from sluice.config.derived import adapts
+from sluice.config.derived import uses_adapters
 from sluice.config.parallel_layout import layout_of
 from sluice.config.schema.actor import ActorFsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -113,7 +113,7 @@ def divided(
 ) -> tuple[LoadedModel, Shards]:
     """This rank's part of a model, in float32, its layout's groups formed."""
     loaded = load_policy(settings, sharding, MAX_TOKENS, is_sharded=True)
-    if adapts(settings):
+    if uses_adapters(settings):
         add_adapters(loaded.model, settings, torch.float32)
     loaded = keep_stage(loaded, own_stage(loaded.model, sharding, cut, parallel))
     shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=CPU)

@@ -130,7 +130,7 @@ class InProcessCluster:
             return False
         return True
 
-    def give_back(self, plan: PlacementPlan) -> None:
+    def release(self, plan: PlacementPlan) -> None:
         """Notes it, and ends the hosts."""
         self.given_back.append(plan.name)
         for member in plan.members:

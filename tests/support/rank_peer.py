@@ -53,7 +53,7 @@ from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from services.trainer.learner.tensor_layouts import local_part
 from services.trainer.loop.learner_thread import LearnerThread
-from sluice.concurrency.process import hold_errors, leave
+from sluice.concurrency.process import hold_errors, run_and_exit
 from sluice.concurrency.threads import OwnerThread
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
@@ -435,7 +435,7 @@ def obeyed() -> int:
 
 
 def main() -> NoReturn:
-    leave(obeyed)
+    run_and_exit(obeyed)
 
 
 if __name__ == "__main__":

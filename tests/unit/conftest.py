@@ -73,5 +73,5 @@ def tried_scorers(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     monkeypatch.setattr("sluice.cli.run.prepare.try_responses", note)
     monkeypatch.setattr("sluice.doctor.reward.try_responses", grade)
-    monkeypatch.setattr("sluice.doctor.prompts.measure", lambda _, rows: [1] * len(rows))
+    monkeypatch.setattr("sluice.doctor.prompts.measure_tokens", lambda _, rows: [1] * len(rows))
     return tried

@@ -36,7 +36,7 @@ from services.reward.grading.scorer_worker import (
     start_with_retries,
 )
 from sluice.concurrency.process import ending_text
-from sluice.concurrency.waits import beside, deadline
+from sluice.concurrency.waits import deadline, run_beside
 from sluice.config.schema.service import EnvironmentConfig
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import ConfigError, DeadlineError, SluiceError
@@ -259,7 +259,7 @@ async def running_workers(
             await workers.start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-        async with beside(workers.watch(), "environment workers"):
+        async with run_beside(workers.watch(), "environment workers"):
             yield workers
     finally:
         try:

@@ -20,7 +20,7 @@ from sluice.codec.rollout import (
     sampling_to_proto,
 )
 from sluice.errors import InvalidRequestError, PeerError
-from sluice.rpc.client import NOBODY, ChannelPool, after_backlog, rollout_stub, stream_call
+from sluice.rpc.client import NOBODY, ChannelPool, call_after_backlog, rollout_stub, stream_call
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import ReplicaInfo, Rollout
@@ -79,7 +79,7 @@ class RolloutClient:
 
     def after_backlog(self, callback: Callable[[], None]) -> None:
         """Call `callback` after everything that replicas have sent by now is read."""
-        after_backlog(self._channels.to(NOBODY), callback)
+        call_after_backlog(self._channels.to(NOBODY), callback)
 
     async def generate(
         self,

@@ -212,7 +212,7 @@ class ScoreRequests:
                     f"items[{index}].question: empty, and this run's reward model reads it "
                     "(reward.reward_model.prompt_template); send the prompt's last turn"
                 )
-        with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
+        with self._client_calls.hold(client, 1), self._client_items.hold(client, len(items)):
             if self._num_calls >= MAX_CALLS:
                 raise ExhaustedError(
                     f"{self._num_calls} Score calls are running, the most at once; send one later"

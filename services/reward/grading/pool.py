@@ -44,7 +44,7 @@ from services.reward.grading.scorer_worker import (
     start_worker,
 )
 from services.reward.grading.scorers.registry import scored_characters
-from sluice.concurrency.waits import beside, deadline, waiting_for
+from sluice.concurrency.waits import deadline, run_beside, waiting_for
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.service import SandboxConfig
 from sluice.data.scoring import ScorerInput
@@ -307,7 +307,7 @@ async def running_scorer_pool(
     scorers = ScorerPool(reward, sandbox, run_dir)
     try:
         await scorers.start()
-        async with beside(scorers.watch(), "idle scorers"):
+        async with run_beside(scorers.watch(), "idle scorers"):
             yield scorers
     finally:
         await scorers.stop()

@@ -20,7 +20,7 @@ from msgspec import structs
 from services.trainer.dry_run.measure import FakeRanks, fake_tensors, measure_passes
 from sluice.algorithm import token_statistics
 from sluice.checkpoint.adapter_files import read_adapter
-from sluice.concurrency.answers import answer_asked
+from sluice.concurrency.answers import serve_answer
 from sluice.concurrency.process import exit_status
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
@@ -101,7 +101,7 @@ def _without_layer_numbers(names: Collection[str]) -> list[str]:
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    answer_asked(DryRunRequest, dry_run)
+    serve_answer(DryRunRequest, dry_run)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import AdapterReference, Reference, ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
-from sluice.config.derived import adapts, max_row_tokens, uses_critic
+from sluice.config.derived import max_row_tokens, uses_adapters, uses_critic
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
@@ -141,7 +141,7 @@ class Learner:
             config.actor_rollout_ref.model,
             config.actor_rollout_ref.actor.fsdp_config,
         )
-        if adapts(model):
+        if uses_adapters(model):
             return AdapterReference(self._policy, self._device, parallel)
         max_tokens = max_row_tokens(config.data)
         cut = config.actor_rollout_ref.actor.megatron.override_transformer_config

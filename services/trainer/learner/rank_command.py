@@ -28,7 +28,7 @@ from services.trainer.learner.policy_snapshots import (
 from services.trainer.learner.ranks import ParallelContext, TorchDistributed
 from services.trainer.learner.sample_reader import RewardSamples, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
-from sluice.concurrency.process import exempt_start_up
+from sluice.concurrency.process import exempt_from_gc
 from sluice.concurrency.threads import OwnerThread
 from sluice.config.deadlines import command_timeout_s
 from sluice.config.derived import world_size
@@ -440,5 +440,5 @@ def run_follower(config: RunConfig) -> None:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
         snapshots = policy_snapshots(config, learner, parallel)
         with connected_ranks(config, snapshots, parallel):
-            exempt_start_up()
+            exempt_from_gc()
             follow(learner, parallel, reward_samples(config), snapshots)

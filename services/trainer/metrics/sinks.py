@@ -130,7 +130,7 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        self._writer.close(self._close_timeout_s, last=self._end)
+        self._writer.close(self._close_timeout_s, last_item=self._end)
 
     def _open(self) -> None:
         try:
@@ -411,7 +411,7 @@ class ProgressSink(MetricSink):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if metric_names.STEP_S in metrics:
-            time_left = self._time_left.after(step, self._total_steps, metrics)
+            time_left = self._time_left.update(step, self._total_steps, metrics)
             logger.info("%s", step_line(step, self._total_steps, metrics, time_left))
         elif (accuracy := accuracy_of(metrics)) is not None:
             logger.info("validation after step %d: accuracy %.3f", step, accuracy)

@@ -34,9 +34,9 @@ from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run, step
 from sluice.cli.run.checked import refuse_beside_another
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.evaluation_origin import regraded_origin, write_origin
-from sluice.cli.run.up import Display, ShowLogs, display_of
+from sluice.cli.run.up import Display, ShowLogs, display_from_options
 from sluice.cli.running_run import ask_run, is_active
-from sluice.cli.terminal import counted, output_console, print_json, print_table
+from sluice.cli.terminal import output_console, print_json, print_table, show_count
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, ending_text, until_signal
@@ -46,7 +46,7 @@ from sluice.errors import ConfigError, DataError, NotReadyError
 from sluice.evaluation.comparison import (
     ComparedBenchmark,
     Evaluation,
-    compared_benchmarks,
+    compare_benchmarks,
     comparison_object,
     read_evaluations,
 )
@@ -178,13 +178,13 @@ def evaluate(  # noqa: PLR0913 - options of the command
     """
     subject = model or follow
     if subject is None:
-        given = (benchmark, data_dir, engine, replicas, output, config, logs or None)
-        _refuse(dict(zip(_OF_FILES, given, strict=True)), "needs --model or --follow")
-        run, wait_s = _run_of(arguments, run_option), _STEP_ENDS_S if wait is None else wait
+        options = (benchmark, data_dir, engine, replicas, output, config, logs or None)
+        _refuse_options(dict(zip(_OF_FILES, options, strict=True)), "needs --model or --follow")
+        run, wait_s = _named_run(arguments, run_option), _STEP_ENDS_S if wait is None else wait
         _evaluate_run(run, n, temperature, wait_s, as_json=as_json)
         return
     why = "is for the policy of a running run; leave it out, or --model"
-    _refuse({"run": run_option, "wait": wait}, why)
+    _refuse_options({"run": run_option, "wait": wait}, why)
     _check_subject(model, follow, benchmark)
     order = EvaluationOrder(
         model=subject,
@@ -198,11 +198,11 @@ def evaluate(  # noqa: PLR0913 - options of the command
         replicas=replicas,
     )
     work = _evaluate_files if follow is None else partial(follow_run, follow)
-    work(order, display_of(logs=logs, quiet=False, as_json=as_json))
+    work(order, display_from_options(logs=logs, quiet=False, as_json=as_json))
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
-    for name, value in given.items():
+def _refuse_options(options: Mapping[str, object], why: str) -> None:
+    for name, value in options.items():
         if value is not None:
             raise ConfigError(f"--{name} {why}")
 
@@ -214,14 +214,14 @@ def _check_subject(model: Path | None, follow: Path | None, benchmark: str | Non
         raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
 
 
-def _run_of(arguments: list[str] | None, option: Path | None) -> Path:
-    named, *more = arguments or [""]
-    if more or "=" in named:
-        stray = more[0] if more else named
+def _named_run(arguments: list[str] | None, option: Path | None) -> Path:
+    argument, *further = arguments or [""]
+    if further or "=" in argument:
+        stray = further[0] if further else argument
         raise ConfigError(
             f"{stray}: is for an evaluation without a run; add --model DIR or --follow RUN"
         )
-    return named_run(Path(named) if named else None, option)
+    return named_run(Path(argument) if argument else None, option)
 
 
 def _evaluate_run(
@@ -278,10 +278,10 @@ async def _evaluate(
         )
         raise NotReadyError(f"{error}{remedy}") from error
     monitor = RunMonitor.of(location)
-    async with monitor, monitor.held(wait_s) as held:
-        if held.version is None:
+    async with monitor, monitor.held(wait_s) as hold:
+        if hold.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")
-        return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
+        return hold.step, await monitor.evaluate(hold.version, n=n, temperature=temperature)
 
 
 def compare_evaluations(
@@ -309,8 +309,10 @@ def compare_evaluations(
       sluice eval compare runs/base-eval runs/trained-eval
       sluice eval compare runs/one/evaluations --output curve.html
     """
-    evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
-    benchmarks = compared_benchmarks(evaluations)
+    evaluations = read_evaluations(
+        [evaluation_folder for folder in folders for evaluation_folder in _expand_folder(folder)]
+    )
+    benchmarks = compare_benchmarks(evaluations)
     if output is not None:
         write_page(evaluations, output, max_prompts=prompts, max_responses=responses)
     if as_json:
@@ -319,12 +321,12 @@ def compare_evaluations(
         return
     console = output_console()
     for benchmark in benchmarks:
-        _print_compared(console, evaluations, benchmark)
+        _print_benchmark(console, evaluations, benchmark)
     if output is not None:
         typer.echo(f"page: {output}")
 
 
-def _expanded(folder: Path) -> list[Path]:
+def _expand_folder(folder: Path) -> list[Path]:
     """Return the evaluations in a folder of `sluice eval --follow`, the first step first."""
     if folder.is_file():
         raise DataError(f"{folder}: is a file; give {folder.parent} for all evaluations in it")
@@ -332,19 +334,23 @@ def _expanded(folder: Path) -> list[Path]:
     return [folder / f"global_step_{step}" for step in steps] or [folder]
 
 
-def _print_compared(
+def _print_benchmark(
     console: Console, evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark
 ) -> None:
-    largest = max((k for one in benchmark.results if one for k in one.pass_at_k), default=1)
+    largest = max(
+        (k for result in benchmark.results if result for k in result.pass_at_k), default=1
+    )
     mean, passes = f"mean {benchmark.variable}", f"pass@{largest}"
     columns = ["evaluation", mean, "difference", passes, "prompts", "without a grade"]
     rows = []
-    for number, (one, results) in enumerate(zip(evaluations, benchmark.results, strict=True)):
+    for number, (evaluation, results) in enumerate(
+        zip(evaluations, benchmark.results, strict=True)
+    ):
         if results is not None:
-            state = "" if one.results is not None else " (has not ended)"
+            state = "" if evaluation.results is not None else " (has not ended)"
             rows.append(
                 (
-                    printable(one.label) + state,
+                    printable(evaluation.label) + state,
                     estimate_text(results.mean),
                     estimate_text(benchmark.differences[number], signed=True),
                     estimate_text(results.pass_at_k.get(largest)),
@@ -391,26 +397,32 @@ def regrade(
     asyncio.run(refuse_beside_another(folder))
     before = read_results(folder) if (folder / RESULTS_NAME).is_file() else None
     origin = regraded_origin(folder, settings or [])
-    total = None if before is None else sum(one.prompts for one in before.benchmarks.values())
+    total = (
+        None
+        if before is None
+        else sum(benchmark.prompts for benchmark in before.benchmarks.values())
+    )
     _grade(folder, settings or [], total)
     if origin is not None:
         write_origin(folder, origin)
     if before is None:
-        _say_unfinished(as_json=as_json)
+        _print_unfinished(as_json=as_json)
         return
-    kept = _keep(folder)
-    now = write_results(folder, before)
+    former_results = _keep_former_results(folder)
+    after = write_results(folder, before)
     write_report(folder)
     if as_json:
-        before_and_now = {"before": before, "now": now}
-        print_json(msgspec.to_builtins(before_and_now, str_keys=True) | {"former": str(kept)})
+        before_and_now = {"before": before, "now": after}
+        print_json(
+            msgspec.to_builtins(before_and_now, str_keys=True) | {"former": str(former_results)}
+        )
         return
-    _print_change(before, now)
-    typer.echo(f"results: {folder / RESULTS_NAME} (former ones: {kept.name})")
+    _print_change(before, after)
+    typer.echo(f"results: {folder / RESULTS_NAME} (former ones: {former_results.name})")
     typer.echo(f"page: {folder / PAGE_NAME}")
 
 
-def _say_unfinished(*, as_json: bool) -> None:
+def _print_unfinished(*, as_json: bool) -> None:
     if as_json:
         print_json({"before": None, "now": None, "former": None})
     else:
@@ -429,7 +441,7 @@ def _grade(folder: Path, settings: Sequence[str], num_prompts: int | None) -> No
         subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         ) as process,
-        counted("prompts graded again", num_prompts) as advance,
+        show_count("prompts graded again", num_prompts) as advance,
     ):
         try:
             for line in process.stdout or ():
@@ -446,21 +458,21 @@ def _grade(folder: Path, settings: Sequence[str], num_prompts: int | None) -> No
         )
 
 
-def _keep(folder: Path) -> Path:
+def _keep_former_results(folder: Path) -> Path:
     """Keep the former results under the next free name."""
     former, number = folder / RESULTS_NAME, 1
-    while (kept := folder / f"results-{number}.json").exists():
+    while (target := folder / f"results-{number}.json").exists():
         number += 1
-    copyfile(former, kept)
-    return kept
+    copyfile(former, target)
+    return target
 
 
-def _print_change(before: Results, now: Results) -> None:
-    for name, results in now.benchmarks.items():
-        old = before.benchmarks.get(name)
+def _print_change(before: Results, after: Results) -> None:
+    for name, results in after.benchmarks.items():
+        former = before.benchmarks.get(name)
         text = f"{name}: mean {results.variable} {estimate_text(results.mean)}"
-        if old is not None:
-            text += f", before {estimate_text(old.mean)}"
+        if former is not None:
+            text += f", before {estimate_text(former.mean)}"
         failed = results.failed_samples
         typer.echo(printable(text + (f"; {failed} without a grade" if failed else "")))
 

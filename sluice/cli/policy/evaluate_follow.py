@@ -23,12 +23,12 @@ from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
 from sluice.cli.terminal import print_json, print_line
 from sluice.client.run_address import locate_run
-from sluice.config.derived import adapts, checkpoint_folder
+from sluice.config.derived import checkpoint_folder, uses_adapters
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.data.benchmarks import files_by_name
 from sluice.errors import ConfigError, DataError, SluiceError
-from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
+from sluice.evaluation.comparison import Evaluation, compare_benchmarks, read_evaluations
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
 from sluice.evaluation.statistics import estimate_text
@@ -82,18 +82,18 @@ def follow_run(
     )
     folder = Path(checkpoint_folder(location.config))
     checkpoints = RetainedCheckpoints(folder, order.output)
-    for step in checkpoints.evaluated():
+    for step in checkpoints.evaluated_steps():
         any_model = replace(order, model=_NO_MODEL)
         refuse_other_origin(checkpoints.evaluation(step), evaluation_config(any_model))
         if checkpoints.is_kept(step):
             _finish(checkpoints, step)
     print_line(display.console, f"following {folder}; evaluations: {order.output}")
     try:
-        with checkpoints.watching(look_every_s):
+        with checkpoints.retaining(look_every_s):
             while True:
                 is_running = asyncio.run(is_active(location.run_dir))
-                checkpoints.look()  # after that: the run's last save comes before its end
-                if waiting := checkpoints.waiting():
+                checkpoints.retain_new()  # after that: the run's last save comes before its end
+                if waiting := checkpoints.waiting_steps():
                     _evaluate_checkpoint(checkpoints, waiting[0], order, display, evaluate)
                 elif is_running:
                     time.sleep(look_every_s)
@@ -108,7 +108,7 @@ def follow_run(
 
 
 def _refuse_adapters(run: Path, config: RunConfig) -> None:
-    if adapts(config.actor_rollout_ref.model):
+    if uses_adapters(config.actor_rollout_ref.model):
         raise ConfigError(
             f"--follow {run}: the run trains adapters (actor_rollout_ref.model.lora_rank), and its "
             "checkpoints have no whole weights; for each, sluice merge global_step_N OUTPUT, then "
@@ -128,7 +128,7 @@ def _evaluate_checkpoint(
     try:
         evaluate(replace(order, model=checkpoints.model(step), output=output), display)
     except (SluiceError, typer.Exit):
-        if checkpoints.is_there(step):
+        if checkpoints.is_readable(step):
             raise
         folder = checkpoints.checkpoint(step)
         text = f"{folder} was deleted meanwhile; raise trainer.max_actor_ckpt_to_keep"
@@ -144,8 +144,10 @@ def _evaluate_checkpoint(
 def _finish(checkpoints: RetainedCheckpoints, step: int) -> Results:
     """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
     output = checkpoints.evaluation(step)
-    named = msgspec.structs.replace(read_results(output), model=str(checkpoints.checkpoint(step)))
-    results = write_results(output, named)
+    with_checkpoint = msgspec.structs.replace(
+        read_results(output), model=str(checkpoints.checkpoint(step))
+    )
+    results = write_results(output, with_checkpoint)
     write_report(output)
     checkpoints.release(step)
     return results
@@ -153,7 +155,7 @@ def _finish(checkpoints: RetainedCheckpoints, step: int) -> Results:
 
 def _compare(checkpoints: RetainedCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
     """Write the page of all evaluations that have ended, if any, and return them."""
-    folders = [checkpoints.evaluation(step) for step in checkpoints.evaluated()]
+    folders = [checkpoints.evaluation(step) for step in checkpoints.evaluated_steps()]
     if not folders:
         return []
     evaluations = read_evaluations(folders)
@@ -165,8 +167,8 @@ def _print_progress(
     step: int, output: Path, evaluations: Sequence[Evaluation], display: Display
 ) -> None:
     """Print the means of the newest evaluation, and what has changed since the first one."""
-    number = [one.folder for one in evaluations].index(output)
-    for benchmark in compared_benchmarks(evaluations):
+    number = [evaluation.folder for evaluation in evaluations].index(output)
+    for benchmark in compare_benchmarks(evaluations):
         if (results := benchmark.results[number]) is None:
             continue
         text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
@@ -199,13 +201,13 @@ class RetainedCheckpoints:
         self._lock = threading.Lock()
 
     @contextmanager
-    def watching(self, look_every_s: float) -> Iterator[None]:
+    def retaining(self, look_every_s: float) -> Iterator[None]:
         """Keep each checkpoint that appears while the block runs."""
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(look_every_s):
-                self.look()
+                self.retain_new()
 
         thread = threading.Thread(target=watch, name="checkpoints", daemon=True)
         thread.start()
@@ -215,20 +217,23 @@ class RetainedCheckpoints:
             ended.set()
             thread.join()
 
-    def look(self) -> None:
+    def retain_new(self) -> None:
         """Keep what is there and was not evaluated. What vanishes meanwhile is left out."""
         with self._lock:
             for step in steps_with(self._checkpoints, str(_MODEL)):
-                kept = self._kept(step)
-                if not kept.exists() and not (kept.parent / RESULTS_NAME).exists():
-                    self._keep(self.checkpoint(step) / _MODEL, kept)
+                target = self._kept_model(step)
+                if not target.exists() and not (target.parent / RESULTS_NAME).exists():
+                    self._keep_model(self.checkpoint(step) / _MODEL, target)
 
-    def waiting(self) -> list[int]:
+    def waiting_steps(self) -> list[int]:
         """Return the steps without an evaluation that has ended, in order."""
-        there = {*steps_with(self._checkpoints, "actor"), *steps_with(self._evaluations, _KEPT)}
-        return sorted(there - set(self.evaluated()))
+        readable_steps = {
+            *steps_with(self._checkpoints, "actor"),
+            *steps_with(self._evaluations, _KEPT),
+        }
+        return sorted(readable_steps - set(self.evaluated_steps()))
 
-    def evaluated(self) -> list[int]:
+    def evaluated_steps(self) -> list[int]:
         """Return the steps whose evaluations have ended, in order."""
         return steps_with(self._evaluations, RESULTS_NAME)
 
@@ -242,32 +247,32 @@ class RetainedCheckpoints:
 
     def is_kept(self, step: int) -> bool:
         """Return whether the model is in the folder of its evaluation."""
-        return self._kept(step).exists()
+        return self._kept_model(step).exists()
 
     def model(self, step: int) -> Path:
         """Return the folder to evaluate: the kept model, or the run's where none is kept."""
-        return self._kept(step) if self.is_kept(step) else self.checkpoint(step)
+        return self._kept_model(step) if self.is_kept(step) else self.checkpoint(step)
 
-    def is_there(self, step: int) -> bool:
+    def is_readable(self, step: int) -> bool:
         """Return whether the model can still be read."""
         return self.is_kept(step) or (self.checkpoint(step) / "actor").is_dir()
 
     def release(self, step: int) -> None:
         """Delete the kept model: its evaluation has ended."""
         with self._lock:
-            shutil.rmtree(self._kept(step), ignore_errors=True)
+            shutil.rmtree(self._kept_model(step), ignore_errors=True)
 
-    def _kept(self, step: int) -> Path:
+    def _kept_model(self, step: int) -> Path:
         return self.evaluation(step) / _KEPT
 
-    def _keep(self, model: Path, kept: Path) -> None:
+    def _keep_model(self, model: Path, target: Path) -> None:
         if not any(model.glob(_WEIGHTS)):
             return
-        draft = kept.with_name(f".{_KEPT}.draft")
+        draft = target.with_name(f".{_KEPT}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         try:
             shutil.copytree(model, draft, copy_function=_link)
-            draft.rename(kept)
+            draft.rename(target)
         except OSError:  # deleted meanwhile, or no space: then it is evaluated where it is
             shutil.rmtree(draft, ignore_errors=True)
 

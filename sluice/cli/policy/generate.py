@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
@@ -98,9 +98,9 @@ def generate(  # noqa: PLR0913 - one parameter per option
         raise InvalidRequestError(
             "--image: cannot be used with --raw, because the chat template places images"
         )
-    asked: Prompt = text if raw else _conversation(system, text, image or [])
+    conversation: Prompt = text if raw else _conversation(system, text, image or [])
     asyncio.run(
-        _generate(named_run(run, run_option), asked, options, as_json=as_json, stream=stream)
+        _generate(named_run(run, run_option), conversation, options, as_json=as_json, stream=stream)
     )
 
 
@@ -124,7 +124,7 @@ def _read_stdin() -> str:
 async def _generate(
     run: Path, prompt: Prompt, options: GenerateOptions, *, as_json: bool, stream: bool
 ) -> None:
-    async with connected(run) as client:
+    async with connect_client(run) as client:
         if stream and not as_json:
             await _show_stream(client, prompt, options)
             return
@@ -140,7 +140,7 @@ async def _show_stream(client: AsyncClient, prompt: Prompt, options: GenerateOpt
         async for event in events:
             match event:
                 case SampleDelta(sample_index=0):
-                    typer.echo(_shown(event.text), nl=False)
+                    typer.echo(_printable_text(event.text), nl=False)
                 case SampleFinished(rollout) if rollout.sample_index == 0:
                     typer.echo()
                 case SampleFinished(rollout):
@@ -152,10 +152,10 @@ async def _show_stream(client: AsyncClient, prompt: Prompt, options: GenerateOpt
 def _text(rollout: Rollout) -> str:
     spans = ", ".join(f"{span.version}" for span in rollout.version_spans)
     head = f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})"
-    return f"{head}\n{_shown(rollout.text)}"
+    return f"{head}\n{_printable_text(rollout.text)}"
 
 
-def _shown(text: str) -> str:
+def _printable_text(text: str) -> str:
     """Return the text for a pipe as it is; a terminal would obey its escape sequences."""
     return printable(text) if sys.stdout.isatty() else text
 

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.scoring import ScoreItem
 from sluice.data.row_files import read_rows
@@ -65,7 +65,7 @@ def score(
         if as_json:
             print_json(_as_object(outcome))
         else:
-            typer.echo(f"[{index}] {_line(outcome)}")
+            typer.echo(f"[{index}] {_outcome_line(outcome)}")
     scores = [outcome.score for outcome in outcomes if isinstance(outcome, Scored)]
     mean = f", mean score {sum(scores) / len(scores):.4f}" if scores else ""
     typer.echo(f"{len(scores)} of {len(outcomes)} graded{mean}", err=True)
@@ -76,11 +76,11 @@ def score(
 async def _score(
     run: Path, items: list[ScoreItem], deadline_s: float | None
 ) -> list[Scored | Failed]:
-    async with connected(run) as client:
+    async with connect_client(run) as client:
         return await client.score(items, deadline_s=deadline_s)
 
 
-def _line(outcome: Scored | Failed) -> str:
+def _outcome_line(outcome: Scored | Failed) -> str:
     if isinstance(outcome, Failed):
         return printable(f"failed: {outcome.kind}: {outcome.detail}")
     metrics = " ".join(f"{name}={value:g}" for name, value in sorted(outcome.metrics.items()))

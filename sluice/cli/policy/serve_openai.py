@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
@@ -81,7 +81,7 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
     settings = _settings_class()(
         model_name,
         deadline,
-        _keys(host, key_file),
+        _key_source(host, key_file),
         max_choices,
         max_connections,
         max_key_choices=max_key_choices,
@@ -100,13 +100,13 @@ def _settings_class() -> type[OpenAIServerSettings]:
     return OpenAIServerSettings
 
 
-def _keys(host: str, key_file: Path | None) -> TokenSource | None:
+def _key_source(host: str, key_file: Path | None) -> TokenSource | None:
     """Return the keys. Raises ConfigError for an open interface without one."""
     if key_file is not None:
         return TokenFile(key_file, "--key-file")
-    given = os.environ.get(KEY_VARIABLE)
-    if given is not None:
-        return GivenToken(given, KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        return GivenToken(key, KEY_VARIABLE)
     if host not in _LOOPBACK:
         raise ConfigError(
             f"--host {host}: others could use it; give --key-file or {KEY_VARIABLE}, or listen on "
@@ -125,7 +125,7 @@ async def _serve(
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with (
-            connected(run, name=_CLIENT_NAME) as client,
+            connect_client(run, name=_CLIENT_NAME) as client,
             listening(OpenAIServer(client, settings), host, port) as bound,
         ):
             url = f"http://{join_host_port(host, bound)}/v1"

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
-from sluice.cli.running_run import connected
+from sluice.cli.running_run import connect_client
 from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
-from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_refused
+from sluice.data.prompt_rows import UNREAD_KEYS, UNREAD_MEDIA, media_error
 from sluice.data.row_files import read_rows
 from sluice.errors import DataError
 from sluice.safe_text import printable
@@ -90,19 +90,21 @@ def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
             raise DataError(f"{file}, {place}: no ground_truth; a row needs {_NEEDS}")
         answer = row.reward_model.ground_truth
     for turn in row.prompt:
-        if lost := [key for key in UNREAD_KEYS if getattr(turn, key)]:
-            raise DataError(f"{file}, {place}: 'prompt' holds a message with {lost[0]}; remove it")
+        if unread_keys := [key for key in UNREAD_KEYS if getattr(turn, key)]:
+            raise DataError(
+                f"{file}, {place}: 'prompt' holds a message with {unread_keys[0]}; remove it"
+            )
     for name in UNREAD_MEDIA:
         if getattr(row, name):
-            raise media_refused(f"{file}, {place}", name)
+            raise media_error(f"{file}, {place}", name)
     agent = {AGENT_NAME: row.agent_name} if row.agent_name else {}
     return NewPrompt(
-        row.prompt_id or _made_id(file, place, row),
+        row.prompt_id or _derived_id(file, place, row),
         tuple(ChatMessage(turn.role, turn.content) for turn in row.prompt),
         row.data_source,
         answer,
         {**(row.extra_info or {}), **agent},
-        tuple(_image(file, place, index, one) for index, one in enumerate(row.images or ())),
+        tuple(_image(file, place, index, image) for index, image in enumerate(row.images or ())),
     )
 
 
@@ -115,7 +117,7 @@ def _image(file: Path, place: str, index: int, image: object) -> Image:
     return source if isinstance(source, bytes) else file.parent / source
 
 
-def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
+def _derived_id(file: Path, place: str, row: _SubmittedRow) -> str:
     fields = msgspec.structs.asdict(row)
     # Without them the ids of earlier releases stay.
     for newer in ("images", AGENT_NAME, *UNREAD_MEDIA):
@@ -165,7 +167,7 @@ async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_js
         with progress_bars(console, is_transient=True) as bars:
             bar = bars.add_task("submitting", total=len(prompts))
             async with (
-                connected(run) as client,
+                connect_client(run) as client,
                 aclosing(client.submit(prompts, until_outcome=watch)) as events,
             ):
                 async for event in events:
@@ -173,7 +175,7 @@ async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_js
                     if as_json:
                         print_json(_as_object(event))
                     else:
-                        typer.echo(printable(_line(event)))
+                        typer.echo(printable(_event_line(event)))
                     is_last = event.event == "refused" or watch == (event.event != "accepted")
                     bars.update(bar, description=summary(counts), advance=int(is_last))
     finally:
@@ -186,7 +188,7 @@ def summary(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {event}" for event, count in counts.items()) or "no answer"
 
 
-def _line(event: PromptEvent) -> str:
+def _event_line(event: PromptEvent) -> str:
     step = "" if event.step is None else f" in step {event.step}"
     rewards = f" rewards {list(event.rewards)}" if event.rewards else ""
     detail = f": {event.detail}" if event.detail else ""

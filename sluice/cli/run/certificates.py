@@ -14,7 +14,7 @@ import typer
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import print_json
 from sluice.config.addresses import split_host_port
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.security.token_file import write_private
 
@@ -68,7 +68,7 @@ def certs(
         print_json({"folder": str(folder), "files": files})
         return
     typer.echo(_configuration(folder, name_is_fixed=not hosts))
-    typer.echo(_for_clients(folder))
+    typer.echo(_client_instructions(folder))
 
 
 def write_certificates(
@@ -84,7 +84,7 @@ def write_certificates(
         ConfigError: a host is not a name, files exist and must not be replaced, or the package
             that signs is missing.
     """
-    files = _contents(_checked(hosts), days)
+    files = _file_contents(_check_hosts(hosts), days)
     if not with_authority_key:
         del files["ca.key"]
     folder = out.absolute()
@@ -92,20 +92,20 @@ def write_certificates(
     return folder
 
 
-def _checked(hosts: list[str]) -> list[str]:
+def _check_hosts(hosts: list[str]) -> list[str]:
     names = []
-    for given in hosts:
-        name, port = split_host_port(given)
+    for host in hosts:
+        name, port = split_host_port(host)
         if port is not None or not name.isascii() or not name.isprintable() or " " in name:
             raise ConfigError(
-                f"--host {given!r} is not a name or address; write it without a port, "
+                f"--host {host!r} is not a name or address; write it without a port, "
                 "such as trainer.lab"
             )
         names.append(name)
     return names
 
 
-def need_cryptography() -> None:
+def require_cryptography() -> None:
     """Raise ConfigError if the package that signs and reads certificates is missing."""
     try:
         import cryptography  # noqa: F401 - whether it is installed
@@ -115,8 +115,8 @@ def need_cryptography() -> None:
         ) from error
 
 
-def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
-    need_cryptography()
+def _file_contents(hosts: list[str], days: int) -> dict[str, bytes]:
+    require_cryptography()
     from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
 
     authority = DevelopmentCa(days)
@@ -126,8 +126,8 @@ def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
     # For the order of replacement see `write_certificates`.
     return {
         "client.pem": client.certificate,
-        "ca.pem": authority.itself.certificate,
-        "ca.key": authority.itself.key,
+        "ca.pem": authority.ca.certificate,
+        "ca.key": authority.ca.key,
         "client.key": client.key,
         "client.token": f"client {for_client}\n".encode(),
         "service.key": service.key,
@@ -150,7 +150,7 @@ sluice:
 """
 
 
-def _for_clients(folder: Path) -> str:
+def _client_instructions(folder: Path) -> str:
     files = {"CA": "ca.pem", "CERT": "client.pem", "KEY": "client.key", "TOKEN": "client.token"}
     lines = "\n".join(
         f"export SLUICE_{kind}_FILE={shlex.quote(str(folder / name))}"
@@ -169,7 +169,7 @@ def security_settings(folder: Path) -> list[str]:
         "sluice.security.tls=mtls",
         "sluice.security.server_name=sluice",
         *(
-            f"sluice.security.{key}={override_value(str(folder / name))}"
+            f"sluice.security.{key}={format_override_value(str(folder / name))}"
             for key, name in _SERVICE.items()
         ),
     ]
@@ -195,8 +195,8 @@ def ensure_certificates(
         ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
             that signs is missing.
     """
-    need_cryptography()
-    files = _read(folder)
+    require_cryptography()
+    files = _read_files(folder)
     is_new = all(files[name] is None for name in _SERVICE.values())
     fault = _fault(folder, files, run_is_active=run_is_active)
     if fault is None:
@@ -218,7 +218,7 @@ def ensure_certificates(
         )
 
 
-def _read(folder: Path) -> _Files:
+def _read_files(folder: Path) -> _Files:
     files: _Files = {}
     for name in (*_SERVICE.values(), *_CLIENT):
         try:
@@ -236,13 +236,13 @@ def _read(folder: Path) -> _Files:
 
 def _fault(folder: Path, files: _Files, *, run_is_active: bool) -> str | None:
     """Return the first fault that counts; None: there is none."""
-    needed, certificates = [*_SERVICE.values()], ["service.pem"]
+    needed_files, certificates = [*_SERVICE.values()], ["service.pem"]
     validity = datetime.timedelta()
     if not run_is_active:
-        needed += _CLIENT
+        needed_files += _CLIENT
         certificates.append("client.pem")
         validity = _RENEWED_BEFORE
-    if missing := [name for name in needed if files[name] is None]:
+    if missing := [name for name in needed_files if files[name] is None]:
         return f"{folder} has no {', '.join(missing)}"
     from sluice.security.certificates import ends_of_validity
     from sluice.security.development_ca import was_issued_by

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.running_run import folder_setting, is_copied, last_seen, newest_step
+from sluice.cli.running_run import folder_setting, is_copied, last_seen_notice, newest_step
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.configuration import of_other_keys
+from sluice.doctor.configuration import without_wrong_keys
 from sluice.doctor.examination import preflight
-from sluice.doctor.finding import DoctorContext, examined_of
+from sluice.doctor.finding import DoctorContext, doctor_context
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
 from sluice.report.run_record import METRICS_NAME, read_progress
@@ -29,7 +29,7 @@ _RESUMES = ("trainer.resume_mode=auto", "trainer.resume_from_path=null")
 _OF_REWARD_SERVICE = frozenset({"reward", "environment"})
 
 
-def checked_run(
+def check_run(
     file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
 ) -> DoctorContext:
     """Return a run that nothing known now keeps from working; print notices.
@@ -50,15 +50,15 @@ def checked_run(
     run = read_to_start(file, overrides)
     run_dir = Path(run.config.sluice.run_dir).absolute()
     asyncio.run(refuse_beside_another(run_dir))
-    if where := last_seen(run_dir):
+    if notice := last_seen_notice(run_dir):
         spoils = "if they still run there, end this start: two runs spoil one folder"
-        print_line(console, f"notice: {where}; {spoils}")
-    notes = of_other_keys(launch_notes(run.config, run.settings), run.problems)
+        print_line(console, f"notice: {notice}; {spoils}")
+    notes = without_wrong_keys(launch_notes(run.config, run.settings), run.problems)
     if file is not None and file.absolute() == run_dir / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
-        chosen = read_settings(None, overrides).by_key()
-        notes = [note for note in notes if note.key in chosen]
-    return examined_to_start(run, console, notes, is_local=is_local)
+        set_keys = read_settings(None, overrides).by_key()
+        notes = [note for note in notes if note.key in set_keys]
+    return check_before_start(run, console, notes, is_local=is_local)
 
 
 def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
@@ -70,19 +70,19 @@ def read_to_start(file: Path | None, overrides: list[str]) -> ReadRun:
     run = read_run(file, overrides)
     if file is None:
         return run
-    chosen = set(read_settings(None, overrides).by_key())
+    set_keys = set(read_settings(None, overrides).by_key())
     run_dir, folder = Path(run.config.sluice.run_dir), file.absolute().parent
     is_of_a_run = file.name == CONFIG_NAME and (folder / METRICS_NAME).is_file()
     if not is_of_a_run or not run_dir.is_absolute():
         return run
     if not is_copied(folder, run.config):
-        resumes = not chosen & _START_KEYS and _has_saved(run.config)
+        resumes = not set_keys & _START_KEYS and _has_saved(run.config)
         return read_run(file, [*overrides, *_RESUMES]) if resumes else run
-    if "sluice.run_dir" not in chosen:
-        here = shlex.quote(folder_setting(folder))
+    if "sluice.run_dir" not in set_keys:
+        override = shlex.quote(folder_setting(folder))
         raise ConfigError(
-            f"{file}: sluice.run_dir = {run_dir}: the run's folder was copied or moved; add {here} "
-            f"to continue in this one, or start {run_dir / CONFIG_NAME}"
+            f"{file}: sluice.run_dir = {run_dir}: the run's folder was copied or moved; add "
+            f"{override} to continue in this one, or start {run_dir / CONFIG_NAME}"
         )
     return run
 
@@ -97,7 +97,7 @@ def _has_saved(config: RunConfig) -> bool:
     return newest is not None and newest <= trained + 1
 
 
-def examined_to_start(
+def check_before_start(
     run: ReadRun,
     console: Console,
     notes: Sequence[Problem] = (),
@@ -105,7 +105,7 @@ def examined_to_start(
     is_local: bool = True,
     grades: bool = True,
 ) -> DoctorContext:
-    """Return a run that was read, as `checked_run`.
+    """Return a run that was read, as `check_run`.
 
     Args:
         run: as read.
@@ -115,16 +115,16 @@ def examined_to_start(
         grades: whether this host can grade and play, such as reach a judge or load an environment.
 
     Raises:
-        ConfigError: as `checked_run`.
+        ConfigError: as `check_run`.
     """
-    examined = examined_of(run, is_local=is_local)
+    examined = doctor_context(run, is_local=is_local)
     problems = preflight(
         examined,
         lambda check: (
             (is_local or not check.of_host) and (grades or check.name not in _OF_REWARD_SERVICE)
         ),
     )
-    for note in [*notes, *(one for one in problems if one.severity is Severity.NOTE)]:
+    for note in [*notes, *(entry for entry in problems if entry.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")
     raise_problems(errors(problems), run.source)
     if examined.devices.line:

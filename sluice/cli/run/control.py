@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
-from sluice.cli.running_run import ask_run, elsewhere, is_active, newest_step, resume_command
+from sluice.cli.running_run import ask_run, elsewhere_notice, is_active, newest_step, resume_command
 from sluice.cli.terminal import print_json
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
@@ -22,7 +22,7 @@ from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.service_spec import replica_number
-from sluice.launch.servicer import all_left, check_number, launched_processes, launcher_of
+from sluice.launch.servicer import check_number, have_all_left, launched_processes, launcher_of
 
 _POLL_S = 0.2
 # About 5 s, since each look tries three times. A trainer that is out of reach for less may be in
@@ -61,14 +61,14 @@ def stop(
     if as_json:
         print_json({"run": str(location.run_dir), "step": step, "resume": resume})
         return
-    where = "its start: no checkpoint was saved" if step is None else f"step {step}"
-    typer.echo(f"{location.run_dir}: stopped\nresume from {where}: {resume}")
+    start = "its start: no checkpoint was saved" if step is None else f"step {step}"
+    typer.echo(f"{location.run_dir}: stopped\nresume from {start}: {resume}")
 
 
 async def _refuse_several(run_dir: Path) -> None:
     """Raise ConfigError if other runs than that of the folder are active; no argument named it."""
-    known = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
-    active = [run for run in sorted({run.absolute() for run in known}) if await is_active(run)]
+    candidates = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
+    active = [run for run in sorted({run.absolute() for run in candidates}) if await is_active(run)]
     if len(active) > 1:
         raise ConfigError(
             f"run: {len(active)} are active; name the one to stop: {', '.join(map(str, active))}"
@@ -76,32 +76,32 @@ async def _refuse_several(run_dir: Path) -> None:
 
 
 async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
-    if await all_left(location.run_dir):
-        raise NotReadyError(await _not_answering(location.run_dir))
+    if await have_all_left(location.run_dir):
+        raise NotReadyError(await _not_answering_text(location.run_dir))
     async with RunMonitor.of(location) as monitor:
         try:
             trainer = (await monitor.snapshot()).instance_id
         except (PeerError, DeadlineError) as error:
-            raise NotReadyError(await _not_answering(location.run_dir)) from error
+            raise NotReadyError(await _not_answering_text(location.run_dir)) from error
         typer.echo("ending after the present step, and saving", err=True)
-        async with _until(timeout_s, location.run_dir):
+        async with _ending_deadline(timeout_s, location.run_dir):
             await monitor.stop("sluice stop", skip_validation=True, save=True)
-            await _until_ended(location.run_dir, monitor, trainer)
+            await _wait_until_ended(location.run_dir, monitor, trainer)
 
 
-async def _not_answering(run_dir: Path) -> str:
+async def _not_answering_text(run_dir: Path) -> str:
     if await launched_processes(run_dir) is not None:
         again = shlex.join(["sluice", "stop", str(run_dir), "--now"])
         return (
             f"run: the trainer of {run_dir} does not answer, so nothing can be saved; it may still "
             f"be starting: try again, or end the run with `{again}`"
         )
-    return _not_active(run_dir)
+    return _not_active_text(run_dir)
 
 
-def _not_active(run_dir: Path) -> str:
+def _not_active_text(run_dir: Path) -> str:
     nowhere = f"{run_dir} is not active; there is nothing to stop"
-    return f"run: {elsewhere(run_dir) or nowhere}"
+    return f"run: {elsewhere_notice(run_dir) or nowhere}"
 
 
 async def _end_now(location: RunLocation, timeout_s: float) -> None:
@@ -110,16 +110,16 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
     launcher = launcher_of(run_dir)
     processes = await launched_processes(run_dir)
     if processes is None or not launcher.pid:
-        raise NotReadyError(_not_active(run_dir))
+        raise NotReadyError(_not_active_text(run_dir))
     # What answers with the secret of the file is the launcher, so its process id is not another's.
     if not processes:
         raise NotReadyError(f"run: the launcher of {run_dir} does not answer; repeat the command")
     os.kill(launcher.pid, signal.SIGTERM)
-    async with _until(timeout_s, run_dir):
-        await _until_ended(run_dir)
+    async with _ending_deadline(timeout_s, run_dir):
+        await _wait_until_ended(run_dir)
 
 
-def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]:
+def _ending_deadline(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]:
     return deadline(
         timeout_s,
         peer="run",
@@ -128,7 +128,9 @@ def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]
     )
 
 
-async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer: str = "") -> None:
+async def _wait_until_ended(
+    run_dir: Path, monitor: RunMonitor | None = None, trainer: str = ""
+) -> None:
     """Wait until neither the launcher nor the trainer of that instance id, if any, answers.
 
     Where no launcher can be asked, the trainer is away for `_ABSENT_POLLS` looks in a row.
@@ -140,7 +142,7 @@ async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer
     while True:
         is_launched = await launched_processes(run_dir) is not None
         enough = 1 if is_launched else enough
-        answering = await _answering(monitor, trainer) if monitor else None
+        answering = await _answering_instance(monitor, trainer) if monitor else None
         if answering not in (None, trainer):
             raise NotReadyError(
                 f"run: the trainer of {run_dir} died before it had ended, and was started again; "
@@ -152,7 +154,7 @@ async def _until_ended(run_dir: Path, monitor: RunMonitor | None = None, trainer
         await asyncio.sleep(_POLL_S)
 
 
-async def _answering(monitor: RunMonitor, trainer: str) -> str | None:
+async def _answering_instance(monitor: RunMonitor, trainer: str) -> str | None:
     """Return the instance id of the trainer that answers, if any; a busy one is `trainer`."""
     try:
         return (await monitor.snapshot()).instance_id
@@ -233,8 +235,8 @@ async def scale_rollout(
         try:
             change = await launcher.set_replicas(count)
             if change.started or change.drained:
-                console.print(_as_text(change))
-            elif not await _outstanding(launcher, monitor):
+                console.print(_change_text(change))
+            elif not await _unfinished_changes(launcher, monitor):
                 console.print(f"{count} replicas already; nothing to do")
                 return change
             with console.status("waiting") as status:
@@ -244,22 +246,22 @@ async def scale_rollout(
                     phase=f"scaling to {count} replicas",
                     remedy=f"see the logs in {run_dir / 'logs'}; the change continues",
                 ):
-                    while left := await _outstanding(launcher, monitor):
-                        status.update(f"waiting for {', '.join(left)}")
+                    while unfinished := await _unfinished_changes(launcher, monitor):
+                        status.update(f"waiting for {', '.join(unfinished)}")
                         await asyncio.sleep(_LOOK_S)
         except PeerError as error:
-            ended = f"the launcher of {run_dir} does not answer; it has ended"
-            raise NotReadyError(f"run: {elsewhere(run_dir) or ended}") from error
+            no_answer = f"the launcher of {run_dir} does not answer; it has ended"
+            raise NotReadyError(f"run: {elsewhere_notice(run_dir) or no_answer}") from error
         console.print(f"done: {count} replicas")
     return change
 
 
-def _as_text(change: Scaling) -> str:
+def _change_text(change: Scaling) -> str:
     parts = [("starting", change.started), ("draining", change.drained)]
-    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+    return "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
 
 
-async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
+async def _unfinished_changes(launcher: Launcher, monitor: RunMonitor) -> list[str]:
     """Return the unfinished changes, also those of other commands.
 
     That is draining replicas that have not left, and other replicas that do not serve yet.
@@ -268,17 +270,17 @@ async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
         processes = await launcher.services()
     except DeadlineError:  # a launcher on a busy machine may answer late
         return ["the launcher to answer"]
-    replicas = [each for each in processes if replica_number(each.name) is not None]
-    serving = await _serving(monitor)
-    late = [f"{each.name} to leave" for each in replicas if each.is_draining]
+    replicas = [process for process in processes if replica_number(process.name) is not None]
+    serving = await _serving_names(monitor)
+    late = [f"{process.name} to leave" for process in replicas if process.is_draining]
     return late + [
-        f"{each.name} to serve"
-        for each in replicas
-        if not each.is_draining and each.name not in serving
+        f"{process.name} to serve"
+        for process in replicas
+        if not process.is_draining and process.name not in serving
     ]
 
 
-async def _serving(monitor: RunMonitor) -> set[str]:
+async def _serving_names(monitor: RunMonitor) -> set[str]:
     """Return the names of replicas that serve; none while the trainer does not answer."""
     try:
         replicas = (await monitor.snapshot()).replicas

@@ -57,7 +57,7 @@ def outcome_of(
     outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
     reason = ""
     if end.failures:
-        outcome, reason = "failed", _reason(end.failures[0])
+        outcome, reason = "failed", _failure_reason(end.failures[0])
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
     elif record.accounts.get(DATA_EXHAUSTED):
@@ -75,14 +75,14 @@ def outcome_of(
     )
 
 
-def _reason(failure: str) -> str:
+def _failure_reason(failure: str) -> str:
     """Return the process that failed and its last line: the error, as a rule."""
     head, *lines = failure.splitlines()
     return " ".join([head, *(line.strip() for line in lines[-1:])])
 
 
-def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
-    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
+def _lines_not_shown(lines: list[str], shown_lines: Collection[str]) -> list[str]:
+    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown_lines)]
 
 
 def end_run(
@@ -93,7 +93,7 @@ def end_run(
     total_steps: int | None,
     seconds_total: float,
     seconds_services: float,
-    shown: Collection[str] = (),
+    shown_lines: Collection[str] = (),
     as_json: bool = False,
 ) -> None:
     """Write `summary.json` and `report.html` of a run that has ended, and print its last lines.
@@ -105,11 +105,11 @@ def end_run(
         total_steps: of the whole run; None: unknown.
         seconds_total: of the whole command.
         seconds_services: from the start of its services to their end.
-        shown: log lines that the user has seen already.
+        shown_lines: log lines that the user has seen already.
         as_json: print the summary to standard output as one JSON object, as the last line.
     """
     run_dir = Path(config.sluice.run_dir)
-    print_failures(end, console, shown)
+    print_failures(end, console, shown_lines)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
     print_line(console, _first_line(outcome, seconds_total))
@@ -120,16 +120,16 @@ def end_run(
     _write_summary(run_dir, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
-    for name, text in _where(config, outcome):
+    for name, text in _next_steps(config, outcome):
         print_line(console, f"{name:<11} {text}")
     if as_json:
         print_json(numbers)
 
 
-def print_failures(end: RunEnd, console: Console, shown: Collection[str]) -> None:
+def print_failures(end: RunEnd, console: Console, shown_lines: Collection[str]) -> None:
     """Print why processes failed, without log lines that the user has seen already."""
     for failure in end.failures:
-        text = "\n".join(_unshown(failure.splitlines(), shown))
+        text = "\n".join(_lines_not_shown(failure.splitlines(), shown_lines))
         console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
 
 
@@ -139,7 +139,7 @@ def _first_line(outcome: RunOutcome, seconds: float) -> str:
     return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
 
 
-def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+def _next_steps(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     run_dir = Path(config.sluice.run_dir)
     yield "checkpoint", outcome.checkpoint or "none"
     if (run_dir / REPORT_NAME).is_file():
@@ -154,8 +154,8 @@ def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     if outcome.reason == DATA_ENDED:
         yield "train on", f"{again} trainer.total_epochs={2 * config.trainer.total_epochs}"
     elif outcome.outcome == "finished":
-        more = 2 * (outcome.total_steps or outcome.step)
-        yield "train on", f"{again} trainer.total_training_steps={more}"
+        doubled = 2 * (outcome.total_steps or outcome.step)
+        yield "train on", f"{again} trainer.total_training_steps={doubled}"
     else:
         yield "resume", f"{again}  # {start}"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import typer
 
-from sluice.cli.run.checked import examined_to_start, refuse_beside_another
+from sluice.cli.run.checked import check_before_start, refuse_beside_another
 from sluice.cli.run.ending import print_failures
-from sluice.cli.run.evaluation_origin import claim
+from sluice.cli.run.evaluation_origin import claim_folder
 from sluice.cli.run.up import Display, show_launcher_messages, start_processes
 from sluice.cli.terminal import print_line
 from sluice.cli.watch.live_view import EvaluationView
@@ -87,14 +87,14 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> Results:
         typer.Exit: it did not reach its end; has its exit code.
     """
     began_s = time.monotonic()
-    asked = evaluation_config(order)
-    config = with_absolute_paths(asked)
+    requested = evaluation_config(order)
+    config = with_absolute_paths(requested)
     tree = settings_of(msgspec.to_builtins(config), [])
     run = ReadRun(config, tree, (), f"evaluation of {order.model}")
-    config = examined_to_start(run, display.console).config
+    config = check_before_start(run, display.console).config
     folder = Path(config.sluice.run_dir)
     asyncio.run(refuse_beside_another(folder))
-    claim(folder, asked)
+    claim_folder(folder, requested)
     (folder / RESULTS_NAME).unlink(missing_ok=True)
     show_launcher_messages(display.console)
     end, view = asyncio.run(

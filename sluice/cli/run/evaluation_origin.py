@@ -68,22 +68,22 @@ class EvaluationOrigin(msgspec.Struct, frozen=True):
         )
 
 
-def claim(folder: Path, config: RunConfig) -> None:
+def claim_folder(folder: Path, config: RunConfig) -> None:
     """Note what the responses in a folder come from; refuse a folder with those of another origin.
 
     Raises:
         ConfigError: names the first differences, or the folder holds something else.
     """
-    known, now = read_origin(folder), _origin_of(config)
-    if known is None and any((folder / name).exists() for name in (CONFIG_NAME, FOLDER_NAME)):
+    noted, present = read_origin(folder), _origin_of(config)
+    if noted is None and any((folder / name).exists() for name in (CONFIG_NAME, FOLDER_NAME)):
         raise ConfigError(
             f"--output {folder}: holds a run, or responses of unknown origin (no {ORIGIN_NAME}); "
             "give another --output"
         )
-    if known is not None and _has_responses(folder):
-        _refuse_changes(folder, known, now)
+    if noted is not None and _has_responses(folder):
+        _refuse_changes(folder, noted, present)
     else:
-        write_origin(folder, now)
+        write_origin(folder, present)
 
 
 def refuse_other_origin(folder: Path, config: RunConfig) -> None:
@@ -92,8 +92,8 @@ def refuse_other_origin(folder: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: names the first differences.
     """
-    if (known := read_origin(folder)) is not None:
-        _refuse_changes(folder, known.without_model(), _origin_of(config).without_model())
+    if (noted := read_origin(folder)) is not None:
+        _refuse_changes(folder, noted.without_model(), _origin_of(config).without_model())
 
 
 def regraded_origin(folder: Path, overrides: list[str]) -> EvaluationOrigin | None:
@@ -104,21 +104,23 @@ def regraded_origin(folder: Path, overrides: list[str]) -> EvaluationOrigin | No
     Raises:
         ConfigError: a key is not one of grading.
     """
-    if (known := read_origin(folder)) is None:
+    if (noted := read_origin(folder)) is None:
         return None
-    before, now = (_origin_of(load_config(folder / CONFIG_NAME, keys)) for keys in ([], overrides))
-    for key, _, value in _changes(before.settings, now.settings):
+    before, after = (
+        _origin_of(load_config(folder / CONFIG_NAME, keys)) for keys in ([], overrides)
+    )
+    for key, _, value in _changes(before.settings, after.settings):
         if not key.startswith(_OF_GRADING):
             raise ConfigError(
                 f"{key} = {value!r}: the responses were sampled with another value; leave it out, "
                 "or evaluate into another --output"
             )
-    kept = {k: v for k, v in known.settings.items() if not k.startswith(_OF_GRADING)}
-    grading = {k: v for k, v in now.settings.items() if k.startswith(_OF_GRADING)}
-    files = {k: v for k, v in known.files.items() if k != known.settings.get(_SCORER)}
-    scorer = now.settings.get(_SCORER)
+    sampling = {k: v for k, v in noted.settings.items() if not k.startswith(_OF_GRADING)}
+    grading = {k: v for k, v in after.settings.items() if k.startswith(_OF_GRADING)}
+    files = {k: v for k, v in noted.files.items() if k != noted.settings.get(_SCORER)}
+    scorer = after.settings.get(_SCORER)
     return EvaluationOrigin(
-        kept | grading, files | {k: v for k, v in now.files.items() if k == scorer}
+        sampling | grading, files | {k: v for k, v in after.files.items() if k == scorer}
     )
 
 
@@ -148,10 +150,10 @@ def _has_responses(folder: Path) -> bool:
     return any(file.stat().st_size for file in (folder / FOLDER_NAME).glob("*.jsonl"))
 
 
-def _refuse_changes(folder: Path, known: EvaluationOrigin, now: EvaluationOrigin) -> None:
-    settings = _changes(known.settings, now.settings)
+def _refuse_changes(folder: Path, noted: EvaluationOrigin, present: EvaluationOrigin) -> None:
+    settings = _changes(noted.settings, present.settings)
     changes = [f"{key} = {before!r} is now {value!r}" for key, before, value in settings]
-    changes += [f"{file} has changed" for file, _, _ in _changes(known.files, now.files)]
+    changes += [f"{file} has changed" for file, _, _ in _changes(noted.files, present.files)]
     if changes:
         raise ConfigError(
             f"--output {folder}: holds responses of another evaluation ({'; '.join(changes[:3])}); "
@@ -160,13 +162,13 @@ def _refuse_changes(folder: Path, known: EvaluationOrigin, now: EvaluationOrigin
 
 
 def _changes(
-    before: Mapping[str, object], now: Mapping[str, object]
+    before: Mapping[str, object], after: Mapping[str, object]
 ) -> list[tuple[str, object, object]]:
-    names = sorted(before.keys() | now.keys())
+    names = sorted(before.keys() | after.keys())
     return [
-        (name, before.get(name), now.get(name))
+        (name, before.get(name), after.get(name))
         for name in names
-        if before.get(name) != now.get(name)
+        if before.get(name) != after.get(name)
     ]
 
 
@@ -195,7 +197,7 @@ def _file_marks(config: RunConfig) -> dict[str, list[int]]:
         turns.function_tool_path,
         turns.tool_config_path,
     )
-    files += [Path(one) for one in functions if one is not None]
+    files += [Path(function) for function in functions if function is not None]
     marks = {}
     for file in filter(Path.is_file, files):
         status = file.stat()

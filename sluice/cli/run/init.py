@@ -50,7 +50,7 @@ def init(
     read_from, overrides = split_arguments([str(source)], trust_script=trust_script)
     tree = read_settings(read_from, overrides)
     notes = launch_notes(load_config(read_from, overrides), tree)
-    file.write_text("\n".join(_lines(tree, notes)) + "\n", encoding="utf-8")
+    file.write_text("\n".join(_yaml_lines(tree, notes)) + "\n", encoding="utf-8")
     if as_json:
         print_json({"file": str(file), "settings": tree.by_key()})
         return
@@ -59,12 +59,12 @@ def init(
     typer.echo(f"next: sluice config check {name}\n      sluice up {name}")
 
 
-def _lines(tree: SettingsTree, notes: Sequence[Problem]) -> Iterator[str]:
+def _yaml_lines(tree: SettingsTree, notes: Sequence[Problem]) -> Iterator[str]:
     yield "# A run of sluice. The keys are verl's; `sluice config explain KEY` explains each one."
     yield "# Check it: sluice config check FILE. Start it: sluice up FILE."
-    said = {note.key: note.text for note in notes}
+    note_texts = {note.key: note.text for note in notes}
     parents: tuple[str, ...] = ()
-    for path, value in _in_order(tree):
+    for path, value in _ordered_leaves(tree):
         shared = 0
         while shared < min(len(parents), len(path) - 1) and parents[shared] == path[shared]:
             shared += 1
@@ -74,32 +74,32 @@ def _lines(tree: SettingsTree, notes: Sequence[Problem]) -> Iterator[str]:
             yield f"{'  ' * depth}{path[depth]}:"
         parents = path[:-1]
         indent, key = "  " * len(parents), ".".join(path)
-        note = said.get(tree.written(path)) or said.get(key)
-        for line in _comment(key, note):
+        note = note_texts.get(tree.spelling(path)) or note_texts.get(key)
+        for line in _comment_lines(key, note):
             yield from wrap(
                 line, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
             )
         yield f"{indent}{path[-1]}: {flow_text(value)}"
 
 
-def _in_order(tree: SettingsTree) -> list[tuple[tuple[str, ...], object]]:
+def _ordered_leaves(tree: SettingsTree) -> list[tuple[tuple[str, ...], object]]:
     """Return the settings in the catalogue's order, so that each section is written once."""
     places = {key: place for place, key in enumerate(catalogue())}
-    first: dict[tuple[str, ...], int] = {}
+    first_place: dict[tuple[str, ...], int] = {}
     leaves = list(tree.leaves())
     for path, _ in leaves:
         for depth in range(1, len(path) + 1):
             place = places.get(".".join(path), len(places))
-            first[path[:depth]] = min(place, first.get(path[:depth], place))
+            first_place[path[:depth]] = min(place, first_place.get(path[:depth], place))
 
     def rank(leaf: tuple[tuple[str, ...], object]) -> list[tuple[int, str]]:
         path = leaf[0]
-        return [(first[path[:depth]], path[depth - 1]) for depth in range(1, len(path) + 1)]
+        return [(first_place[path[:depth]], path[depth - 1]) for depth in range(1, len(path) + 1)]
 
     return sorted(leaves, key=rank)
 
 
-def _comment(key: str, note: str | None) -> Iterator[str]:
+def _comment_lines(key: str, note: str | None) -> Iterator[str]:
     entry = catalogue().get(key)
     if entry is not None and entry.meaning:
         yield entry.meaning.partition(". ")[0].rstrip(".")

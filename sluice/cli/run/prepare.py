@@ -13,8 +13,8 @@ from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
-from sluice.cli.run.checked import examined_to_start, refuse_other_ledger
-from sluice.cli.run.quickstart import made_settings
+from sluice.cli.run.checked import check_before_start, refuse_other_ledger
+from sluice.cli.run.quickstart import make_asset_settings
 from sluice.cli.running_run import folder_setting, newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -33,7 +33,7 @@ from sluice.launch.network_layout import (
     observed_settings,
 )
 from sluice.launch.shared_run import SharedRun
-from sluice.report.summary import forget_end
+from sluice.report.summary import remove_end_files
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics import forget_targets
 
@@ -100,12 +100,12 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     """
     console = Console(stderr=as_json)
     report = partial(print_line, console)
-    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    is_active = run.is_active and written.is_file() and not restart
+    run, config_file = SharedRun(run_dir), run_dir / CONFIG_NAME
+    is_active = run.is_active and config_file.is_file() and not restart
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
-    settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
+    settings += make_asset_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
     if secure:
         ensure_certificates(certificates, report, run_is_active=is_active)
         settings += security_settings(certificates)
@@ -115,33 +115,35 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     settings += [*network_settings(), folder_setting(run_dir.absolute())]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
-        given = read_run(base, [*settings, *overrides])
-        refuse_other_ledger(given.config)
-        notes = launch_notes(given.config, read_settings(base, overrides))
-    config = examined_to_start(given, console, notes, is_local=False, grades=False).config
+        run_as_read = read_run(base, [*settings, *overrides])
+        refuse_other_ledger(run_as_read.config)
+        notes = launch_notes(run_as_read.config, read_settings(base, overrides))
+    config = check_before_start(run_as_read, console, notes, is_local=False, grades=False).config
     try_responses(config, (), ENOUGH_S)  # what grades can be loaded
     if not is_active:
-        _begin(run, config, written, report)
-    elif written.read_text(encoding="utf-8") != dump_config(config):
-        report(f"notice: {written} {_KEPT}")
-    _show(written, is_active=is_active, as_json=as_json)
+        _write_run(run, config, config_file, report)
+    elif config_file.read_text(encoding="utf-8") != dump_config(config):
+        report(f"notice: {config_file} {_KEPT}")
+    _print_written(config_file, is_active=is_active, as_json=as_json)
 
 
-def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
+def _print_written(config_file: Path, *, is_active: bool, as_json: bool) -> None:
     if as_json:
-        print_json({"config": str(written), "continues": is_active})
+        print_json({"config": str(config_file), "continues": is_active})
     else:
         state = "continues" if is_active else "begins"
-        print_line(Console(), f"{written.parent}: the run {state}")
+        print_line(Console(), f"{config_file.parent}: the run {state}")
 
 
-def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
+def _write_run(
+    run: SharedRun, config: RunConfig, config_file: Path, report: Callable[[str], None]
+) -> None:
     """Write the files of a new run."""
     if (notice := spent_notice(config)) is not None:
         report(f"notice: {notice}")
-    write_config(config, written)
-    forget_end(written.parent)
-    forget_targets(written.parent)
+    write_config(config, config_file)
+    remove_end_files(config_file.parent)
+    forget_targets(config_file.parent)
     run.begin(Path(checkpoint_folder(config)))
 
 
@@ -151,12 +153,17 @@ def spent_notice(config: RunConfig) -> str | None:
     There is none if only the data determine the number of steps
     (``trainer.total_training_steps`` is null).
     """
-    planned, done = config.trainer.total_training_steps, newest_step(config)
-    if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
+    num_planned, num_done = config.trainer.total_training_steps, newest_step(config)
+    if (
+        config.trainer.resume_mode != "auto"
+        or num_planned is None
+        or num_done is None
+        or num_done < num_planned
+    ):
         return None
     return (
-        f"the newest checkpoint in {checkpoint_folder(config)} is of step {done}, and "
-        f"trainer.total_training_steps = {planned}: the run ends without a step; raise it, or "
+        f"the newest checkpoint in {checkpoint_folder(config)} is of step {num_done}, and "
+        f"trainer.total_training_steps = {num_planned}: the run ends without a step; raise it, or "
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, Overrides
-from sluice.cli.run.checked import checked_run, refuse_beside_another
-from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
+from sluice.cli.run.checked import check_run, refuse_beside_another
+from sluice.cli.run.up import Display, Quiet, ShowLogs, display_from_options, start_run
 from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import local_devices
 from sluice.quickstart.settings import PrepareProgress
@@ -79,13 +79,13 @@ def quickstart(
       sluice quickstart --task jars --run-dir runs/jars
     """
     began_s = time.monotonic()
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
-    with _job() as base:
+    display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
+    with _job_file() as base:
         load_config(base, overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
-    settings = [*made_settings(run_dir, task, seed, display.console), *(overrides or [])]
-    with _job() as base:
-        start_at_zero(base, with_fitting(base, settings), display, began_s)
+    settings = [*make_asset_settings(run_dir, task, seed, display.console), *(overrides or [])]
+    with _job_file() as base:
+        start_at_zero(base, with_fitting_replicas(base, settings), display, began_s)
 
 
 def start_at_zero(base: Path, settings: list[str], display: Display, began_s: float) -> NoReturn:
@@ -100,9 +100,9 @@ def start_at_zero(base: Path, settings: list[str], display: Display, began_s: fl
         began_s: start of the whole command, on the monotonic clock.
 
     Raises:
-        ConfigError: of `checked_run`; or the run's folder is not marked.
+        ConfigError: of `check_run`; or the run's folder is not marked.
     """
-    config = checked_run(base, settings, display.console).config
+    config = check_run(base, settings, display.console).config
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
     remove_results(run_dir, _RESULTS)
@@ -110,18 +110,18 @@ def start_at_zero(base: Path, settings: list[str], display: Display, began_s: fl
     raise typer.Exit(end.exit_code)
 
 
-def made_settings(run_dir: Path, task: str, seed: int, console: Console) -> list[str]:
+def make_asset_settings(run_dir: Path, task: str, seed: int, console: Console) -> list[str]:
     """Make model and data in a run's folder; return the overrides for them.
 
     Raises:
         ConfigError: the task is unknown, or its packages are not installed.
     """
-    with preparation(console) as show:
-        assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
+    with show_preparation(console) as show:
+        assets = asset_maker()(run_dir / "assets", task=task, seed=seed, progress=show)
     return asset_settings(assets, run_dir, seed)
 
 
-def preparer() -> Callable[..., QuickstartAssets]:
+def asset_maker() -> Callable[..., QuickstartAssets]:
     """Return what makes model and data.
 
     Raises:
@@ -140,9 +140,9 @@ def preparer() -> Callable[..., QuickstartAssets]:
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
     """Return overrides for the paths, the seeds and the lengths of the quickstart's files."""
     return [
-        f"actor_rollout_ref.model.path={override_value(str(assets.model_dir.absolute()))}",
-        f"data.train_files={override_value(str(assets.train_file.absolute()))}",
-        f"data.val_files={override_value(str(assets.val_file.absolute()))}",
+        f"actor_rollout_ref.model.path={format_override_value(str(assets.model_dir.absolute()))}",
+        f"data.train_files={format_override_value(str(assets.train_file.absolute()))}",
+        f"data.val_files={format_override_value(str(assets.val_file.absolute()))}",
         folder_setting(run_dir),
         f"data.max_prompt_length={assets.task.max_prompt_tokens}",
         f"data.max_response_length={assets.task.max_response_tokens}",
@@ -154,13 +154,13 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
     ]
 
 
-def with_fitting(base: Path, settings: list[str]) -> list[str]:
+def with_fitting_replicas(base: Path, settings: list[str]) -> list[str]:
     """Return the settings; before them as many replicas as this machine's devices allow."""
     run = read_run(base, settings)
     return [*local_devices(run.config, run.keys, os.environ).remedy, *settings]
 
 
-def _job() -> AbstractContextManager[Path]:
+def _job_file() -> AbstractContextManager[Path]:
     return as_file(files("sluice.quickstart") / "quickstart.yaml")
 
 
@@ -203,7 +203,7 @@ def remove_results(folder: Path, patterns: Iterable[str]) -> None:
 
 
 @contextmanager
-def preparation(
+def show_preparation(
     console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[PrepareProgress], None]]:
     """Show the progress of the preparation: a bar on a terminal, else a line every few seconds.

@@ -9,14 +9,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from sluice.cli.arguments import AsJson, Overrides
-from sluice.cli.run.quickstart import mark_run_folder, preparation, start_at_zero
+from sluice.cli.run.quickstart import mark_run_folder, show_preparation, start_at_zero
 from sluice.cli.run.up import (
     Display,
     On,
     Quiet,
     RayAddress,
     ShowLogs,
-    display_of,
+    display_from_options,
     ray_options,
     run_configured,
 )
@@ -24,7 +24,7 @@ from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.recipes.folders import Recipe, all_recipes, own_files, recipe_named, small_run
+from sluice.recipes.folders import Recipe, all_recipes, file_overrides, find_recipe, small_run
 
 _SEEDED = ("data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed")
 _CAPACITY_TIMEOUT_S = 300.0
@@ -81,7 +81,7 @@ def show(
       sluice recipe show dapo-qwen3-32b-npu
       sluice recipe show dapo-qwen3-32b-npu --config > run.yaml
     """
-    recipe = recipe_named(name)
+    recipe = find_recipe(name)
     if config and tiny:
         raise ConfigError("--config and --tiny contradict each other; leave one of them out")
     text = recipe.readme
@@ -126,8 +126,8 @@ def run(  # noqa: PLR0913 - options of the command
       sluice recipe run dapo-qwen3-32b-npu --on ray data.train_files=data/mine.parquet
     """
     began_s = time.monotonic()
-    recipe = recipe_named(name)
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    recipe = find_recipe(name)
+    display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
     if tiny:
         if on != "local":
             raise ConfigError("--on ray: a run in small takes one machine; leave one of both out")
@@ -136,8 +136,8 @@ def run(  # noqa: PLR0913 - options of the command
     if seed is not None:
         keys = " ".join(f"{key}={seed}" for key in _SEEDED)
         raise ConfigError(f"--seed {seed}: without --tiny it has no effect; set {keys}")
-    named = [] if run_dir is None else [folder_setting(run_dir)]
-    settings = [*own_files(recipe), *named, *(overrides or [])]
+    folder_settings = [] if run_dir is None else [folder_setting(run_dir)]
+    settings = [*file_overrides(recipe), *folder_settings, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)
     run_configured((recipe.run, settings), display, ray)
 
@@ -150,7 +150,7 @@ def _run_small(
     display: Display,
     began_s: float,
 ) -> NoReturn:
-    made, small = small_run(recipe)
+    made_files, small = small_run(recipe)
     load_config(recipe.run, [*small, *overrides])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
     try:
@@ -160,8 +160,8 @@ def _run_small(
             f"--tiny needs PyTorch and transformers, and {error.name} is not installed; "
             "pip install 'sluice[torch]'"
         ) from error
-    with preparation(display.console) as show_progress:
-        files = make_files(recipe, made, run_dir / "assets", seed, show_progress)
+    with show_preparation(display.console) as show_progress:
+        files = make_files(recipe, made_files, run_dir / "assets", seed, show_progress)
     seeds = [f"{key}={seed}" for key in _SEEDED]
     settings = [*small, *files, folder_setting(run_dir), *seeds, *overrides]
     start_at_zero(recipe.run, settings, display, began_s)

@@ -21,7 +21,7 @@ from sluice.cli.arguments import (
     script_settings,
     split_arguments,
 )
-from sluice.cli.run.checked import checked_run, refuse_beside_another, refuse_other_ledger
+from sluice.cli.run.checked import check_run, refuse_beside_another, refuse_other_ledger
 from sluice.cli.run.ending import end_run
 from sluice.cli.terminal import ConsoleHandler, RunConsole, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
@@ -39,7 +39,7 @@ from sluice.launch.processes.child import ThisMachine
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import ReplicaScale, launch_service
-from sluice.report.summary import forget_end
+from sluice.report.summary import remove_end_files
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.rpc.status import expect_no_tls
@@ -110,7 +110,7 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
     ray = ray_options(on, ray_address, resources, capacity_timeout)
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
     run_configured(configured, display, ray)
 
@@ -161,7 +161,7 @@ def train(  # noqa: PLR0913 - options of the command
         configured = split_arguments(arguments, trust_script=trust_script)
     else:
         configured = script_settings(script, arguments or [], trusted=trust_script)
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    display = display_from_options(logs=logs, quiet=quiet, as_json=as_json)
     run_configured(configured, display, ray)
 
 
@@ -174,7 +174,7 @@ class Display:
     as_json: bool = False
 
 
-def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
+def display_from_options(*, logs: bool, quiet: bool, as_json: bool) -> Display:
     """Return how to show a run, from the options; JSON moves all else to standard error.
 
     Raises:
@@ -199,10 +199,10 @@ def run_configured(
         ray: the cluster to start it on; ``None``: this machine.
 
     Raises:
-        ConfigError: of `checked_run` and `start_run`.
+        ConfigError: of `check_run` and `start_run`.
     """
     file, overrides = configured
-    run = checked_run(file, overrides, display.console, is_local=ray is None)
+    run = check_run(file, overrides, display.console, is_local=ray is None)
     if ray is not None:  # the devices are known once the cluster is
         ray = replace(ray, keys=run.settings)
     end = start_run(run.config, display, ray=ray)
@@ -219,7 +219,7 @@ def start_run(
     """Start and follow a run that was checked; every process has ended when this returns.
 
     Args:
-        config: of `checked_run`.
+        config: of `check_run`.
         display: where and how to show it.
         ray: the cluster to start it on; ``None``: this machine.
         began_s: start of the whole command, on the monotonic clock; ``None``: now.
@@ -246,7 +246,7 @@ def start_run(
         total_steps=view.total_steps,
         seconds_total=ended_s - (began_s or started_s),
         seconds_services=ended_s - started_s,
-        shown=view.shown,
+        shown_lines=view.shown,
         as_json=display.as_json,
     )
     return end
@@ -276,7 +276,7 @@ async def start_processes(
     """
     await refuse_beside_another(config_file.parent)
     refuse_other_ledger(config)
-    forget_end(config_file.parent)
+    remove_end_files(config_file.parent)
     config = with_absolute_paths(config)
     if ray is None:
         config = with_ports(config)
@@ -303,9 +303,9 @@ async def _save_and_end(monitor: RunMonitor) -> bool:
 def show_launcher_messages(console: Console) -> None:
     """Print what the launcher logs."""
     handler = ConsoleHandler(console)
-    for shown in (logging.getLogger("sluice.launch"), logger):
-        shown.handlers[:] = [handler]
-        shown.setLevel(logging.INFO)
+    for shown_logger in (logging.getLogger("sluice.launch"), logger):
+        shown_logger.handlers[:] = [handler]
+        shown_logger.setLevel(logging.INFO)
 
 
 async def _supervise(
@@ -344,6 +344,6 @@ async def _supervise(
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
-    view.print_rest()
+    view.print_missed_steps()
     (run_dir / ENDPOINTS_NAME).unlink(missing_ok=True)
     return end, view

@@ -25,7 +25,7 @@ from sluice.dashboard.run_data import NO_POINTS, compare_folders
 from sluice.dashboard.serving import URL_NAME, serve_page, write_report
 from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import METRICS_NAME
-from sluice.report.summary import ended_summary, summarize, write_summary
+from sluice.report.summary import read_summary, summarize, write_summary
 from sluice.safe_text import printable
 
 _NICE, _CONNECT_S = 10, 2.0
@@ -93,10 +93,10 @@ def open_run(
       sluice open runs/quickstart
     """
     run = named_run(run, run_option)
-    shown = _json_address if as_json else _print_address
+    show_address = _json_address if as_json else _print_address
 
     def show(url: str) -> None:
-        shown(url)
+        show_address(url)
         open_in_browser(url)
 
     url = _served_address(run)
@@ -129,11 +129,11 @@ async def _serve(
     host: str,
     port: int,
     on_address: Callable[[str], None],
-    others: Sequence[Path] = (),
+    other_runs: Sequence[Path] = (),
 ) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, others=others, stop=stop, on_address=on_address)
+        await serve_page(run, host, port, other_runs=other_runs, stop=stop, on_address=on_address)
 
 
 def _print_address(url: str) -> None:
@@ -160,7 +160,7 @@ def report(
     is_live = asyncio.run(is_active(folder))
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
-    numbers = {**({} if is_live else ended_summary(folder)), **asdict(summary)}
+    numbers = {**({} if is_live else read_summary(folder)), **asdict(summary)}
     write_summary(folder, numbers)
     page = folder / "report.html"
     write_report(folder, page)
@@ -205,23 +205,23 @@ def compare(
     if as_json:
         print_json(comparison)
     else:
-        _print(comparison)
+        _print_comparison(comparison)
 
 
-def _print(comparison: dict[str, Any]) -> None:
+def _print_comparison(comparison: dict[str, Any]) -> None:
     console = output_console()
     names = [printable(run["name"]) for run in comparison["runs"]]
 
-    def table(title: str, first: str, rows: list[tuple[str, Sequence[str]]]) -> None:
+    def table(title: str, first_column: str, rows: list[tuple[str, Sequence[str]]]) -> None:
         if rows:
             cells = [(printable(name), *map(printable, values)) for name, values in rows]
-            print_table(console, title, (first, *names), cells)
+            print_table(console, title, (first_column, *names), cells)
 
     table(
         "Figures",
         "",
         [
-            (row["name"], [_text(value, row["kind"]) for value in row["values"]])
+            (row["name"], [_value_text(value, row["kind"]) for value in row["values"]])
             for row in comparison["figures"]
         ],
     )
@@ -231,7 +231,7 @@ def _print(comparison: dict[str, Any]) -> None:
             f"{title} at equal steps, tokens and time",
             "after",
             [
-                (_BY[row["by"]].format(row["at"]), [_text(v, "number") for v in row[measure]])
+                (_BY[row["by"]].format(row["at"]), [_value_text(v, "number") for v in row[measure]])
                 for row in comparison["progress"]
                 if any(value is not None for value in row[measure])
             ],
@@ -245,7 +245,7 @@ def _print(comparison: dict[str, Any]) -> None:
         console.print("The configurations are the same.")
 
 
-def _text(value: float | None, kind: str) -> str:
+def _value_text(value: float | None, kind: str) -> str:
     if value is None:
         return _NONE
     match kind:

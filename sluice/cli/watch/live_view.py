@@ -26,7 +26,7 @@ from sluice.report.progress import (
     TimeLeft,
     duration_text,
     groups_since,
-    low_yield,
+    low_yield_notice,
     starting_line,
     state_line,
     step_line,
@@ -83,10 +83,12 @@ def run_table(
 
 def guard_lines(snapshot: RunSnapshot) -> list[str]:
     """Return why a guard holds the run, and which rules have no signal, one line each."""
-    held = snapshot.hold_reason
-    lines = [f"held by a guard: {held}; `sluice resume` ends the hold"] if held else []
-    silent = [one for one in snapshot.guards if one.state == "no signal"]
-    return lines + [f"no signal for the guard '{one.rule}': {one.detail}" for one in silent]
+    hold_reason = snapshot.hold_reason
+    lines = (
+        [f"held by a guard: {hold_reason}; `sluice resume` ends the hold"] if hold_reason else []
+    )
+    silent = [guard for guard in snapshot.guards if guard.state == "no signal"]
+    return lines + [f"no signal for the guard '{guard.rule}': {guard.detail}" for guard in silent]
 
 
 def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
@@ -104,8 +106,8 @@ def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
 def _numbers(snapshot: RunSnapshot, accuracies: list[tuple[int, float]]) -> Table:
     """Render names and values, three pairs per row: they fit into 80 columns."""
     held_out = f"{accuracies[-1][1]:.3f}" if accuracies else "-"
-    reward, *others = _cells(snapshot.metrics)
-    cells = [reward, ("held-out accuracy", held_out), *others]
+    reward, *other_cells = _metric_cells(snapshot.metrics)
+    cells = [reward, ("held-out accuracy", held_out), *other_cells]
     grid = Table.grid(padding=(0, 2))
     for _ in range(_PAIRS_A_ROW):
         grid.add_column(style="dim")
@@ -115,7 +117,7 @@ def _numbers(snapshot: RunSnapshot, accuracies: list[tuple[int, float]]) -> Tabl
     return grid
 
 
-def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _metric_cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return names and values of a step; a dash for a missing value."""
 
     def number(name: str, form: str) -> str:
@@ -232,7 +234,7 @@ class LiveView:
             await self._print_steps(monitor)
             states.cancel()
 
-    def print_rest(self) -> None:
+    def print_missed_steps(self) -> None:
         """Print the steps that ended before the trainer could be asked: a run may be that short."""
         if self.total_steps is None:
             self.total_steps = self._config.trainer.total_training_steps
@@ -244,8 +246,8 @@ class LiveView:
         for row in rows:
             step = int(row.get("step") or 0)
             if metric_names.STEP in row and step > self._last_step:
-                known = {name: value for name, value in row.items() if value is not None}
-                self._print(step_line(step, self.total_steps or step, known))
+                metrics = {name: value for name, value in row.items() if value is not None}
+                self._print(step_line(step, self.total_steps or step, metrics))
         self._print_new_accuracy()
 
     async def _learn_total_steps(self, monitor: RunMonitor) -> None:
@@ -297,8 +299,8 @@ class LiveView:
                 total = self.total_steps = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
                     following, self._last_step, self._has_stepped = step + 1, step, True
-                    left = time_left.after(step, total, metrics)
-                    self._print(step_line(step, total, metrics, left))
+                    eta = time_left.update(step, total, metrics)
+                    self._print(step_line(step, total, metrics, eta))
                     self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(REFRESH_S)
@@ -338,7 +340,7 @@ class LiveView:
             self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
         kept = snapshot.groups.get("kept", 0)
         present = groups_since(self._prompts_before, snapshot.prompts, kept)
-        text = low_yield(present) or low_yield(snapshot.metrics)
+        text = low_yield_notice(present) or low_yield_notice(snapshot.metrics)
         if text and not self._is_yield_low:
             self._print(f"notice: {text}")
         self._is_yield_low = bool(text)
@@ -362,31 +364,31 @@ class EvaluationView(LiveView):
             return
         if not self._console.is_terminal:
             while True:
-                text = await self._look(monitor)
+                text = await self._poll(monitor)
                 if time.monotonic() - self._printed_s >= LINE_EVERY_S:
                     self._print(text)
         with Live(Text(""), console=self._console, refresh_per_second=4) as live:
             while True:
-                live.update(Text(await self._look(monitor)))
+                live.update(Text(await self._poll(monitor)))
 
-    async def _look(self, monitor: RunMonitor) -> str:
+    async def _poll(self, monitor: RunMonitor) -> str:
         await asyncio.sleep(REFRESH_S)
         try:
             snapshot = await monitor.snapshot()
         except SluiceError:
             return self._starting_line() if self._first is None else _NOT_ANSWERING
-        done, total = snapshot.validation
+        num_done, total = snapshot.validation
         if self._first is None and total:
-            self._first = time.monotonic(), done
-        return evaluation_line(snapshot, self._left_s(done, total))
+            self._first = time.monotonic(), num_done
+        return evaluation_line(snapshot, self._left_s(num_done, total))
 
-    def _left_s(self, done: int, total: int) -> float | None:
-        if self._first is None or done <= self._first[1]:
+    def _left_s(self, num_done: int, total: int) -> float | None:
+        if self._first is None or num_done <= self._first[1]:
             return None
         began_s, before = self._first
-        return (time.monotonic() - began_s) / (done - before) * (total - done)
+        return (time.monotonic() - began_s) / (num_done - before) * (total - num_done)
 
-    def print_rest(self) -> None:
+    def print_missed_steps(self) -> None:
         """Do nothing: the results are printed by who started the evaluation."""
 
 
@@ -397,10 +399,10 @@ def evaluation_line(snapshot: RunSnapshot, left_s: float | None) -> str:
         snapshot: its state.
         left_s: seconds that it still needs; ``None``: not known.
     """
-    done, total = snapshot.validation
+    num_done, total = snapshot.validation
     if not total:
         return f"waiting for replicas to read the model ({duration_text(snapshot.phase_seconds)})"
     tokens_per_s = sum(replica.tokens_per_second for replica in snapshot.replicas)
-    line = f"evaluated {done} of {total} prompts, {len(snapshot.replicas)} replicas"
+    line = f"evaluated {num_done} of {total} prompts, {len(snapshot.replicas)} replicas"
     line += f", {tokens_per_s:,.0f} tok/s"
     return line if left_s is None else f"{line}, ETA {duration_text(left_s)}"

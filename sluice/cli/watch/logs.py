@@ -53,35 +53,35 @@ def logs(
       sluice logs trainer -f -n 20
     """
     if run is not None and _is_service_name(run):
-        run, service = _as_service(run, service)
-    named = named_run(run, run_option)
-    folder = (named.parent if named.is_file() else named) / "logs"
+        run, service = _run_and_service(run, service)
+    run_path = named_run(run, run_option)
+    folder = (run_path.parent if run_path.is_file() else run_path) / "logs"
     show = partial(_print, has_name=service is None, as_json=as_json)
     tails = {file: LineTail(file) for file in _files(folder, service)}
     for file, tail in tails.items():
-        show(file, deque(_new_lines(tail), maxlen=lines))
+        show(file, deque(_read_new_lines(tail), maxlen=lines))
     while follow:
         time.sleep(_POLL_S)
         for file in _files(folder, service):
-            show(file, _new_lines(tails.setdefault(file, LineTail(file))))
+            show(file, _read_new_lines(tails.setdefault(file, LineTail(file))))
 
 
-def _as_service(named: Path, other: str | None) -> tuple[Path | None, str]:
+def _run_and_service(first: Path, second: str | None) -> tuple[Path | None, str]:
     """Return the run and the service of two arguments; the first is no run."""
-    if other is not None and not _is_path(other):
+    if second is not None and not _is_path(second):
         raise ConfigError(
-            f"run: there is no folder {named}, and none {other}; give the folder of a run, such as "
-            f"runs/quickstart, or the service alone, which is one of the newest run's"
+            f"run: there is no folder {first}, and none {second}; give the folder of a run, such "
+            f"as runs/quickstart, or the service alone, which is one of the newest run's"
         )
-    return None if other is None else Path(other), str(named)
+    return None if second is None else Path(second), str(first)
 
 
-def _is_service_name(named: Path) -> bool:
-    return len(named.parts) == 1 and not (named / CONFIG_NAME).is_file() and not named.exists()
+def _is_service_name(path: Path) -> bool:
+    return len(path.parts) == 1 and not (path / CONFIG_NAME).is_file() and not path.exists()
 
 
-def _is_path(named: str) -> bool:
-    return len(Path(named).parts) > 1 or Path(named).exists()
+def _is_path(text: str) -> bool:
+    return len(Path(text).parts) > 1 or Path(text).exists()
 
 
 def _print(file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_json: bool) -> None:
@@ -103,18 +103,18 @@ def _files(folder: Path, service: str | None) -> list[Path]:
         refuse_missing(folder.parent)
         raise ConfigError(f"run: {folder} holds no logs; give the folder of a started run")
     if service is not None:
-        chosen = [file for file in files if file.name == f"{service}{_SUFFIX}"]
-        if not chosen:
+        service_files = [file for file in files if file.name == f"{service}{_SUFFIX}"]
+        if not service_files:
             names = ", ".join(file.name.removesuffix(_SUFFIX) for file in files)
             raise ConfigError(f"service: {folder.parent} has no log of {service!r}; it has {names}")
-        return chosen
+        return service_files
     return files
 
 
-def _new_lines(tail: LineTail) -> Iterator[str]:
+def _read_new_lines(tail: LineTail) -> Iterator[str]:
     has_more = True
     while has_more:
-        taken = tail.take()
-        has_more = taken.has_more
-        for line in taken.lines:
+        new_lines = tail.read_new_lines()
+        has_more = new_lines.has_more
+        for line in new_lines.lines:
             yield line.text.decode("utf-8", errors="replace").rstrip("\r\n")

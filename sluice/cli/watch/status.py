@@ -23,10 +23,10 @@ from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, 
 from sluice.concurrency.waits import Waiting
 from sluice.dashboard.step_history import StepHistory
 from sluice.errors import ConfigError, NotReadyError, SluiceError
-from sluice.launch.servicer import all_left, launched_processes
-from sluice.report.progress import duration_text, low_yield
+from sluice.launch.servicer import have_all_left, launched_processes
+from sluice.report.progress import duration_text, low_yield_notice
 from sluice.report.run_record import METRICS_NAME
-from sluice.report.summary import ended_summary
+from sluice.report.summary import read_summary
 from sluice.service_contract import CONFIG_NAME
 
 _MAX_ROWS_PER_SERVICE = 8
@@ -79,7 +79,7 @@ def status(
     console.print(run_table(snapshot, run_accuracies(StepHistory(folder))))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
     restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
-    for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):
+    for notice in filter(None, [low_yield_notice(snapshot.metrics), *restarts]):
         print_line(console, f"notice: {notice}")
 
 
@@ -94,7 +94,7 @@ def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
     location = locate_run(run)
     explanation = (
-        None if asyncio.run(all_left(location.run_dir)) else asyncio.run(explain_run(location))
+        None if asyncio.run(have_all_left(location.run_dir)) else asyncio.run(explain_run(location))
     )
     if explanation is None:
         return False
@@ -112,12 +112,12 @@ def wait_table(explanation: Explanation) -> RenderableType:
         table.add_column(name, overflow="fold")
     table.add_column("since", justify="right", no_wrap=True)
     for service in explanation.services:
-        for row in _rows(service):
+        for row in _wait_rows(service):
             table.add_row(*(Text(cell) for cell in row))
     return Group(Text(explanation.cause, style="bold"), table)
 
 
-def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
+def _wait_rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
     if service.failure:
         process = f"; process {service.pid} is {service.process}" if service.process else ""
         unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
@@ -127,7 +127,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
     reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
     for wait in reported[:_MAX_ROWS_PER_SERVICE]:
-        yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
+        yield service.name, wait.peer, _wait_phase(wait), f"{wait.seconds:.0f} s"
     left_out = len(reported) - _MAX_ROWS_PER_SERVICE
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
@@ -135,7 +135,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         yield service.name, "-", "no service for longer than a second", ""
 
 
-def _phase(wait: Waiting) -> str:
+def _wait_phase(wait: Waiting) -> str:
     return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase
 
 
@@ -176,26 +176,26 @@ def runs(
     Example:
       sluice runs
     """
-    listed = asyncio.run(_listed(started_runs(folder)))
+    found_runs = asyncio.run(_list_runs(started_runs(folder)))
     if as_json:
-        print_json({"runs": [asdict(one) for one in listed]})
-    elif not listed:
+        print_json({"runs": [asdict(listed_run) for listed_run in found_runs]})
+    elif not found_runs:
         typer.echo(f"no runs in {folder.absolute()}")
     else:
         print_table(
             output_console(),
             "",
             ("run", "state", "step", "accuracy", "started", "last step"),
-            map(_row, listed),
+            map(_run_row, found_runs),
             right=("step", "accuracy", "started", "last step"),
         )
 
 
-async def _listed(folders: list[Path]) -> list[ListedRun]:
-    return [await _described(folder) for folder in folders]
+async def _list_runs(folders: list[Path]) -> list[ListedRun]:
+    return [await _describe_run(folder) for folder in folders]
 
 
-async def _described(folder: Path) -> ListedRun:
+async def _describe_run(folder: Path) -> ListedRun:
     now_s, started_s = time.time(), (folder / CONFIG_NAME).stat().st_mtime
     metrics = folder / METRICS_NAME
     written_s = max(started_s, metrics.stat().st_mtime if metrics.is_file() else 0.0)
@@ -207,7 +207,7 @@ async def _described(folder: Path) -> ListedRun:
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )
     if state == "not running" or (state == "finished" and past.is_stopped):
-        has_failed = ended_summary(folder).get("outcome") == "failed"
+        has_failed = read_summary(folder).get("outcome") == "failed"
         state = "failed" if has_failed else "stopped"
     accuracy = past.accuracies[-1] if past.accuracies else None
     return ListedRun(
@@ -221,8 +221,8 @@ async def _described(folder: Path) -> ListedRun:
     )
 
 
-def _row(one: ListedRun) -> tuple[str, ...]:
-    total = "" if one.total_steps is None else f"/{one.total_steps}"
-    accuracy = "-" if one.accuracy is None else f"{one.accuracy:.3f}"
-    ages = (f"{duration_text(age_s)} ago" for age_s in (one.age_s, one.quiet_s))
-    return (one.run, one.state, f"{one.step}{total}", accuracy, *ages)
+def _run_row(run: ListedRun) -> tuple[str, ...]:
+    total = "" if run.total_steps is None else f"/{run.total_steps}"
+    accuracy = "-" if run.accuracy is None else f"{run.accuracy:.3f}"
+    ages = (f"{duration_text(age_s)} ago" for age_s in (run.age_s, run.quiet_s))
+    return (run.run, run.state, f"{run.step}{total}", accuracy, *ages)

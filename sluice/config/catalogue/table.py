@@ -81,10 +81,10 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return whether `value` meets the condition."""
         if self.unless:
             return isinstance(value, str) and value not in self.unless
-        each = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list) else [value]
         if self.prefix:
-            return any(isinstance(one, str) and one.startswith(self.prefix) for one in each)
-        return any(one in self.values for one in each)
+            return any(isinstance(item, str) and item.startswith(self.prefix) for item in items)
+        return any(item in self.values for item in items)
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,11 +198,11 @@ def catalogue() -> dict[str, CatalogueEntry]:
     Entries stand in the order of `SECTIONS`; in each, keys of the schema come first, in its order.
     """
     entries = {path: _entry(path, _Row()) for path in leaf_keys()}
-    seen: set[str] = set()
-    for path, entry in _rows():
-        if path in seen:
+    paths: set[str] = set()
+    for path, entry in _catalogue_rows():
+        if path in paths:
             raise ValueError(f"{path} has two rows in the catalogue; keep one of them")
-        seen.add(path)
+        paths.add(path)
         entries[path] = entry
     order = list(SECTIONS)
     by_section = sorted(entries.values(), key=lambda entry: order.index(section_of(entry.path)))
@@ -216,27 +216,27 @@ def section_of(path: str) -> str:
 
 def spellings() -> dict[str, str]:
     """Return other names of keys, as replacements by path prefix; the longest prefix counts."""
-    return _file("verl.toml").spellings
+    return _load_file("verl.toml").spellings
 
 
 def short_forms() -> dict[str, str]:
     """Return sections that may be given as one value, and the key that the value sets."""
-    return _file("verl.toml").short_forms
+    return _load_file("verl.toml").short_forms
 
 
 def open_sections() -> list[str]:
     """Return sections whose schema is open in verl, so that its users write ``+`` there."""
-    return _file("verl.toml").open_sections
+    return _load_file("verl.toml").open_sections
 
 
 @cache
-def _file(name: str) -> _File:
+def _load_file(name: str) -> _File:
     text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), _File)
 
 
-def _rows() -> Iterator[tuple[str, CatalogueEntry]]:
-    for section in (one for name in _FILES for one in _file(name).section):
+def _catalogue_rows() -> Iterator[tuple[str, CatalogueEntry]]:
+    for section in (one for name in _FILES for one in _load_file(name).section):
         prefixes = [section.below] if isinstance(section.below, str) else section.below
         for prefix in prefixes:
             for name, row in section.keys.items():
@@ -255,7 +255,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> Ca
         status = KeyStatus.REFUSED
     elif no_effect:
         status = KeyStatus.NOT_APPLICABLE
-    annotation = annotation_at(keys) if in_schema else _type(row)
+    annotation = annotation_at(keys) if in_schema else _row_type(row)
     if annotation is None:
         raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
     default = value_at(defaults(), keys, UNSET) if in_schema else ({} if row.block else row.default)
@@ -294,7 +294,7 @@ def _effect(effect: str, engines: list[str]) -> str:
     return f"{effect}; {_NOT_TORCH}" if effect else f"{_NOT_TORCH[:1].upper()}{_NOT_TORCH[1:]}"
 
 
-def _type(row: _Row) -> object:
+def _row_type(row: _Row) -> object:
     """Return the type of a key outside the schema: the written one, else that of its default."""
     if row.block:
         return object

@@ -79,16 +79,16 @@ def all_names() -> tuple[str, ...]:
 
 def is_open(path: KeyPath) -> bool:
     """Return whether verl's schema is open there, so that its users must write ``+``."""
-    written = ".".join(path)
-    return any(written.startswith(f"{section}.") for section in open_sections())
+    key = ".".join(path)
+    return any(key.startswith(f"{section}.") for section in open_sections())
 
 
 def canonical(path: KeyPath) -> KeyPath:
     """Return the path in sluice's spelling; an unknown path as it is."""
     for length in range(len(path), 0, -1):
-        other = spellings().get(".".join(path[:length]))
-        if other is not None:
-            return canonical((*other.split("."), *path[length:]))
+        target = spellings().get(".".join(path[:length]))
+        if target is not None:
+            return canonical((*target.split("."), *path[length:]))
     return path
 
 
@@ -126,14 +126,14 @@ def refers_to(value: object, path: KeyPath) -> bool:
 def other_spellings(key: str) -> tuple[str, ...]:
     """Return the other accepted dotted paths of the key in sluice's spelling."""
     spellings_of_key = []
-    for other, prefix in spellings().items():
+    for spelling, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
-            spelled = f"{other}{key[len(prefix) :]}"
+            spelled = f"{spelling}{key[len(prefix) :]}"
             if canonical(tuple(spelled.split("."))) == tuple(key.split(".")):
                 spellings_of_key.append(spelled)
     spellings_of_key += [short for short, full in short_forms().items() if full == key]
     spellings_of_key += [
-        other for other, prefix in spellings().items() if short_forms().get(prefix) == key
+        spelling for spelling, prefix in spellings().items() if short_forms().get(prefix) == key
     ]
     return tuple(spellings_of_key)
 
@@ -145,23 +145,29 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     misspelt; then names in its section, the same name elsewhere, and similar paths. A name whose
     initials are a key's (`learning_rate`) means that one.
     """
-    known, wanted = all_names(), ".".join(path)
-    same_end = [key for key in known if key.endswith(f".{wanted}")]
+    known_names, written = all_names(), ".".join(path)
+    same_end = [key for key in known_names if key.endswith(f".{written}")]
     if same_end:
         return tuple(same_end[:MAX_SUGGESTIONS])
     initials = "".join(part[:1] for part in path[-1].split("_"))
-    if len(initials) > 1 and any(key.endswith(f".{initials}") for key in known):
-        meant = (*path[:-1], initials)
-        return (".".join(meant),) if is_known(meant) else nearest_keys(meant)
-    repaired = _repaired(path)
+    if len(initials) > 1 and any(key.endswith(f".{initials}") for key in known_names):
+        intended = (*path[:-1], initials)
+        return (".".join(intended),) if is_known(intended) else nearest_keys(intended)
+    repaired = _repair(path)
     if repaired:
         return repaired
-    elsewhere = _same_branch([key for key in known if key.rpartition(".")[2] == path[-1]], path)
-    own = {key: ".".join(canonical(tuple(key.split(".")))) for key in elsewhere}
-    elsewhere = [key for key in elsewhere if own[key] == key or own[key] not in own]
+    elsewhere = _same_branch(
+        [key for key in known_names if key.rpartition(".")[2] == path[-1]], path
+    )
+    canonical_names = {key: ".".join(canonical(tuple(key.split(".")))) for key in elsewhere}
+    elsewhere = [
+        key
+        for key in elsewhere
+        if canonical_names[key] == key or canonical_names[key] not in canonical_names
+    ]
     return tuple(
-        difflib.get_close_matches(wanted, elsewhere, cutoff=0.3)
-        or difflib.get_close_matches(wanted, known, cutoff=0.8)
+        difflib.get_close_matches(written, elsewhere, cutoff=0.3)
+        or difflib.get_close_matches(written, known_names, cutoff=0.8)
     )
 
 
@@ -170,25 +176,27 @@ def _same_branch(keys: list[str], path: KeyPath) -> list[str]:
     return [key for key in keys if key.startswith(f"{path[0]}.")] or keys
 
 
-def _repaired(path: KeyPath) -> tuple[str, ...]:
+def _repair(path: KeyPath) -> tuple[str, ...]:
     """Return the path with names in place of its first wrong part, if the rest then fits."""
-    wrong = _first_wrong(path)
-    parents, rest = path[:wrong], path[wrong + 1 :]
+    wrong = _first_wrong_index(path)
+    parents, following = path[:wrong], path[wrong + 1 :]
     beside = keys_below(parents)
-    near = _closest(path[wrong], beside)
-    fitting = [(*parents, name, *rest) for name in near]
+    candidates = _closest_names(path[wrong], beside)
+    fitting = [(*parents, name, *following) for name in candidates]
     return tuple(".".join(p) for p in fitting if is_known(p))[:MAX_SUGGESTIONS]
 
 
-def _closest(word: str, names: list[str]) -> list[str]:
+def _closest_names(word: str, names: list[str]) -> list[str]:
     """Return the names that `word` begins; else those most like it, without clearly less similar
     ones."""
-    begun = [name for name in names if len(word) > 2 and name.startswith(word)]
-    if begun:
-        return begun
-    near = difflib.get_close_matches(word, names, cutoff=0.7)
-    likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
-    return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
+    completions = [name for name in names if len(word) > 2 and name.startswith(word)]
+    if completions:
+        return completions
+    matches = difflib.get_close_matches(word, names, cutoff=0.7)
+    likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in matches]
+    return [
+        name for name, ratio in zip(matches, likeness, strict=True) if ratio > likeness[0] - 0.1
+    ]
 
 
 def is_known(path: KeyPath) -> bool:
@@ -197,7 +205,7 @@ def is_known(path: KeyPath) -> bool:
     return is_section(proper) or is_section(path) or find_key(proper) is not None
 
 
-def _first_wrong(path: KeyPath) -> int:
+def _first_wrong_index(path: KeyPath) -> int:
     return next(i for i in range(len(path)) if not is_known(path[: i + 1]))
 
 
@@ -208,20 +216,20 @@ def keys_below(parents: KeyPath) -> list[str]:
     return list(dict.fromkeys(key.partition(".")[0] for key in below))
 
 
-def unknown_key(path: KeyPath, where: str = "") -> Problem:
+def unknown_key(path: KeyPath, location: str = "") -> Problem:
     """Return the problem of a key that does not exist, with the probably intended key.
 
-    `where`: file and line, for overrides that stand in a file.
+    `location`: file and line, for overrides that stand in a file.
     """
-    near = nearest_keys(path)
-    wrong = _first_wrong(path)
+    candidates = nearest_keys(path)
+    wrong = _first_wrong_index(path)
     parents = path[:wrong]
-    if near:
-        remedy = f"did you mean {' or '.join(near)}?{where}"
+    if candidates:
+        remedy = f"did you mean {' or '.join(candidates)}?{location}"
         return Problem(".".join(path), UNSET, ": unknown key", remedy)
     beside = keys_below(parents)
     if beside:
         remedy = f"{'.'.join(parents) or 'the root'} knows {', '.join(beside)}"
     else:
         remedy = f"{'.'.join(parents)} is a value and has no keys below it"
-    return Problem(".".join(path[: wrong + 1]), UNSET, ": unknown key", f"{remedy}{where}")
+    return Problem(".".join(path[: wrong + 1]), UNSET, ": unknown key", f"{remedy}{location}")

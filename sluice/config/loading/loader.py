@@ -86,9 +86,9 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     settings = read_settings(path, overrides)
     values = SettingsTree(copy.deepcopy(settings.values), dict(settings.spelled))
     translate_words(values)
-    wrong = take_out_wrong(values)
+    wrong = remove_invalid(values)
     conflicts = convert_settings(values, defaults())
-    wrong += take_out_wrong(values)
+    wrong += remove_invalid(values)
     for path_of_key, _ in wrong:
         settings.remove(path_of_key)
     problems = (*settings.problems, *(problem for _, problem in wrong), *conflicts)
@@ -116,12 +116,12 @@ def settings_of(document: Mapping[str, object], overrides: Sequence[str]) -> Set
 
 def _schema_part(settings: SettingsTree) -> dict[str, object]:
     """Return the values that the schema holds; others were checked and converted before."""
-    kept = SettingsTree()
+    part = SettingsTree()
     for path, value in settings.leaves():
         entry = find_key(path)
         if entry is not None and entry.in_schema:
-            kept.set(path, value, path)
-    return kept.values
+            part.set(path, value, path)
+    return part.values
 
 
 class KeySettings:
@@ -149,21 +149,21 @@ class KeySettings:
 
     def set_below(self, section: str) -> dict[str, object]:
         """Return what the user set in a section, without nulls, by key."""
-        given = self._as_set.items()
-        return {k: v for k, v in given if k.startswith(f"{section}.") and v is not None}
+        items = self._as_set.items()
+        return {k: v for k, v in items if k.startswith(f"{section}.") and v is not None}
 
     def value(self, key: str) -> object:
         """Return the value of a key of the catalogue; `None` if it is null."""
         typed = value_at(self._typed, key.split("."), self._as_set.get(key))
         return catalogue()[key].default if typed is None else typed
 
-    def whole(self, key: str) -> int:
+    def integer(self, key: str) -> int:
         """Return the value of a key that takes whole numbers and is not null by default."""
-        number = self.whole_or_none(key)
+        number = self.integer_or_none(key)
         assert number is not None
         return number
 
-    def whole_or_none(self, key: str) -> int | None:
+    def integer_or_none(self, key: str) -> int | None:
         """Return the value of a key that takes whole numbers or null."""
         number = self.value(key)
         assert number is None or isinstance(number, int)
@@ -174,7 +174,7 @@ class KeySettings:
         return self.value(key) is True
 
 
-def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
+def remove_invalid(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
     """Remove every unknown key, wrong type and refused value; return each with its problem, in the
     user's spelling."""
     wrong = [
@@ -188,57 +188,57 @@ def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
 
 
 def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:
-    entry, written = find_key(path), tree.written(path)
+    entry, spelling = find_key(path), tree.spelling(path)
     if entry is None:
         if not is_section(path):
-            yield unknown_key(tuple(written.split(".")))
+            yield unknown_key(tuple(spelling.split(".")))
         elif value is not None:
-            yield Problem(written, value, ": expected keys below it")
+            yield Problem(spelling, value, ": expected keys below it")
         return
     if entry.path == ".".join(path):
         refusal = entry.refusal_of(value)
         if refusal:
-            yield Problem(written, value, f"is refused: {refusal}")
+            yield Problem(spelling, value, f"is refused: {refusal}")
             return
-    yield from _type_problems(written, value, entry.annotation)
+    yield from _type_problems(spelling, value, entry.annotation)
 
 
-def _type_problems(written: str, value: object, annotation: object) -> Iterator[Problem]:
+def _type_problems(spelling: str, value: object, annotation: object) -> Iterator[Problem]:
     element = element_section(annotation)
     if element is not None and isinstance(value, list):
-        yield from _element_problems(written, value, element)
+        yield from _element_problems(spelling, value, element)
         return
     inner = value_section(annotation)
     if inner is not None and isinstance(value, Mapping):
         for name, fields in value.items():
-            yield from _section_problems(f"{written}.{name}", fields, inner)
+            yield from _section_problems(f"{spelling}.{name}", fields, inner)
         return
     try:
         msgspec.convert(value, annotation)
     except msgspec.ValidationError:
         message = f": expected {expectation(annotation)}"
-        yield Problem(written, value, message, _hint(value, annotation))
+        yield Problem(spelling, value, message, _hint(value, annotation))
 
 
-def _section_problems(written: str, fields: object, section: type[Section]) -> Iterator[Problem]:
+def _section_problems(spelling: str, fields: object, section: type[Section]) -> Iterator[Problem]:
     """Yield the problems of a section that a user named."""
-    known = field_types(section)
+    types = field_types(section)
     if not isinstance(fields, Mapping):
-        yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(known)}")
+        yield Problem(spelling, fields, ": expected keys below it", f"known: {', '.join(types)}")
         return
     for name, value in fields.items():
-        if name in known:
-            yield from _type_problems(f"{written}.{name}", value, known[name])
+        if name in types:
+            yield from _type_problems(f"{spelling}.{name}", value, types[name])
         else:
-            remedy = f"known: {', '.join(known)}"
-            yield Problem(f"{written}.{name}", value, "is no key of sluice", remedy)
+            remedy = f"known: {', '.join(types)}"
+            yield Problem(f"{spelling}.{name}", value, "is no key of sluice", remedy)
     for field in msgspec.structs.fields(section):
         if field.required and field.name not in fields:
-            yield Problem(f"{written}.{field.name}", msgspec.UNSET, "is not set", "set it")
+            yield Problem(f"{spelling}.{field.name}", msgspec.UNSET, "is not set", "set it")
 
 
 def _element_problems(
-    written: str, values: list[object], section: type[Section]
+    spelling: str, values: list[object], section: type[Section]
 ) -> Iterator[Problem]:
     """Yield the problems of a list of mappings, by the number of the element."""
     for number, value in enumerate(values):
@@ -246,26 +246,26 @@ def _element_problems(
             msgspec.convert(value, section)
         except msgspec.ValidationError as error:
             keys = f"its keys are {', '.join(field_types(section))}"
-            yield Problem(f"{written}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
+            yield Problem(f"{spelling}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
 
 
 def _hint(value: object, annotation: object) -> str:
     """Return the remedy for a value that has the right text but the wrong YAML type."""
-    wanted = expectation(annotation)
-    if value == "None" and wanted.endswith("null"):
+    expected = expectation(annotation)
+    if value == "None" and expected.endswith("null"):
         return "the word for nothing is null"
-    if isinstance(value, str) and wanted.startswith("true or false"):
+    if isinstance(value, str) and expected.startswith("true or false"):
         return "YAML 1.2 has no other words for them"
-    if isinstance(value, int | float) and wanted.startswith("a string"):
+    if isinstance(value, int | float) and expected.startswith("a string"):
         return "put the value in quotes"
     if isinstance(value, str) and isinstance(parse_word(value), int | float):
         return "write it without quotes"
-    if isinstance(value, str) and wanted.startswith(("an integer", "a number")):
+    if isinstance(value, str) and expected.startswith(("an integer", "a number")):
         number = parse_scalar(re.sub(r"^([-+]?)0+(?=\d)", r"\1", value))
         if isinstance(number, int):
             return f"write {number}; {value} is text to Hydra, and octal in a YAML file of verl's"
         if isinstance(number, float):
             return f"write {number}; {value} is text to Hydra"
-    if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
+    if isinstance(value, float) and value.is_integer() and expected.startswith("an integer"):
         return "write it without a decimal point"
     return ""

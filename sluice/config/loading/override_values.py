@@ -50,7 +50,7 @@ def parse_word(text: str) -> object:
     return text if is_number and _LEADING_ZERO.match(text) else value
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """Return a text without the quotes around it, if it has any."""
     is_quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
     return text[1:-1] if is_quoted else text
@@ -75,21 +75,24 @@ def parse_override_value(text: str, source: str) -> object:
         return ""
     if start[0] in "[{'\"":
         reader = _ValueReader(text, source)
-        value = reader.element()
-        reader.end()
+        value = reader.read_element()
+        reader.expect_end()
         return value
     if match := _FUNCTION.match(start):
-        raise _call(match[1], source)
-    return _word(text) if _PLAIN.fullmatch(text) else parse_word(start)
+        raise _function_call_error(match[1], source)
+    return _unescape_word(text) if _PLAIN.fullmatch(text) else parse_word(start)
 
 
-def override_value(value: object) -> str:
+def format_override_value(value: object) -> str:
     """Return the text that `parse_override_value` reads as `value`, which holds what JSON can."""
     if isinstance(value, Mapping):
-        pairs = (f"{override_value(key)}:{override_value(one)}" for key, one in value.items())
+        pairs = (
+            f"{format_override_value(key)}:{format_override_value(item)}"
+            for key, item in value.items()
+        )
         return f"{{{','.join(pairs)}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(override_value, value))}]"
+        return f"[{','.join(map(format_override_value, value))}]"
     if not isinstance(value, str):
         return repr(value) if isinstance(value, float) else json.dumps(value)
     if _NAME.fullmatch(value) and parse_word(value) == value:
@@ -97,9 +100,9 @@ def override_value(value: object) -> str:
     return f"'{re.sub(_BEFORE_QUOTE, lambda run: run[1] * 2 + run[2].replace(*_QUOTE), value)}'"
 
 
-def _word(written: str) -> object:
+def _unescape_word(word: str) -> object:
     """Return the value of a word without quotes, its escapes taken away."""
-    parts = _PART.findall(written)
+    parts = _PART.findall(word)
     blank = [part.isspace() for part in parts]
     parts = parts[blank[0] : len(parts) - blank[-1]]
     texts = [part[1:] if re.fullmatch(_ESCAPED, part) else part for part in parts]
@@ -107,7 +110,7 @@ def _word(written: str) -> object:
     return parse_word("".join(texts)) if is_plain else "".join(texts)
 
 
-def _call(name: str, source: str) -> ConfigError:
+def _function_call_error(name: str, source: str) -> ConfigError:
     return ConfigError(f"{source} calls Hydra's {name}(); write the value itself")
 
 
@@ -117,90 +120,90 @@ class _ValueReader:
     def __init__(self, text: str, source: str) -> None:
         self._text, self._source = text, source
         self._at = 0
-        self._skip()
+        self._skip_blanks()
 
-    def element(self, depth: int = 0) -> object:
+    def read_element(self, depth: int = 0) -> object:
         """Return the list, mapping, text or word that starts here, within so many brackets."""
         if depth > _DEEPEST:
-            raise self._wrong(f"at most {_DEEPEST} brackets within each other")
-        first = self._text[self._at : self._at + 1]
-        if first in _QUOTED:
-            return self._quoted(first)
-        if first == "[":
-            return self._list(depth)
-        if first == "{":
-            return self._mapping(depth)
+            raise self._syntax_error(f"at most {_DEEPEST} brackets within each other")
+        character = self._text[self._at : self._at + 1]
+        if character in _QUOTED:
+            return self._read_quoted(character)
+        if character == "[":
+            return self._read_list(depth)
+        if character == "{":
+            return self._read_mapping(depth)
         if match := _FUNCTION.match(self._text, self._at):
-            raise _call(match[1], self._source)
-        return self._matched(_INNER, "a value")
+            raise _function_call_error(match[1], self._source)
+        return self._read_word(_INNER, "a value")
 
-    def end(self) -> None:
+    def expect_end(self) -> None:
         """Refuse what follows."""
         if self._at < len(self._text):
-            raise self._wrong("nothing more")
+            raise self._syntax_error("nothing more")
 
-    def _list(self, depth: int) -> list[object]:
+    def _read_list(self, depth: int) -> list[object]:
         elements: list[object] = []
-        self._take("[")
-        while not self._took("]"):
-            elements.append(self.element(depth + 1))
-            self._separate("]")
+        self._expect("[")
+        while not self._accept("]"):
+            elements.append(self.read_element(depth + 1))
+            self._expect_separator("]")
         return elements
 
-    def _mapping(self, depth: int) -> dict[Hashable, object]:
+    def _read_mapping(self, depth: int) -> dict[Hashable, object]:
         elements: dict[Hashable, object] = {}
-        self._take("{")
-        while not self._took("}"):
-            first = self._text[self._at : self._at + 1]
-            key = self._quoted(first) if first in _QUOTED else self._key()
+        self._expect("{")
+        while not self._accept("}"):
+            character = self._text[self._at : self._at + 1]
+            key = self._read_quoted(character) if character in _QUOTED else self._read_key()
             if key in elements:
                 raise ConfigError(f"{self._source}: key {key!r} appears twice in one mapping")
-            self._take(":")
-            elements[key] = self.element(depth + 1)
-            self._separate("}")
+            self._expect(":")
+            elements[key] = self.read_element(depth + 1)
+            self._expect_separator("}")
         return elements
 
-    def _key(self) -> Hashable:
-        key = self._matched(_KEY, "a key")
+    def _read_key(self) -> Hashable:
+        key = self._read_word(_KEY, "a key")
         assert isinstance(key, Hashable)
         return key
 
-    def _matched(self, form: re.Pattern[str], expected: str) -> object:
+    def _read_word(self, form: re.Pattern[str], expected: str) -> object:
         match = form.match(self._text, self._at)
         if match is None or not match[0].strip():
-            raise self._wrong(expected)
+            raise self._syntax_error(expected)
         self._at = match.end()
-        return _word(match[0])
+        return _unescape_word(match[0])
 
-    def _quoted(self, quote: str) -> str:
+    def _read_quoted(self, quote: str) -> str:
         match = _QUOTED[quote].match(self._text, self._at)
         if match is None:
-            raise self._wrong("a second quote")
+            raise self._syntax_error("a second quote")
         self._at = match.end()
-        self._skip()
+        self._skip_blanks()
         # Before a quote, and at the end, backslashes stand in pairs or with the quote.
         return re.sub(rf"(?<!\\)\\++(?:{quote}|\Z)", lambda run: run[0][1::2], match[1])
 
-    def _separate(self, end: str) -> None:
-        if not self._took(",") and self._text[self._at : self._at + 1] != end:
-            raise self._wrong(f", or {end}")
+    def _expect_separator(self, end: str) -> None:
+        if not self._accept(",") and self._text[self._at : self._at + 1] != end:
+            raise self._syntax_error(f", or {end}")
 
-    def _take(self, sign: str) -> None:
-        if not self._took(sign):
-            raise self._wrong(sign)
+    def _expect(self, sign: str) -> None:
+        if not self._accept(sign):
+            raise self._syntax_error(sign)
 
-    def _took(self, sign: str) -> bool:
+    def _accept(self, sign: str) -> bool:
         if not self._text.startswith(sign, self._at):
             return False
         self._at += len(sign)
-        self._skip()
+        self._skip_blanks()
         return True
 
-    def _skip(self) -> None:
+    def _skip_blanks(self) -> None:
         match = _BLANKS.match(self._text, self._at)
         self._at = match.end() if match else self._at
 
-    def _wrong(self, expected: str) -> ConfigError:
+    def _syntax_error(self, expected: str) -> ConfigError:
         pair = self._text[max(self._at - 1, 0) : self._at + 1]
         hint = rf"; within the quotes, {pair[0]} is written \{pair[0]}" if pair in _PAIRS else ""
         place = f"at character {self._at + 1} of its value"

@@ -19,9 +19,9 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
-from sluice.config.loading.override_values import parse_override_value, unquoted
+from sluice.config.loading.override_values import parse_override_value, unquote
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.problems import Problem, of_error, shown
+from sluice.config.problems import Problem, problem_of, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -80,7 +80,7 @@ def expand_overrides(items: Sequence[str], problems: list[Problem]) -> list[Over
         try:
             expanded.append(parse_override(item))
         except ConfigError as error:
-            problems.append(of_error(error))
+            problems.append(problem_of(error))
     return expanded
 
 
@@ -95,8 +95,8 @@ def is_override_file(path: Path) -> bool:
     if path.suffix in YAML_SUFFIXES or not path.is_file():
         return False
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    first = next((text for line in lines if (text := _without_comment(line).strip())), "")
-    return _OVERRIDE.match(first) is not None
+    first_line = next((text for line in lines if (text := _strip_comment(line).strip())), "")
+    return _OVERRIDE.match(first_line) is not None
 
 
 def read_override_file(path: Path) -> list[Override]:
@@ -117,7 +117,7 @@ def read_override_file(path: Path) -> list[Override]:
         ) from error
     overrides = []
     for number, line in enumerate(lines, 1):
-        text = _without_comment(line).strip().removesuffix("\\").strip()
+        text = _strip_comment(line).strip().removesuffix("\\").strip()
         if not text:
             continue
         source = f"{path}, line {number}"
@@ -131,27 +131,27 @@ def read_override_file(path: Path) -> list[Override]:
                 f"{source}: {text!r} holds a shell variable; give the script itself, as a file "
                 "*.sh, or write the value"
             )
-        overrides.append(parse_override(_without_quotes(text), source))
+        overrides.append(parse_override(_strip_quotes(text), source))
     return overrides
 
 
-def _without_comment(line: str) -> str:
+def _strip_comment(line: str) -> str:
     quote, is_escaped = "", False
-    for at, character in enumerate(line):
+    for index, character in enumerate(line):
         if quote:
             quote = "" if character == quote and not is_escaped else quote
             is_escaped = character == "\\" and not is_escaped
         elif character in "'\"":
             quote = character
-        elif character == "#" and (at == 0 or line[at - 1].isspace()):
-            return line[:at]
+        elif character == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
     return line
 
 
-def _without_quotes(text: str) -> str:
-    key, equals, value = unquoted(text).partition("=")
+def _strip_quotes(text: str) -> str:
+    key, equals, value = unquote(text).partition("=")
     if value[1:2] in ("[", "{"):
-        value = unquoted(value)
+        value = unquote(value)
     return f"{key}{equals}{value}"
 
 
@@ -163,18 +163,18 @@ def parse_override(text: str, source: str = "") -> Override:
     """
     form = _FORM.match(text.lstrip())
     path = tuple(form["path"].strip().split(".")) if form else ()
-    where = f" ({source})" if source else ""
+    location = f" ({source})" if source else ""
     if form is None or not all(_KEY.match(key) for key in path):
         raise ConfigError(
-            f"override {text!r}{where}: write key.path=value (+ or ++ before it), or ~key.path"
+            f"override {text!r}{location}: write key.path=value (+ or ++ before it), or ~key.path"
         )
     mode = OverrideMode(form["mode"] or "")
     if form["equals"] is None and mode is not OverrideMode.REMOVE:
-        raise ConfigError(f"override {text!r}{where}: no value; write {text.strip()}=VALUE")
+        raise ConfigError(f"override {text!r}{location}: no value; write {text.strip()}=VALUE")
     value = (
         UNSET
         if form["equals"] is None
-        else parse_override_value(form["value"], f"override {text!r}{where}")
+        else parse_override_value(form["value"], f"override {text!r}{location}")
     )
     return Override(text, mode, path, value, source)
 
@@ -190,7 +190,9 @@ def apply_overrides(
     Overrides that are refused, or whose key is unknown, are left out and noted in the tree.
     """
     for override in overrides:
-        if wrong := _unknown(tree, override) or _refused(tree, override, defaults):
+        if wrong := _unknown_key_problems(tree, override) or _refusal_problems(
+            tree, override, defaults
+        ):
             tree.problems += wrong
         elif override.mode is OverrideMode.REMOVE:
             tree.remove(canonical(override.path))
@@ -199,7 +201,7 @@ def apply_overrides(
                 tree.set(path, value, spelled)
 
 
-def _unknown(tree: SettingsTree, override: Override) -> list[Problem]:
+def _unknown_key_problems(tree: SettingsTree, override: Override) -> list[Problem]:
     """Return the problems of keys that do not exist; one that the file sets may be a variable."""
     if override.mode is OverrideMode.REMOVE:
         leaves = [(canonical(override.path), override.path)]
@@ -214,17 +216,17 @@ def _unknown(tree: SettingsTree, override: Override) -> list[Problem]:
     ]
 
 
-def _refused(
+def _refusal_problems(
     tree: SettingsTree, override: Override, defaults: Mapping[str, object]
 ) -> list[Problem]:
     path, key = canonical(override.path), ".".join(override.path)
     present = value_at(tree.values, path, UNSET)
-    what = f"override {override.text!r}{override.where}"
+    subject = f"override {override.text!r}{override.where}"
     if override.mode is OverrideMode.REMOVE and present is UNSET:
         present = value_at(defaults, path, UNSET)
     if override.mode is OverrideMode.REMOVE and override.value not in (UNSET, present):
         message = f"the value is {shown(present)}, so nothing was removed"
-        return [Problem("", UNSET, f"{what}: {message}", f"write ~{key}")]
+        return [Problem("", UNSET, f"{subject}: {message}", f"write ~{key}")]
     if (
         override.mode is not OverrideMode.ADD
         or present in (None, UNSET)
@@ -234,4 +236,4 @@ def _refused(
     ):
         return []
     message = f"{key} has the value {shown(present)} already"
-    return [Problem("", UNSET, f"{what}: {message}", f"write {key}=VALUE or ++{key}=VALUE")]
+    return [Problem("", UNSET, f"{subject}: {message}", f"write {key}=VALUE or ++{key}=VALUE")]

@@ -23,9 +23,9 @@ from sluice.config.loading.keys import (
     refers_to,
     unknown_key,
 )
-from sluice.config.loading.override_values import parse_override_value, unquoted
+from sluice.config.loading.override_values import parse_override_value, unquote
 from sluice.config.loading.yaml_text import flat_tree, parse_document, parse_scalar
-from sluice.config.problems import Problem, of_error, shown
+from sluice.config.problems import Problem, problem_of, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -80,7 +80,7 @@ class SettingsTree:
         """Return the value at the dotted path; `UNSET` if it was not set."""
         return value_at(self.values, key.split("."), UNSET)
 
-    def written(self, path: KeyPath) -> str:
+    def spelling(self, path: KeyPath) -> str:
         """Return the spelling that set the key at `path`, or one above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.spelled:
@@ -120,7 +120,7 @@ def tree_of(document: Mapping[str, object]) -> SettingsTree:
         if entry and entry.in_schema and present not in (UNSET, value):
             message = f"and {'.'.join(spelled)} = {shown(value)} are one key"
             remedy = "keep one of the two"
-            tree.problems.append(Problem(tree.written(path), present, message, remedy))
+            tree.problems.append(Problem(tree.spelling(path), present, message, remedy))
             continue
         tree.set(path, value, spelled)
     return tree
@@ -150,7 +150,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
             entry = find_key(path)
             if entry is not None and entry.is_block and not entry.in_schema:
                 resolved.set(path, value, tree.spelled.get(path, path))
-            elif (wrong := of_error(error)) not in resolved.problems:
+            elif (wrong := problem_of(error)) not in resolved.problems:
                 resolved.problems.append(wrong)
         else:
             resolved.set(path, resolved_value, tree.spelled.get(path, path))
@@ -193,36 +193,36 @@ class _Resolver:
                 return referenced
             before = value[: inner.start()]
             if referenced is None and "${" not in before:  # within a reference, null is a default
-                raise _without_value(chain[-1], inner[1])
-            written = _written(referenced).translate(_ASIDE)
+                raise _no_value_error(chain[-1], inner[1])
+            written = _as_text(referenced).translate(_ASIDE)
             value = f"{before}{written}{value[inner.end() :]}"
         return value
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
         if environment := _ENVIRONMENT.match(key):
-            return _variable(environment[1].strip(), environment[2], chain[-1])
+            return _environment_variable(environment[1].strip(), environment[2], chain[-1])
         if decode := _DECODE.match(key):
-            return parse_override_value(unquoted(decode[1].strip()), f"{chain[-1]}: ${{{key}}}")
+            return parse_override_value(unquote(decode[1].strip()), f"{chain[-1]}: ${{{key}}}")
         select = _SELECT.match(key)
         if select is None and ":" in key:
             raise ConfigError(
                 f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only oc.env, oc.decode "
                 "and oc.select are known, so write the value itself"
             )
-        path = _absolute((select[1] if select else key).strip(), chain[-1])
-        value = self._value(path, chain)
+        path = _absolute_key((select[1] if select else key).strip(), chain[-1])
+        value = self._resolved_value(path, chain)
         if value is not UNSET:
             return value
         if select is not None:
             return None if select[2] is None else parse_scalar(select[2].strip())
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
             raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
-        raise _without_value(chain[-1], key)
+        raise _no_value_error(chain[-1], key)
 
-    def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
+    def _resolved_value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
         proper = full_form(canonical(path))
         key = ".".join(proper)
-        if any(f"{one}.".startswith(f"{key}.") for one in chain):
+        if any(f"{key_on_way}.".startswith(f"{key}.") for key_on_way in chain):
             raise ConfigError(
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )
@@ -235,29 +235,29 @@ class _Resolver:
         return UNSET if entry is None else entry.default
 
 
-def _without_value(at: str, key: str) -> ConfigError:
-    return ConfigError(f"{at}: reference ${{{key}}}: that key has no value; set it")
+def _no_value_error(place: str, key: str) -> ConfigError:
+    return ConfigError(f"{place}: reference ${{{key}}}: that key has no value; set it")
 
 
-def _variable(name: str, default: str | None, at: str) -> str | None:
+def _environment_variable(name: str, default: str | None, place: str) -> str | None:
     """Return a variable as a text, like OmegaConf, even where it looks like a number."""
     if name in os.environ:
         return os.environ[name]
     if default is None:
-        raise ConfigError(f"{at}: ${name} has no value; set it: {name}=... sluice ...")
+        raise ConfigError(f"{place}: ${name} has no value; set it: {name}=... sluice ...")
     text = default.strip()
-    return None if text == "null" else unquoted(text)
+    return None if text == "null" else unquote(text)
 
 
-def _absolute(key: str, at: str) -> KeyPath:
-    """Return `key` as a path; leading dots count sections upwards from the key `at`."""
+def _absolute_key(key: str, base_key: str) -> KeyPath:
+    """Return `key` as a path; leading dots count sections upwards from the key `base_key`."""
     name = key.lstrip(".")
     dots = len(key) - len(name)
-    above = at.split(".")[:-dots] if dots else []
+    above = base_key.split(".")[:-dots] if dots else []
     return (*above, *name.split("."))
 
 
-def _written(value: object) -> str:
+def _as_text(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

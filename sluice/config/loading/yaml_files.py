@@ -36,9 +36,9 @@ def read_document(path: Path) -> Mapping[str, object]:
         ConfigError: a file cannot be read, is no YAML, or holds something else; one is not there,
             or stands below itself; or verl's own come after others, whose values they replace.
     """
-    read = _mapping_in(path)
-    composition = _Composition([path.parent, *_searched(read[0])])
-    composition.add(path, read, "", "", _Parent())
+    mapping_and_text = _read_mapping(path)
+    composition = _Composition([path.parent, *_search_folders(mapping_and_text[0])])
+    composition.add(path, mapping_and_text, "", "", _Parent())
     if isinstance(hydra := composition.values.get("hydra"), dict):
         hydra.pop("searchpath", None)
     if composition.unread:
@@ -46,7 +46,7 @@ def read_document(path: Path) -> Mapping[str, object]:
     return composition.values
 
 
-def _mapping_in(path: Path) -> tuple[dict[str, object], str]:
+def _read_mapping(path: Path) -> tuple[dict[str, object], str]:
     """Return the mapping in one file, and its text."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -71,13 +71,13 @@ def _mapping_in(path: Path) -> tuple[dict[str, object], str]:
     return document, text
 
 
-def _searched(document: Mapping[str, object]) -> Iterator[Path]:
+def _search_folders(document: Mapping[str, object]) -> Iterator[Path]:
     """Yield the folders of the ``hydra.searchpath``, without packages."""
     hydra = document.get("hydra")
     paths = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
-    for one in paths if isinstance(paths, list) else ():
-        if str(one).startswith("file://"):
-            yield Path(str(one).removeprefix("file://"))
+    for url in paths if isinstance(paths, list) else ():
+        if str(url).startswith("file://"):
+            yield Path(str(url).removeprefix("file://"))
 
 
 @dataclass(slots=True)
@@ -97,47 +97,47 @@ class _Composition:
     def add(
         self,
         file: Path,
-        read: tuple[dict[str, object], str],
+        mapping_and_text: tuple[dict[str, object], str],
         name: str,
         package: str,
         parent: _Parent,
     ) -> None:
         """Add a file and, in their order, the files that its ``defaults`` name.
 
-        `read` is what `_mapping_in` read of it; `name` and `package` are as the entry has them,
-        which names it.
+        `mapping_and_text` is what `_read_mapping` read of it; `name` and `package` are as the entry
+        has them, which names it.
         """
         if file in parent.files:
             raise ConfigError(f"configuration file {file}: its defaults lead back to it")
-        document, text = read
+        document, text = mapping_and_text
         header = _PACKAGE.search(text)
         group = name.removeprefix("/").rpartition("/")[0]
         place = parent.below(package or (header[1] if header else group.replace("/", ".")))
         if parent.group and not name.startswith("/"):
             group = f"{parent.group}/{group}".removesuffix("/")
         within = _Parent((*parent.files, file), place, group)
-        named = document.get("defaults")
-        if isinstance(named, list):
+        entries = document.get("defaults")
+        if isinstance(entries, list):
             del document["defaults"]
         else:
-            named = []
-        for entry in named if _SELF in named else [*named, _SELF]:
+            entries = []
+        for entry in entries if _SELF in entries else [*entries, _SELF]:
             if entry == _SELF:
                 nested = reduce(lambda inner, name: {name: inner}, reversed(place), document)
-                self.values = _merged(self.values, nested)
+                self.values = _merge(self.values, nested)
             else:
                 self._add_entry(entry, within)
 
     def _add_entry(self, entry: object, parent: _Parent) -> None:
-        for name, package in _options(entry):
-            if file := self._found(name, parent.group):
-                self.add(file, _mapping_in(file), name, package, parent)
+        for name, package in _chosen_files(entry):
+            if file := self._find_file(name, parent.group):
+                self.add(file, _read_mapping(file), name, package, parent)
             elif isinstance(entry, str):
-                self._add_verls(name.removeprefix("/"), parent.files[-1])
+                self._add_verl_defaults(name.removeprefix("/"), parent.files[-1])
             elif entry not in self.unread:
                 self.unread.append(entry)
 
-    def _found(self, name: str, group: str) -> Path | None:
+    def _find_file(self, name: str, group: str) -> Path | None:
         """Return the user's file of a name in a group, or in none after a ``/``."""
         is_verls = "/" in name or VERLS_OWN.fullmatch(name)
         for folder in self.folders:
@@ -148,7 +148,7 @@ class _Composition:
                 return file
         return None
 
-    def _add_verls(self, name: str, file: Path) -> None:
+    def _add_verl_defaults(self, name: str, file: Path) -> None:
         """Add what a file of verl's, which is not read, sets otherwise than sluice."""
         if not VERLS_OWN.fullmatch(name):
             folders = " or ".join(str(folder) for folder in self.folders)
@@ -181,25 +181,25 @@ class _Parent:
         return (*self.place, *(name for name in package.split(".") if name not in ("", "_here_")))
 
 
-def _options(entry: object) -> Iterator[tuple[str, str]]:
+def _chosen_files(entry: object) -> Iterator[tuple[str, str]]:
     """Yield the name of each file that an entry chooses, with its package."""
     if isinstance(entry, str):
         name, _, package = entry.partition("@")
         yield name.removesuffix(".yaml"), package
     elif isinstance(entry, Mapping):
-        for key, chosen in entry.items():
+        for key, choice in entry.items():
             group, _, package = str(key).removeprefix("optional ").partition("@")
-            for one in chosen if isinstance(chosen, list) else [chosen]:
-                if one is not None:
-                    yield f"{group}/{one}", package
+            for option in choice if isinstance(choice, list) else [choice]:
+                if option is not None:
+                    yield f"{group}/{option}", package
 
 
-def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Return nested mappings in one; `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         present = merged.get(key)
         if isinstance(present, Mapping) and isinstance(value, Mapping):
-            value = _merged(present, value)
+            value = _merge(present, value)
         merged[key] = value
     return merged

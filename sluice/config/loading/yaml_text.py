@@ -92,8 +92,8 @@ def parse_document(text: str, source: str) -> object:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{source} is not valid YAML: {where}{error.problem}") from error
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{source} is not valid YAML: {position}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     except RecursionError:

@@ -76,21 +76,21 @@ def rollout_memory(
     """Estimate an engine's memory; the cache gets what weights and activations leave."""
     weights, activations = engine_weights(shape, layout), engine_activations(shape, layout)
     per_token = kv_bytes_per_token(shape, layout.tp, layout.kv_bytes)
-    wanted = per_token * layout.longest_row * layout.max_num_seqs
+    longest_cache = per_token * layout.longest_row * layout.max_num_seqs
     if device_bytes is None:
-        return RolloutMemory(weights, activations, per_token, wanted, None, None, None)
+        return RolloutMemory(weights, activations, per_token, longest_cache, None, None, None)
     cache = max(device_bytes * layout.utilization - weights - activations, 0.0)
     tokens = int(cache // per_token)
     return RolloutMemory(
-        weights, activations, per_token, wanted, cache, tokens, tokens // layout.longest_row
+        weights, activations, per_token, longest_cache, cache, tokens, tokens // layout.longest_row
     )
 
 
 def engine_weights(shape: ModelShape, layout: RolloutLayout) -> float:
     """Return the bytes of weights on a device: all over `tp`, but experts over `ep` if used."""
     experts = shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
-    others = (shape.total_parameters - shape.expert_parameters) / layout.tp
-    return (experts + others) * layout.weight_bytes
+    shared = (shape.total_parameters - shape.expert_parameters) / layout.tp
+    return (experts + shared) * layout.weight_bytes
 
 
 def engine_activations(shape: ModelShape, layout: RolloutLayout) -> float:
@@ -116,9 +116,9 @@ def smallest_tensor_parallel(
     Only sizes that divide the attention heads are possible; `None` if not even all heads' number
     of devices is enough.
     """
-    needed = shape.total_parameters * _FIT_BYTES
+    needed_bytes = shape.total_parameters * _FIT_BYTES
     sizes = (size for size in range(1, shape.heads + 1) if shape.heads % size == 0)
-    return next((tp for tp in sizes if device_bytes * utilization * tp > needed), None)
+    return next((tp for tp in sizes if device_bytes * utilization * tp > needed_bytes), None)
 
 
 def fits(shape: ModelShape, layout: RolloutLayout, device_bytes: float) -> bool:

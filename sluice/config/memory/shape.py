@@ -130,8 +130,8 @@ class ModelShape:
         if self.shared_intermediate:
             mlps += 3 * (self.hidden + self.shared_intermediate) * self.expert_layers
         if experts and self.adaptable_experts:
-            each = 3 * (self.hidden + self.expert_intermediate)
-            mlps += each * self.experts * self.expert_layers
+            per_expert = 3 * (self.hidden + self.expert_intermediate)
+            mlps += per_expert * self.experts * self.expert_layers
         return rank * (2 * (query + keys) * self.layers + mlps)
 
     @property
@@ -168,8 +168,8 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer on average, the unit that sharded training gathers."""
-        whole = self.dense_parameters - self.hidden + self.expert_parameters
-        return whole // self.layers
+        all_layers = self.dense_parameters - self.hidden + self.expert_parameters
+        return all_layers // self.layers
 
 
 def causal_pairs(tokens: float) -> float:
@@ -213,9 +213,9 @@ def read_model(file: Path) -> tuple[dict[str, object], ModelShape]:
     if not isinstance(content, dict):
         raise ConfigError(f"model configuration {file}: holds no JSON object; give a config.json")
     text = content.get("text_config")  # vision models keep their language model here
-    own = {**content, **text} if isinstance(text, dict) else content
+    language_model = {**content, **text} if isinstance(text, dict) else content
     try:
-        return own, shape_of(own)
+        return language_model, shape_of(language_model)
     except ConfigError as error:
         raise ConfigError(f"model configuration {file}: {error}") from error
 
@@ -250,12 +250,12 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         expert_intermediate=_size(config, "moe_intermediate_size", width) if experts else 0,
         shared_intermediate=_size(config, "shared_expert_intermediate_size", 0) if experts else 0,
         dense_layers=len(dense_layers) if experts and isinstance(dense_layers, list) else 0,
-        context=_context(config),
+        context=_context_length(config),
         adaptable_experts=kind.removesuffix("_text") in _ADAPTABLE_EXPERTS,
     )
 
 
-def _context(config: Mapping[str, object]) -> int | None:
+def _context_length(config: Mapping[str, object]) -> int | None:
     """Return the positions, or those that a scaling (yarn, linear, dynamic, llama3) makes of the
     original ones; some models state the one number, some the other."""
     positions = config.get("max_position_embeddings")
@@ -283,10 +283,10 @@ def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) 
 
 def published_name(path: str) -> str | None:
     """Return the published model that a path or name ends with; `None`: another one."""
-    last = path.rstrip("/").rpartition("/")[2]
+    name = path.rstrip("/").rpartition("/")[2]
     for suffix in ("-Instruct", "-Base", "-Thinking"):
-        last = last.removesuffix(suffix)
-    return last if last in _models() else None
+        name = name.removesuffix(suffix)
+    return name if name in _models() else None
 
 
 def published_model(name: str) -> ModelContent:
@@ -321,9 +321,9 @@ def _models() -> dict[str, dict[str, Any]]:
     content = tomllib.loads(file.read_text(encoding="utf-8"))
     families = content.pop("family")
     return {
-        name: {**families[family], **own}
+        name: {**families[family], **fields}
         for family, models in content.items()
-        for name, own in models.items()
+        for name, fields in models.items()
     }
 
 
@@ -366,7 +366,7 @@ class ImageEncoder:
         """Of the pixels of one token."""
         return self.merged * self.numbers * _FLOAT
 
-    def kept(self, *, recomputes: bool, dtype_bytes: int) -> float:
+    def saved_bytes(self, *, recomputes: bool, dtype_bytes: int) -> float:
         """Return the bytes that one token leaves for the backward pass.
 
         A block keeps the inputs of its norms, projections and attention, without dropout

@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass
 
 from sluice.config.derived import (
-    adapts,
     adapts_experts,
+    holds_whole_model,
     is_bypassed,
-    is_whole,
     max_row_tokens,
+    uses_adapters,
     uses_reference,
     world_size,
 )
@@ -96,11 +96,11 @@ def training_layout(config: RunConfig) -> TrainingLayout:
     tensor = sharding.tensor_parallel_size
     peers = max(1, world // (tensor * sharding.pipeline_parallel_size))
     shard = tensor * (sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers)
-    whole = is_whole(sharding, shard)
+    is_whole = holds_whole_model(sharding, shard)
     return TrainingLayout(
         world=world,
-        shard=1 if whole else shard,
-        gathers=not whole,
+        shard=1 if is_whole else shard,
+        gathers=not is_whole,
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation
         or sharding.pipeline_parallel_size > 1,
@@ -158,29 +158,30 @@ def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> MemoryEstimate:
     """Guess the memory of the device that holds most."""
     head = 0.0 if layout.adapter_rank else _HEAD_BYTES * shape.embedding_parameters / layout.tensor
     return MemoryEstimate(
-        _state(shape, layout), _gathered(shape, layout) + _activations(shape, layout) + head
+        _state_bytes(shape, layout),
+        _gathered_bytes(shape, layout) + _activation_bytes(shape, layout) + head,
     )
 
 
-def _state(shape: ModelShape, layout: TrainingLayout) -> float:
+def _state_bytes(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes of parameters, gradients and moments on one device."""
     ranks, experts = layout.shard, shape.expert_parameters * _expert_share(shape, layout)
     weights = _dense_parameters(shape, layout) / ranks + experts / layout.pipeline
-    held = trained = weights * layout.master_bytes
+    parameters = trained = weights * layout.master_bytes
     if layout.adapter_rank:
         adapters = shape.adapter_parameters(layout.adapter_rank, experts=layout.adapts_experts)
         trained = adapters / (ranks * layout.pipeline) * layout.master_bytes
-        held = weights * layout.compute_bytes + trained
+        parameters = weights * layout.compute_bytes + trained
     gradients = trained * ranks / layout.tensor if layout.whole_gradients else trained
-    return held + gradients + 2 * trained * layout.moments_on_device
+    return parameters + gradients + 2 * trained * layout.moments_on_device
 
 
 def _dense_parameters(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return a stage's parameters that are no experts'; it has one matrix of the vocabulary."""
-    others = shape.total_parameters - shape.expert_parameters
+    dense = shape.total_parameters - shape.expert_parameters
     if layout.pipeline == 1:
-        return others
-    layers = (others - shape.vocabulary_parameters) / layout.pipeline
+        return dense
+    layers = (dense - shape.vocabulary_parameters) / layout.pipeline
     return layers + shape.embedding_parameters
 
 
@@ -192,22 +193,24 @@ def _expert_share(shape: ModelShape, layout: TrainingLayout) -> float:
     """
     if not shape.experts:
         return 0.0
-    each, over = shape.experts // layout.ep, max(layout.shard // layout.ep, 1)
+    per_rank, over = shape.experts // layout.ep, max(layout.shard // layout.ep, 1)
     share = 0.0
     for part, rows in ((2 / 3, 2 * shape.expert_intermediate), (1 / 3, shape.hidden)):
         is_even = layout.ep * layout.tensor > 1 and rows % over == 0
-        share += part * (1 / layout.shard if is_even else math.ceil(each / over) / shape.experts)
+        share += part * (
+            1 / layout.shard if is_even else math.ceil(per_rank / over) / shape.experts
+        )
     return share
 
 
-def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
+def _gathered_bytes(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes of parameters that are gathered in the compute dtype."""
     if not layout.gathers:
         return 0.0
     if not layout.reshard_after_forward:
         experts = shape.expert_parameters / (layout.ep * layout.pipeline)
-        held = _dense_parameters(shape, layout) / layout.tensor + experts
-        return held * layout.compute_bytes
+        parameters = _dense_parameters(shape, layout) / layout.tensor + experts
+        return parameters * layout.compute_bytes
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
     # Experts that ranks divide are gathered among those that hold the same ones.
     experts = shape.expert_parameters / shape.layers
@@ -235,7 +238,7 @@ def activation_values(shape: ModelShape) -> int:
     return norms + attention + 4 * shape.mlp_width + routing
 
 
-def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
+def _activation_bytes(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes that all layers keep, and the bytes of the layer at work."""
     # Ranks that cut a layer divide what it keeps, but for two inputs, which they gather whole.
     part = 1 / layout.tensor
@@ -246,8 +249,8 @@ def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
         # The layer at work and the inputs that are on their way to and from the host.
         return layer + 2 * inputs
     recomputed = layout.recomputed_of(shape.layers)
-    kept = shape.layers - recomputed
-    return recomputed * inputs + kept * layer + (layer if recomputed else 0.0)
+    not_recomputed = shape.layers - recomputed
+    return recomputed * inputs + not_recomputed * layer + (layer if recomputed else 0.0)
 
 
 def group_flops(config: RunConfig, shape: ModelShape) -> float:
@@ -263,12 +266,12 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     response = data.max_response_length * MEAN_RESPONSE
     tokens = prompt + n * response
     pairs = causal_pairs(prompt) + n * (response * prompt + causal_pairs(response))
-    both = shape.training_flops(tokens, n * response, pairs)
-    update = both * (_ADAPTERS if adapts(config.actor_rollout_ref.model) else 1)
+    passes = shape.training_flops(tokens, n * response, pairs)
+    update = passes * (_ADAPTERS if uses_adapters(config.actor_rollout_ref.model) else 1)
     layout = training_layout(config)
     again = layout.recomputed_of(shape.layers) / shape.layers
     update += again * shape.training_flops(tokens, 0, pairs) * _FORWARD
-    old = 0.0
+    old_share = 0.0
     if not (actor.use_rollout_log_probs or is_bypassed(config)):
-        old = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
-    return actor.ppo_epochs * update + (old + uses_reference(config)) * both * _FORWARD
+        old_share = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
+    return actor.ppo_epochs * update + (old_share + uses_reference(config)) * passes * _FORWARD

@@ -27,7 +27,7 @@ def skipping_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield each setting that needs the samples that skipping leaves out."""
     if not config.sluice.trainer.skip_zero_advantage:
         return
-    for setting, why, remedy in (*_gradients(config), *_passes(config)):
+    for setting, why, remedy in (*_gradient_conflicts(config), *_whole_pass_conflicts(config)):
         yield Problem(
             SKIPPING_KEY,
             True,
@@ -36,7 +36,7 @@ def skipping_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def _gradient_conflicts(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield settings, reasons and remedies for terms with a gradient at samples without an
     advantage."""
     actor = config.actor_rollout_ref.actor
@@ -60,7 +60,7 @@ def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def _whole_pass_conflicts(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield settings whose advantages are only known after passes over all samples."""
     algorithm, estimator = config.algorithm, derived.advantage_estimator(config)
     name = f"algorithm.adv_estimator = {algorithm.adv_estimator}"
@@ -92,11 +92,20 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def algorithm_problems(config: RunConfig) -> list[Problem]:
     """Return every pair of settings that contradict each other."""
-    checks = (_adpo, _bypass, _routing, _critic, _gdpo, _dro, _thresholds, _turns)
+    checks = (
+        _adpo_problems,
+        _bypass_problems,
+        _routing_problems,
+        _critic_problems,
+        _gdpo_problems,
+        _dro_problems,
+        _thresholds_problems,
+        _turns_problems,
+    )
     return [problem for check in (*checks, skipping_problems) for problem in check(config)]
 
 
-def _adpo(config: RunConfig) -> Iterator[Problem]:
+def _adpo_problems(config: RunConfig) -> Iterator[Problem]:
     # The loss takes the estimator's advantages as the logits of its target (ADPO, eq. 6).
     estimator = config.algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -119,7 +128,7 @@ def _adpo(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _bypass(config: RunConfig) -> Iterator[Problem]:
+def _bypass_problems(config: RunConfig) -> Iterator[Problem]:
     # Bypass mode has its own loss: a clipped ratio to the engine's policy, or REINFORCE.
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if config.algorithm.rollout_correction.bypass_mode and loss not in (
@@ -135,7 +144,7 @@ def _bypass(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _routing(config: RunConfig) -> Iterator[Problem]:
+def _routing_problems(config: RunConfig) -> Iterator[Problem]:
     # As _validate_router_replay_config of verl/utils/config.py.
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.router_replay.mode"
     if config.algorithm.rollout_correction.bypass_mode:
@@ -149,7 +158,7 @@ def _routing(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, "R2", no_pass, overrides=(f"{key}=disabled",))
 
 
-def _critic(config: RunConfig) -> Iterator[Problem]:
+def _critic_problems(config: RunConfig) -> Iterator[Problem]:
     critic, actor = config.critic, config.actor_rollout_ref.actor
     if "values" in derived.advantage_estimator(config).needs and critic.enable is False:
         yield Problem(
@@ -185,21 +194,21 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 
 def idle_critic_problems(config: RunConfig, settings: KeySettings) -> Iterator[Problem]:
     """Yield keys of a critic that no estimator uses, if the user named no estimator."""
-    given, sources = settings.set_below("critic"), config.sluice.sources or {}
-    if derived.uses_critic(config) or settings.is_set(_ESTIMATOR) or "critic.enable" in given:
+    critic_keys, sources = settings.set_below("critic"), config.sluice.sources or {}
+    if derived.uses_critic(config) or settings.is_set(_ESTIMATOR) or "critic.enable" in critic_keys:
         return
     if sources and all(source.adv_estimator for source in sources.values()):
         return
-    if given and config.algorithm.adv_estimator == AlgorithmConfig().adv_estimator:
+    if critic_keys and config.algorithm.adv_estimator == AlgorithmConfig().adv_estimator:
         yield Problem(
-            *next(iter(given.items())),
+            *next(iter(critic_keys.items())),
             f"without {_ESTIMATOR}: no critic is trained, since sluice's default is grpo, where "
             "verl's is gae",
             f"set {_ESTIMATOR}=gae to train as verl does, or {_ESTIMATOR}=grpo without a critic",
         )
 
 
-def _gdpo(config: RunConfig) -> Iterator[Problem]:
+def _gdpo_problems(config: RunConfig) -> Iterator[Problem]:
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if config.algorithm.adv_estimator == "gdpo" and not keys:
         yield Problem(
@@ -217,7 +226,7 @@ def _gdpo(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _turns(config: RunConfig) -> Iterator[Problem]:
+def _turns_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.sluice.trainer.turn_rewards:
         return
     algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
@@ -243,7 +252,7 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _dro(config: RunConfig) -> Iterator[Problem]:
+def _dro_problems(config: RunConfig) -> Iterator[Problem]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         yield Problem(
@@ -254,7 +263,7 @@ def _dro(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _thresholds(config: RunConfig) -> Iterator[Problem]:
+def _thresholds_problems(config: RunConfig) -> Iterator[Problem]:
     correction = config.algorithm.rollout_correction
     try:
         derived.rollout_correction(config)
@@ -271,15 +280,15 @@ def _thresholds(config: RunConfig) -> Iterator[Problem]:
 
 def correction_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield uncorrected staleness, and corrections without effect."""
-    yield from _staleness(config)
-    yield from _without_effect(config)
+    yield from _staleness_problems(config)
+    yield from _idle_correction_problems(config)
 
 
-def _staleness(config: RunConfig) -> Iterator[Problem]:
+def _staleness_problems(config: RunConfig) -> Iterator[Problem]:
     staleness = config.sluice.asynchrony.max_staleness
     if not staleness or derived.is_corrected(config):
         return
-    why, overrides = _missing(config)
+    why, overrides = _missing_correction(config)
     yield Problem(
         "sluice.asynchrony.max_staleness",
         staleness,
@@ -289,7 +298,7 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
     )
 
 
-def _missing(config: RunConfig) -> tuple[str, tuple[str, ...]]:
+def _missing_correction(config: RunConfig) -> tuple[str, tuple[str, ...]]:
     """Return what the loss lacks, and the overrides that give it."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     weights = (f"{_WEIGHTS}=token",)
@@ -310,7 +319,7 @@ def _missing(config: RunConfig) -> tuple[str, tuple[str, ...]]:
     return f"{_BEHAVIOR} = false and {_WEIGHTS} = null", weights
 
 
-def _without_effect(config: RunConfig) -> Iterator[Problem]:
+def _idle_correction_problems(config: RunConfig) -> Iterator[Problem]:
     # Outside bypass mode, corrections compare old and behavior logprobs once a batch.
     if not config.actor_rollout_ref.actor.use_rollout_log_probs or derived.is_bypassed(config):
         return

@@ -38,7 +38,7 @@ def verl_problems(sizes: VerlSizes) -> list[Problem]:
     return [problem for rule in _RULES for problem in rule(sizes)]
 
 
-def _world(sizes: VerlSizes) -> Iterator[Problem]:
+def _world_problems(sizes: VerlSizes) -> Iterator[Problem]:
     split = sizes.batch.split
     # Ranks that share a sequence divide sluice's trainer too: `parallel-layout` says it.
     if split.megatron and split.world % split.ranks_per_row:
@@ -53,7 +53,7 @@ def _world(sizes: VerlSizes) -> Iterator[Problem]:
         )
 
 
-def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:
+def _critic_world_problems(sizes: VerlSizes) -> Iterator[Problem]:
     world = sizes.batch.split.world
     if sizes.critic is not None and not sizes.batch.split.megatron and world % sizes.critic.sp:
         yield verl_problem(
@@ -65,7 +65,7 @@ def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:
         )
 
 
-def _real_batch(sizes: VerlSizes) -> Iterator[Problem]:
+def _real_batch_problems(sizes: VerlSizes) -> Iterator[Problem]:
     batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
     if sizes.actor.use_dynamic_bsz or data_ranks is None:
         return
@@ -78,34 +78,34 @@ def _real_batch(sizes: VerlSizes) -> Iterator[Problem]:
             f"{TRAIN} * {ROLLOUT}.n = {batch.train_prompts} * {batch.responses}",
             batch.rows,
             f"rows are no multiple of {minimal}, the smallest batch that gives every rank the same",
-            f"{TRAIN}={_train_prompts(batch, minimal)}",
+            f"{TRAIN}={_next_train_batch(batch, minimal)}",
         )
 
 
-def _log_prob_micro(sizes: VerlSizes) -> Iterator[Problem]:
-    for one in sizes.log_prob_passes:
-        key = f"{one.section}.log_prob_micro_batch_size"
-        if one.dynamic:
+def _log_prob_micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
+    for log_probs in sizes.log_prob_passes:
+        key = f"{log_probs.section}.log_prob_micro_batch_size"
+        if log_probs.dynamic:
             continue
-        if one.micro_rows is None and one.global_micro_rows is None:
+        if log_probs.micro_rows is None and log_probs.global_micro_rows is None:
             yield verl_problem(
                 "log-prob-micro",
                 f"{key}_per_gpu",
                 None,
-                f"while {one.section}.log_prob_use_dynamic_bsz is false",
+                f"while {log_probs.section}.log_prob_use_dynamic_bsz is false",
                 f"{key}_per_gpu={sizes.batch.fitting_micro}",
             )
-        elif one.micro_rows is not None and one.global_micro_rows is not None:
+        elif log_probs.micro_rows is not None and log_probs.global_micro_rows is not None:
             yield verl_problem(
                 "log-prob-micro",
                 f"{key}_per_gpu",
-                one.micro_rows,
-                f"and the deprecated {key} = {one.global_micro_rows} are both set",
+                log_probs.micro_rows,
+                f"and the deprecated {key} = {log_probs.global_micro_rows} are both set",
                 f"{key}=null",
             )
 
 
-def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
+def _mini_in_train_problems(sizes: VerlSizes) -> Iterator[Problem]:
     batch = sizes.batch
     if batch.mini_prompts > batch.train_prompts:
         yield verl_problem(
@@ -114,7 +114,7 @@ def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
             batch.mini_prompts,
             f"is more than {TRAIN} = {batch.train_prompts} (both count prompts)",
             f"{MINI}={batch.train_prompts}",
-            here=True,
+            is_error=True,
         )
     elif batch.train_prompts % batch.mini_prompts:
         yield verl_problem(
@@ -123,30 +123,30 @@ def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
             batch.train_prompts,
             f"is no multiple of {MINI} = {batch.mini_prompts}, so the last mini-batch would be "
             "smaller",
-            *_mini_prompts(batch),
-            here=True,
+            *_nearest_mini_batches(batch),
+            is_error=True,
         )
 
 
-def _micro(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, old = sizes.batch, sizes.keys.whole_or_none(GLOBAL_MICRO)
+def _micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
+    batch, global_rows = sizes.batch, sizes.keys.integer_or_none(GLOBAL_MICRO)
     rows = rows_per_device(sizes.keys, GLOBAL_MICRO)
     if sizes.actor.use_dynamic_bsz:
         return
     per_gpu = f"{MICRO}={batch.fitting_micro}"
-    if old is None and rows is None:
+    if global_rows is None and rows is None:
         while_false = f"while {ACTOR}.use_dynamic_bsz is false"
-        yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, here=True)
-    if old is None:
+        yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, is_error=True)
+    if global_rows is None:
         return
     if rows is not None:
-        both = f"and the deprecated {GLOBAL_MICRO} = {old} are both set"
-        yield verl_problem("micro-batch", MICRO, rows, both, f"{GLOBAL_MICRO}=null")
-    elif batch.mini_prompts % old or old * batch.split.sp < batch.split.world:
+        message = f"and the deprecated {GLOBAL_MICRO} = {global_rows} are both set"
+        yield verl_problem("micro-batch", MICRO, rows, message, f"{GLOBAL_MICRO}=null")
+    elif batch.mini_prompts % global_rows or global_rows * batch.split.sp < batch.split.world:
         yield verl_problem(
             "global-micro-batch",
             GLOBAL_MICRO,
-            old,
+            global_rows,
             f"(deprecated) must divide {MINI} = {batch.mini_prompts} and give each of "
             f"{batch.split.world} ranks a row",
             f"{GLOBAL_MICRO}=null",
@@ -154,16 +154,16 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
         )
 
 
-def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
+def _critic_micro_problems(sizes: VerlSizes) -> Iterator[Problem]:
     # FSDPCriticConfig of verl/workers/config/critic.py. In verl's critic.yaml the key per device
     # refers to the deprecated one, so that setting that one sets both.
     if sizes.critic is None or sizes.critic.dynamic:
         return
     batch, key = sizes.batch, f"{CRITIC_MICRO}_per_gpu"
-    old, rows = sizes.keys.whole_or_none(CRITIC_MICRO), sizes.keys.whole_or_none(key)
+    global_rows, rows = sizes.keys.integer_or_none(CRITIC_MICRO), sizes.keys.integer_or_none(key)
     mini = sizes.config.critic.ppo_mini_batch_size or batch.mini_prompts
     per_gpu, message = f"{key}={rows or batch.fitting_micro}", ""
-    if old is None:
+    if global_rows is None:
         # Without the actor's rows either, sluice refuses it, too: `algorithm` says it.
         if not sizes.keys.is_set(key) and sizes.actor.ppo_micro_batch_size_per_gpu is not None:
             message = f"while {CRITIC}.use_dynamic_bsz is false"
@@ -171,23 +171,23 @@ def _critic_micro(sizes: VerlSizes) -> Iterator[Problem]:
         return
     if not sizes.keys.is_null(key):
         message = "is deprecated, and verl then sees both keys set"
-    elif mini % old or old * sizes.critic.sp < batch.split.world:
+    elif mini % global_rows or global_rows * sizes.critic.sp < batch.split.world:
         message = (
             f"(deprecated) must divide {CRITIC}.ppo_mini_batch_size = {mini} and give each of "
             f"{batch.split.world} ranks a row"
         )
     if message:
         overrides = f"{CRITIC_MICRO}=null", per_gpu
-        yield verl_problem("critic-micro-batch", CRITIC_MICRO, old, message, *overrides)
+        yield verl_problem("critic-micro-batch", CRITIC_MICRO, global_rows, message, *overrides)
 
 
-def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
+def _remove_padding_problems(sizes: VerlSizes) -> Iterator[Problem]:
     is_packed = sizes.keys.flag(f"{MODEL}.use_remove_padding")
     models = [(SP, sizes.batch.split.sp, "actor_rollout_ref", is_packed)]
     models += [
-        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", is_packed)
-        for one in sizes.log_prob_passes
-        if one.section == REF
+        (f"{REF}.ulysses_sequence_parallel_size", log_probs.sp, "actor_rollout_ref", is_packed)
+        for log_probs in sizes.log_prob_passes
+        if log_probs.section == REF
     ]
     if sizes.critic is not None:
         models.append((CRITIC_SP, sizes.critic.sp, CRITIC, sizes.critic.remove_padding))
@@ -202,20 +202,20 @@ def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
             )
 
 
-def _same_dynamic(sizes: VerlSizes) -> Iterator[Problem]:
+def _same_dynamic_problems(sizes: VerlSizes) -> Iterator[Problem]:
     dynamic = shown(sizes.actor.use_dynamic_bsz)
-    for one in sizes.log_prob_passes:
-        if one.section == ROLLOUT and one.dynamic != sizes.actor.use_dynamic_bsz:
+    for log_probs in sizes.log_prob_passes:
+        if log_probs.section == ROLLOUT and log_probs.dynamic != sizes.actor.use_dynamic_bsz:
             yield verl_problem(
                 "dynamic-alike",
                 f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-                one.dynamic,
+                log_probs.dynamic,
                 f"differs from {ACTOR}.use_dynamic_bsz = {dynamic}",
                 f"{ROLLOUT}.log_prob_use_dynamic_bsz={dynamic}",
             )
 
 
-def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
+def _mini_rows_problems(sizes: VerlSizes) -> Iterator[Problem]:
     batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
     if data_ranks is None:
         return
@@ -226,7 +226,7 @@ def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
             f"{MINI} * {ROLLOUT}.n = {batch.mini_prompts} * {batch.responses}",
             batch.mini_rows,
             f"rows cannot be divided among {data_ranks} data-parallel ranks",
-            *_mini_prompts(batch),
+            *_nearest_mini_batches(batch),
         )
     elif not sizes.actor.use_dynamic_bsz and batch.micro_rows and normalised % batch.micro_rows:
         yield verl_problem(
@@ -238,23 +238,28 @@ def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
         )
 
 
-def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
+def _log_prob_rows_problems(sizes: VerlSizes) -> Iterator[Problem]:
     rows, data_ranks = sizes.batch.rows_per_data_rank, sizes.batch.split.data_parallel
-    for one in sizes.log_prob_passes:
-        if one.dynamic or rows is None or one.micro_rows is None or rows % one.micro_rows == 0:
+    for log_probs in sizes.log_prob_passes:
+        if (
+            log_probs.dynamic
+            or rows is None
+            or log_probs.micro_rows is None
+            or rows % log_probs.micro_rows == 0
+        ):
             continue
-        key = f"{one.section}.log_prob_micro_batch_size_per_gpu"
+        key = f"{log_probs.section}.log_prob_micro_batch_size_per_gpu"
         yield verl_problem(
             "log-prob-divides",
             key,
-            one.micro_rows,
+            log_probs.micro_rows,
             f"does not divide the {rows} rows per data-parallel rank ({TRAIN} * {ROLLOUT}.n / "
             f"{data_ranks})",
-            f"{key}={largest_divisor(rows, one.micro_rows)}",
+            f"{key}={largest_divisor(rows, log_probs.micro_rows)}",
         )
 
 
-def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
+def _token_budget_problems(sizes: VerlSizes) -> Iterator[Problem]:
     longest = max_row_tokens(sizes.config.data)
     sp = sizes.batch.split.cp if sizes.batch.split.megatron else sizes.batch.split.sp
     budgets = [
@@ -266,8 +271,13 @@ def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
         )
     ]
     budgets += [
-        (f"{one.section}.log_prob_max_token_len_per_gpu", one.dynamic, one.token_budget, one.sp)
-        for one in sizes.log_prob_passes
+        (
+            f"{log_probs.section}.log_prob_max_token_len_per_gpu",
+            log_probs.dynamic,
+            log_probs.token_budget,
+            log_probs.sp,
+        )
+        for log_probs in sizes.log_prob_passes
     ]
     if (critic := sizes.critic) is not None:
         key = f"{CRITIC}.ppo_max_token_len_per_gpu"
@@ -285,7 +295,7 @@ def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
             )
 
 
-def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
+def _dispatch_problems(sizes: VerlSizes) -> Iterator[Problem]:
     batch, data_ranks = sizes.batch, sizes.batch.split.data_parallel
     if data_ranks is not None and batch.rows_per_data_rank is None:
         yield verl_problem(
@@ -293,11 +303,11 @@ def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
             f"{TRAIN} * {ROLLOUT}.n",
             batch.rows,
             f"rows cannot be divided among {data_ranks} data-parallel ranks",
-            f"{TRAIN}={_train_prompts(batch, data_ranks)}",
+            f"{TRAIN}={_next_train_batch(batch, data_ranks)}",
         )
 
 
-def _generation(sizes: VerlSizes) -> Iterator[Problem]:
+def _generation_problems(sizes: VerlSizes) -> Iterator[Problem]:
     batch = sizes.batch
     is_divided = batch.train_prompts % batch.gen_prompts == 0
     if not sizes.config.algorithm.filter_groups.enable and not is_divided:
@@ -317,48 +327,48 @@ def _generation(sizes: VerlSizes) -> Iterator[Problem]:
             num_generations,
             f"differs from {ROLLOUT}.n = {batch.responses}",
             f"algorithm.num_generations={batch.responses}",
-            here=sizes.actor.policy_loss.loss_mode == "adpo",
+            is_error=sizes.actor.policy_loss.loss_mode == "adpo",
         )
 
 
-def _train_prompts(batch: BatchPlan, minimal: int) -> int:
+def _next_train_batch(batch: BatchPlan, minimal: int) -> int:
     """Return the next train batch whose rows are a multiple of `minimal`, in whole mini-batches."""
     prompts = minimal // math.gcd(minimal, batch.responses)
     return next_multiple(batch.train_prompts, math.lcm(prompts, batch.mini_prompts))
 
 
-def _mini_prompts(batch: BatchPlan) -> tuple[str, ...]:
+def _nearest_mini_batches(batch: BatchPlan) -> tuple[str, ...]:
     """Return the nearest mini-batch that cuts train batch and ranks evenly.
 
     A smaller one is preferred, since it needs no more memory; where there is none, the train batch
     grows too.
     """
     data_ranks = batch.split.data_parallel or 1
-    possible = [
+    candidates = [
         size
         for size in range(1, batch.train_prompts + 1)
         if batch.train_prompts % size == 0 and size * batch.responses % data_ranks == 0
     ]
-    if possible:
-        smaller = [size for size in possible if size <= batch.mini_prompts]
-        return (f"{MINI}={max(smaller) if smaller else min(possible)}",)
+    if candidates:
+        smaller = [size for size in candidates if size <= batch.mini_prompts]
+        return (f"{MINI}={max(smaller) if smaller else min(candidates)}",)
     mini = next_multiple(batch.mini_prompts, data_ranks // math.gcd(data_ranks, batch.responses))
     return (f"{MINI}={mini}", f"{TRAIN}={next_multiple(batch.train_prompts, mini)}")
 
 
 _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
-    _world,
-    _critic_world,
-    _real_batch,
-    _log_prob_micro,
-    _mini_in_train,
-    _micro,
-    _critic_micro,
-    _remove_padding,
-    _same_dynamic,
-    _mini_rows,
-    _log_prob_rows,
-    _token_budget,
-    _dispatch,
-    _generation,
+    _world_problems,
+    _critic_world_problems,
+    _real_batch_problems,
+    _log_prob_micro_problems,
+    _mini_in_train_problems,
+    _micro_problems,
+    _critic_micro_problems,
+    _remove_padding_problems,
+    _same_dynamic_problems,
+    _mini_rows_problems,
+    _log_prob_rows_problems,
+    _token_budget_problems,
+    _dispatch_problems,
+    _generation_problems,
 )

@@ -20,7 +20,7 @@ from sluice.config.addresses import bare_host, split_host_port
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.shape import ModelShape
 from sluice.config.parallel_layout import divisions, shard_size, trainer_layout
-from sluice.config.problems import Problem, errors, named, of_error, raise_problems
+from sluice.config.problems import Problem, errors, named, problem_of, raise_problems
 from sluice.config.rules.algorithm import (
     algorithm_problems,
     correction_problems,
@@ -77,8 +77,8 @@ def unknown_engine(config: RunConfig) -> Iterator[Problem]:
     # worth checking against the others.
     name = config.actor_rollout_ref.rollout.name
     if name not in ENGINES:
-        known = f": replicas of this version run {', '.join(ENGINES)} only"
-        yield Problem(f"{ROLLOUT}.name", name, known, f"set {ROLLOUT}.name=torch")
+        message = f": replicas of this version run {', '.join(ENGINES)} only"
+        yield Problem(f"{ROLLOUT}.name", name, message, f"set {ROLLOUT}.name=torch")
 
 
 def relation_problems(config: RunConfig) -> list[Problem]:
@@ -126,11 +126,11 @@ def _rule_problems(
     return problems
 
 
-def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
+def _idle_ranks_problems(config: RunConfig) -> Iterator[Problem]:
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks, mini_rows = derived.world_size(config), actor.ppo_mini_batch_size * n
     workers, things = ranks, "trainer ranks"
-    with suppress(ConfigError):  # `_parallel_layout` says which size does not divide
+    with suppress(ConfigError):  # `_parallel_layout_problems` says which size does not divide
         workers = trainer_layout(config, ranks).data_ranks
     if workers < ranks:
         things = f"groups of {ranks // workers} trainer ranks"
@@ -144,7 +144,7 @@ def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
+def _parallel_layout_problems(config: RunConfig) -> Iterator[Problem]:
     ranks = derived.world_size(config)
     sharding = config.actor_rollout_ref.actor.fsdp_config
     tensor, pipeline = sharding.tensor_parallel_size, sharding.pipeline_parallel_size
@@ -161,19 +161,19 @@ def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _critic_layout(config: RunConfig) -> Iterator[Problem]:
+def _critic_layout_problems(config: RunConfig) -> Iterator[Problem]:
     if not derived.uses_critic(config):
         return
     ranks, peers = derived.world_size(config), 1
-    with suppress(ConfigError):  # `_parallel_layout` says which size of the policy's is wrong
+    with suppress(ConfigError):  # `_parallel_layout_problems` names the policy's wrong size
         peers = trainer_layout(config, ranks).peers
     try:
         shard_size(config.critic.fsdp.fsdp_size, peers, ranks, "critic.fsdp.fsdp_size")
     except ConfigError as error:
-        yield of_error(error)
+        yield problem_of(error)
 
 
-def _group_size(config: RunConfig) -> Iterator[Problem]:
+def _group_size_problems(config: RunConfig) -> Iterator[Problem]:
     n, max_n = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
     if n == 1 and derived.advantage_estimator(config).needs_others:
@@ -227,7 +227,7 @@ def _group_sizes(config: RunConfig) -> tuple[tuple[str, int], ...]:
     return (f"{ROLLOUT}.n", rollout.n), (f"{ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n)
 
 
-def _devices(config: RunConfig) -> Iterator[Problem]:
+def _devices_problems(config: RunConfig) -> Iterator[Problem]:
     for key, value in (
         ("trainer.device", config.trainer.device),
         ("sluice.rollout.device", config.sluice.rollout.device),
@@ -236,7 +236,7 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, value, "is unknown", f"choose from {', '.join(DEVICES)}")
 
 
-def _clip(config: RunConfig) -> Iterator[Problem]:
+def _clip_problems(config: RunConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     used = (ActorConfig().clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high)
     if actor.clip_ratio not in used:
@@ -257,14 +257,14 @@ def _clip(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _sampling(config: RunConfig) -> Iterator[Problem]:
-    rollout, needed = config.actor_rollout_ref.rollout, derived.max_row_tokens(config.data)
-    if derived.max_model_len(config) < needed:
+def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
+    rollout, needed_tokens = config.actor_rollout_ref.rollout, derived.max_row_tokens(config.data)
+    if derived.max_model_len(config) < needed_tokens:
         yield Problem(
             f"{ROLLOUT}.max_model_len",
             rollout.max_model_len,
-            f"cannot hold prompt and response of {needed} tokens",
-            f"set it to at least {needed}, or to null",
+            f"cannot hold prompt and response of {needed_tokens} tokens",
+            f"set it to at least {needed_tokens}, or to null",
         )
     top_ks = ((ROLLOUT, rollout.top_k), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k))
     for key, top_k in top_ks:
@@ -272,7 +272,7 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.top_k", top_k, ": expected -1 (off) or at least 1")
 
 
-def _overlong(config: RunConfig) -> Iterator[Problem]:
+def _overlong_problems(config: RunConfig) -> Iterator[Problem]:
     shaping, limit = config.reward.reward_kwargs.overlong_buffer_cfg, derived.max_resp_len(config)
     key, manager = "reward.reward_kwargs.overlong_buffer_cfg", config.reward.reward_manager.name
     if not shaping.enable:
@@ -293,7 +293,7 @@ def _overlong(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _validation_files(config: RunConfig) -> Iterator[Problem]:
+def _validation_files_problems(config: RunConfig) -> Iterator[Problem]:
     trainer, no_files = config.trainer, "with data.val_files = null: there is nothing to validate"
     if config.data.val_files is None and trainer.test_freq > 0:
         remedy = "give val_files or set test_freq=-1"
@@ -309,7 +309,7 @@ def _validation_files(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _reward_model(config: RunConfig) -> Iterator[Problem]:
+def _reward_model_problems(config: RunConfig) -> Iterator[Problem]:
     model, key = config.reward.reward_model, "reward.reward_model"
     if model.enable and not model.base_url:
         yield Problem(
@@ -331,21 +331,21 @@ def _reward_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.min_score", model.min_score, above, "swap them")
 
 
-def _profiler(config: RunConfig) -> Iterator[Problem]:
-    own, ranks = config.actor_rollout_ref.actor.profiler, derived.world_size(config)
-    if not own.enable or own.all_ranks or not config.global_profiler.steps:
+def _profiler_problems(config: RunConfig) -> Iterator[Problem]:
+    profiler, ranks = config.actor_rollout_ref.actor.profiler, derived.world_size(config)
+    if not profiler.enable or profiler.all_ranks or not config.global_profiler.steps:
         return
-    if not any(rank < ranks for rank in own.ranks):
+    if not any(rank < ranks for rank in profiler.ranks):
         yield Problem(
             f"{ACTOR}.profiler.ranks",
-            own.ranks,
+            profiler.ranks,
             f"with {ACTOR}.profiler.enable = true names none of the trainer's {ranks} rank(s): "
             "no step would be traced",
             "set ranks=[0], or all_ranks=true",
         )
 
 
-def _resume(config: RunConfig) -> Iterator[Problem]:
+def _resume_problems(config: RunConfig) -> Iterator[Problem]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and path is None:
         yield Problem(
@@ -368,9 +368,9 @@ def fixed_ports(rollout: RolloutServiceConfig) -> tuple[str, ...]:
     return tuple(key for key in _NO_PORT if getattr(rollout.endpoint, key))
 
 
-def _endpoints(config: RunConfig) -> Iterator[Problem]:
+def _endpoints_problems(config: RunConfig) -> Iterator[Problem]:
     services = config.sluice
-    taken: dict[tuple[str, int], str] = {}
+    setting_of_address: dict[tuple[str, int], str] = {}
     for name, endpoint in (
         ("reward", services.reward.endpoint),
         ("trainer", services.trainer.endpoint),
@@ -378,12 +378,12 @@ def _endpoints(config: RunConfig) -> Iterator[Problem]:
     ):
         for key in _NO_PORT:
             port = getattr(endpoint, key)
-            where, setting = (endpoint.host, port), f"sluice.{name}.endpoint.{key}"
-            if port and where in taken:
+            address, setting = (endpoint.host, port), f"sluice.{name}.endpoint.{key}"
+            if port and address in setting_of_address:
                 remedy = f"give each its own port, or {_NO_PORT[key]}"
-                yield Problem(setting, port, f"is taken by {taken[where]}", remedy)
-            taken.setdefault(where, setting)
-        yield from _advertised(f"sluice.{name}.endpoint", endpoint)
+                yield Problem(setting, port, f"is taken by {setting_of_address[address]}", remedy)
+            setting_of_address.setdefault(address, setting)
+        yield from _advertised_problems(f"sluice.{name}.endpoint", endpoint)
     for key in fixed_ports(services.rollout):
         replicas, port = services.rollout.replicas, getattr(services.rollout.endpoint, key)
         if replicas > 1:
@@ -395,7 +395,7 @@ def _endpoints(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[Problem]:
+def _advertised_problems(key: str, endpoint: EndpointConfig) -> Iterator[Problem]:
     if endpoint.advertise is not None:
         try:
             split_host_port(endpoint.advertise)
@@ -410,7 +410,7 @@ def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[Problem]:
         )
 
 
-def _draining(config: RunConfig) -> Iterator[Problem]:
+def _draining_problems(config: RunConfig) -> Iterator[Problem]:
     drain_s, grace_s = config.sluice.rollout.drain_timeout_s, config.sluice.shutdown_grace_s
     if drain_s > grace_s:
         yield Problem(
@@ -422,7 +422,7 @@ def _draining(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _heartbeats(config: RunConfig) -> Iterator[Problem]:
+def _heartbeats_problems(config: RunConfig) -> Iterator[Problem]:
     trainer = config.sluice.trainer
     for key, consequence in (("replica_ttl_s", "drops"), ("replica_stall_s", "stalls")):
         seconds = getattr(trainer, key)
@@ -436,7 +436,7 @@ def _heartbeats(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _watchdog(config: RunConfig) -> Iterator[Problem]:
+def _watchdog_problems(config: RunConfig) -> Iterator[Problem]:
     watchdog = config.sluice.watchdog
     key, stall_s, give_up_s = "sluice.watchdog.stall_s", watchdog.stall_s, watchdog.give_up_s
     if stall_s is not None and stall_s < _SHORTEST_STALL_S:
@@ -456,16 +456,16 @@ def _watchdog(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _message_size(config: RunConfig) -> Iterator[Problem]:
-    needed, max_mb = derived.largest_message_mb(config), derived.message_mb(config)
-    if needed > max_mb:
+def _message_size_problems(config: RunConfig) -> Iterator[Problem]:
+    needed_mb, max_mb = derived.largest_message_mb(config), derived.message_mb(config)
+    if needed_mb > max_mb:
         samples = derived.rows_per_batch(config)
-        less = (
-            f"is less than the {needed} MiB that one sample, or the outline of a train batch of "
+        message = (
+            f"is less than the {needed_mb} MiB that one sample, or the outline of a train batch of "
             f"{samples} samples, can reach"
         )
         overrides = ("sluice.max_message_mb=null",)
-        yield Problem("sluice.max_message_mb", max_mb, less, "leave it out", overrides)
+        yield Problem("sluice.max_message_mb", max_mb, message, "leave it out", overrides)
     images = config.sluice.limits.max_prompt_images_mb
     if images is not None and images > max_mb // 2:
         yield Problem(
@@ -477,7 +477,7 @@ def _message_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _routing_replay(config: RunConfig) -> Iterator[Problem]:
+def _routing_replay_problems(config: RunConfig) -> Iterator[Problem]:
     """Refuse R3 where the engine cannot return its routing."""
     rollout = config.actor_rollout_ref.rollout
     if not derived.replays_engine_routing(config):
@@ -495,26 +495,26 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
 def environment_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield settings of environments that contradict each other or other settings."""
     environment, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
-    possible = {
+    values = {
         f"{_ENV}.path": environment.path,
         f"{_ENV}.addresses": environment.addresses,
         f"{_ENV}.agents": environment.agents,
         f"{_TURNS}.function_tool_path": turns.function_tool_path,
         f"{_TURNS}.tool_config_path": turns.tool_config_path,
     }
-    given = {key: value for key, value in possible.items() if value}
+    set_keys = {key: value for key, value in values.items() if value}
     if environment.name is not None and environment.path is None:
         yield Problem(f"{_ENV}.name", environment.name, "without a path", f"set {_ENV}.path")
-    if not given:
-        yield from _without_environment(config)
+    if not set_keys:
+        yield from _without_environment_problems(config)
         return
-    (key, value), *others = given.items()
-    num_own = sum(key.startswith(_ENV) for key in given)
-    if num_own > 1 or 0 < num_own < len(given):  # verl's two files make one environment
+    (key, value), *other_keys = set_keys.items()
+    num_own = sum(key.startswith(_ENV) for key in set_keys)
+    if num_own > 1 or 0 < num_own < len(set_keys):  # verl's two files make one environment
         yield Problem(
             key,
             value,
-            f"with {' and '.join(other for other, _ in others)}: a run has one environment",
+            f"with {' and '.join(name for name, _ in other_keys)}: a run has one environment",
             f"keep one of {_ENV}.path, {_ENV}.addresses, {_ENV}.agents and the tools of {_TURNS}",
         )
     if derived.replays_engine_routing(config):
@@ -527,7 +527,7 @@ def environment_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _without_environment(config: RunConfig) -> Iterator[Problem]:
+def _without_environment_problems(config: RunConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     remedy = f"set {_ENV}.path, {_ENV}.addresses, {_ENV}.agents, or the tools of {_TURNS}"
     if rollout.multi_turn.enable:
@@ -545,24 +545,24 @@ def _without_environment(config: RunConfig) -> Iterator[Problem]:
 
 
 _CHECKS: Mapping[str, Callable[[RunConfig], Iterable[Problem]]] = {
-    "idle-ranks": _idle_ranks,
-    "parallel-layout": _parallel_layout,
-    "critic-layout": _critic_layout,
-    "group-size": _group_size,
-    "devices": _devices,
-    "clip": _clip,
-    "sampling": _sampling,
-    "overlong": _overlong,
-    "validation-files": _validation_files,
-    "reward-model": _reward_model,
-    "profiler": _profiler,
-    "resume": _resume,
-    "endpoints": _endpoints,
-    "draining": _draining,
-    "heartbeats": _heartbeats,
-    "watchdog": _watchdog,
-    "message-size": _message_size,
-    "routing-replay": _routing_replay,
+    "idle-ranks": _idle_ranks_problems,
+    "parallel-layout": _parallel_layout_problems,
+    "critic-layout": _critic_layout_problems,
+    "group-size": _group_size_problems,
+    "devices": _devices_problems,
+    "clip": _clip_problems,
+    "sampling": _sampling_problems,
+    "overlong": _overlong_problems,
+    "validation-files": _validation_files_problems,
+    "reward-model": _reward_model_problems,
+    "profiler": _profiler_problems,
+    "resume": _resume_problems,
+    "endpoints": _endpoints_problems,
+    "draining": _draining_problems,
+    "heartbeats": _heartbeats_problems,
+    "watchdog": _watchdog_problems,
+    "message-size": _message_size_problems,
+    "routing-replay": _routing_replay_problems,
     "cuts": cut_problems,
     "algorithm": algorithm_problems,
     "environment": environment_problems,

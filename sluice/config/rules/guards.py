@@ -10,7 +10,7 @@ from sluice.algorithm.guards import VALIDATION_PREFIX
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import GuardRuleConfig
-from sluice.telemetry.metric_names import described, metrics
+from sluice.telemetry.metric_names import find_metric, metrics
 
 _KEY = "sluice.guards"
 _CONDITIONS = ("target", "limit", "deviations")
@@ -26,24 +26,24 @@ def guard_problems(config: RunConfig) -> Iterator[Problem]:
             "is no metric of validations, and checkpoints are compared by those",
             f"name one that begins with {VALIDATION_PREFIX}, or set it to null: held-out accuracy",
         )
-    yield from _known(f"{_KEY}.keep.metric", guards.keep.metric)
+    yield from _unknown_metric_problems(f"{_KEY}.keep.metric", guards.keep.metric)
     for number, rule in enumerate(guards.rules):
         key = f"{_KEY}.rules[{number}]"
-        yield from _known(f"{key}.metric", rule.metric)
-        yield from _finite(key, rule)
-        yield from _conditions(key, rule)
-        yield from _needs(key, rule, config)
+        yield from _unknown_metric_problems(f"{key}.metric", rule.metric)
+        yield from _finite_problems(key, rule)
+        yield from _condition_problems(key, rule)
+        yield from _requirement_problems(key, rule, config)
 
 
 def _is_of_validations(metric: str | None) -> bool:
     return metric is None or metric.startswith(VALIDATION_PREFIX)
 
 
-def _known(key: str, metric: str | None) -> Iterator[Problem]:
-    if metric is None or described(metric) is not None:
+def _unknown_metric_problems(key: str, metric: str | None) -> Iterator[Problem]:
+    if metric is None or find_metric(metric) is not None:
         return
-    known = [one.name for section in metrics().values() for one in section]
-    nearest = difflib.get_close_matches(metric, known, n=3)
+    names = [entry.name for section in metrics().values() for entry in section]
+    nearest = difflib.get_close_matches(metric, names, n=3)
     yield Problem(
         key,
         metric,
@@ -52,7 +52,7 @@ def _known(key: str, metric: str | None) -> Iterator[Problem]:
     )
 
 
-def _finite(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
+def _finite_problems(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
     for name in _CONDITIONS:
         value = getattr(rule, name)
         if value is not None and not math.isfinite(value):
@@ -61,13 +61,13 @@ def _finite(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
             )
 
 
-def _conditions(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
-    given = [name for name in _CONDITIONS if getattr(rule, name) is not None]
-    if len(given) != 1:
+def _condition_problems(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
+    conditions = [name for name in _CONDITIONS if getattr(rule, name) is not None]
+    if len(conditions) != 1:
         yield Problem(
             key,
             rule.action,
-            f"has {' and '.join(given) or 'no condition'}",
+            f"has {' and '.join(conditions) or 'no condition'}",
             f"set exactly one of {', '.join(_CONDITIONS)}",
         )
     if rule.target is not None and rule.action != "stop":
@@ -93,7 +93,7 @@ def _conditions(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
         )
 
 
-def _needs(key: str, rule: GuardRuleConfig, config: RunConfig) -> Iterator[Problem]:
+def _requirement_problems(key: str, rule: GuardRuleConfig, config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     validates = config.data.val_files is not None and trainer.test_freq > 0
     if _is_of_validations(rule.metric) and not validates:
@@ -105,8 +105,8 @@ def _needs(key: str, rule: GuardRuleConfig, config: RunConfig) -> Iterator[Probl
         )
     if rule.action != "rollback":
         return
-    every = sorted((trainer.save_freq, trainer.test_freq))
-    if not validates or every[0] <= 0 or every[1] % every[0]:
+    intervals = sorted((trainer.save_freq, trainer.test_freq))
+    if not validates or intervals[0] <= 0 or intervals[1] % intervals[0]:
         yield Problem(
             f"{key}.action",
             rule.action,

@@ -9,7 +9,7 @@ from functools import partial
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads, stage_layers
-from sluice.config.problems import Problem, of_error, verl_problem
+from sluice.config.problems import Problem, problem_of, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.config.verl_sizes import (
@@ -28,12 +28,21 @@ REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 def shape_problems(config: RunConfig, sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
     """Return parallel sizes that cannot cut the model's heads and experts evenly."""
     experts = (
-        _megatron_experts(sizes, shape)
+        _megatron_expert_problems(sizes, shape)
         if sizes.batch.split.megatron
-        else _experts(config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size, shape)
+        else _expert_problems(
+            config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size, shape
+        )
     )
-    cuts = _tensor_cuts(config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size, shape)
-    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *cuts, *experts]
+    cuts = _tensor_cut_problems(
+        config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size, shape
+    )
+    return [
+        *_sequence_head_problems(sizes, shape),
+        *_tensor_head_problems(sizes, shape),
+        *cuts,
+        *experts,
+    ]
 
 
 def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -80,16 +89,17 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
     elif derived.replays_engine_routing(config):
         tokens, max_mb = derived.max_row_tokens(config.data), derived.message_mb(config)
-        taken = tokens * shape.expert_bytes_per_token
+        num_bytes = tokens * shape.expert_bytes_per_token
         # Beside them: ids, logprobs and sampled text of the response, and ids of the prompt.
-        taken += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
-        needed = (taken >> 20) + 1  # beside a little else
-        if needed > max_mb:
+        num_bytes += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
+        needed_mb = (num_bytes >> 20) + 1  # beside a little else
+        if needed_mb > max_mb:
             yield Problem(
                 "sluice.max_message_mb",
                 max_mb,
-                f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
-                overrides=(f"sluice.max_message_mb={needed}",),
+                f"with {key} = R3: a sample of {tokens} tokens has up to {needed_mb} MiB of "
+                "experts",
+                overrides=(f"sluice.max_message_mb={needed_mb}",),
             )
 
 
@@ -100,11 +110,11 @@ def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     layers = {"": shape.layers}
     if path and derived.uses_critic(config) and (critic := find_shape(path)) is not None:
         layers[f"critic.model.path={path}: "] = critic.layers
-    for of, number in layers.items():
+    for prefix, number in layers.items():
         try:
             stage_layers(number, size, actor.megatron.override_transformer_config)
         except ConfigError as error:
-            yield of_error(ConfigError(f"{of}{error}"))
+            yield problem_of(ConfigError(f"{prefix}{error}"))
 
 
 def cut_problems(config: RunConfig) -> Iterator[Problem]:
@@ -123,12 +133,12 @@ def cut_problems(config: RunConfig) -> Iterator[Problem]:
 def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
     """Yield what the engines of verl refuse, whatever the model."""
     # What an engine of both refuses is not a rule of verl alone.
-    engine, here = sizes.rollout, sizes.rollout.name in VENDOR_ENGINES
+    engine, is_error = sizes.rollout, sizes.rollout.name in VENDOR_ENGINES
     if sizes.keys.value(f"{ROLLOUT}.mode") == "sync":
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
     key = f"{ROLLOUT}.pipeline_model_parallel_size"
-    if (stages := sizes.keys.whole(key)) != 1:
+    if (stages := sizes.keys.integer(key)) != 1:
         none = ": engines have no pipeline stages"
         yield verl_problem("engine-pipeline", key, stages, none, f"{key}=1")
     tp, dp, ep = (
@@ -143,7 +153,7 @@ def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
             ep,
             f"must be tensor_model_parallel_size * data_parallel_size = {tp} * {dp}",
             f"{ROLLOUT}.expert_parallel_size={tp * dp}",
-            here=here,
+            is_error=is_error,
         )
     context = derived.max_model_len(sizes.config)
     if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < context:
@@ -154,9 +164,9 @@ def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
             f"is less than the context of {context} tokens while "
             f"{ROLLOUT}.enable_chunked_prefill is false",
             f"{ROLLOUT}.max_num_batched_tokens={context}",
-            here=here,
+            is_error=is_error,
         )
-    if here and engine.data_parallel_size > 1:
+    if is_error and engine.data_parallel_size > 1:
         yield verl_problem(
             "engine-replicas",
             f"{ROLLOUT}.data_parallel_size",
@@ -164,77 +174,79 @@ def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
             f"with name = {engine.name}, but a replica is one engine; start more of them "
             "(sluice.rollout.replicas)",
             f"{ROLLOUT}.data_parallel_size=1",
-            here=True,
+            is_error=True,
         )
 
 
-def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
-    own = sizes.actor.fsdp_config
-    degrees = [(ACTOR, own.ulysses_sequence_parallel_size, own.tensor_parallel_size)]
+def _sequence_head_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+    sharding = sizes.actor.fsdp_config
+    degrees = [(ACTOR, sharding.ulysses_sequence_parallel_size, sharding.tensor_parallel_size)]
     if not sizes.batch.split.megatron:
-        passes = [one for one in sizes.log_prob_passes if one.section != ROLLOUT]
-        degrees += [(one.section, one.sp, 1) for one in passes]
+        passes = [log_probs for log_probs in sizes.log_prob_passes if log_probs.section != ROLLOUT]
+        degrees += [(log_probs.section, log_probs.sp, 1) for log_probs in passes]
     for section, sp, tensor in degrees:
         if shape.heads % tensor or shape.kv_heads % tensor:
-            continue  # `_tensor_cuts` says so
+            continue  # `_tensor_cut_problems` says so
         heads, kv_heads = shape.heads // tensor, shape.kv_heads // tensor
         can_share = partial(shares_heads, heads=heads, kv_heads=kv_heads)
         if can_share(sp):
             continue
-        possible = _largest(sp, sizes.batch.split.world, can_share)
+        nearest = _largest_possible_divisor(sp, sizes.batch.split.world, can_share)
         key = f"{section}.ulysses_sequence_parallel_size"
-        left = f" that {TENSOR_KEY} = {tensor} leaves" if tensor > 1 else ""
-        cannot = f"cannot cut {heads} attention heads and {kv_heads} key-value heads{left} evenly"
-        here = section == ACTOR
-        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}", here=here)
+        remainder = f" that {TENSOR_KEY} = {tensor} leaves" if tensor > 1 else ""
+        cannot = (
+            f"cannot cut {heads} attention heads and {kv_heads} key-value heads{remainder} evenly"
+        )
+        is_error = section == ACTOR
+        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={nearest}", is_error=is_error)
 
 
-def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+def _tensor_head_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     key, tp = f"{ROLLOUT}.tensor_model_parallel_size", sizes.rollout.tensor_model_parallel_size
     if shape.heads % tp:
         cannot = f"cannot cut {shape.heads} attention heads evenly"
-        possible = largest_divisor(shape.heads, tp)
-        here = sizes.rollout.name in VENDOR_ENGINES
-        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}", here=here)
+        nearest = largest_divisor(shape.heads, tp)
+        is_error = sizes.rollout.name in VENDOR_ENGINES
+        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={nearest}", is_error=is_error)
 
 
-def _tensor_cuts(size: int, shape: ModelShape) -> Iterator[Problem]:
+def _tensor_cut_problems(size: int, shape: ModelShape) -> Iterator[Problem]:
     numbers = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     if not shape.experts or shape.dense_layers:
         numbers["columns of the multilayer perceptron"] = shape.intermediate
     for things, number in numbers.items():
         if number % size:
-            possible = largest_divisor(math.gcd(*numbers.values()), size)
-            change = f"{TENSOR_KEY}={possible}"
+            nearest = largest_divisor(math.gcd(*numbers.values()), size)
+            change = f"{TENSOR_KEY}={nearest}"
             cannot = f"does not divide the {number} {things}"
-            yield verl_problem("tp-heads", TENSOR_KEY, size, cannot, change, here=True)
+            yield verl_problem("tp-heads", TENSOR_KEY, size, cannot, change, is_error=True)
             return
 
 
-def _experts(size: int, shape: ModelShape) -> Iterator[Problem]:
+def _expert_problems(size: int, shape: ModelShape) -> Iterator[Problem]:
     if size > 1 and (shape.experts == 0 or shape.experts % size):
         cannot = (
             f"does not divide the {shape.experts} experts of a layer"
             if shape.experts
             else "for a model without experts"
         )
-        possible = largest_divisor(shape.experts, size) if shape.experts else 1
-        change = f"{EXPERT_KEY}={possible}"
-        yield verl_problem("experts", EXPERT_KEY, size, cannot, change, here=True)
+        nearest = largest_divisor(shape.experts, size) if shape.experts else 1
+        change = f"{EXPERT_KEY}={nearest}"
+        yield verl_problem("experts", EXPERT_KEY, size, cannot, change, is_error=True)
 
 
-def _megatron_experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+def _megatron_expert_problems(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     split, key = sizes.batch.split, f"{MEGATRON}.expert_model_parallel_size"
-    ep, etp = sizes.keys.whole(key), expert_tensor_parallel(sizes.keys)
+    ep, etp = sizes.keys.integer(key), expert_tensor_parallel(sizes.keys)
     if ep == 1:
         return
     if shape.experts == 0:
         none = "for a model without experts"
-        yield verl_problem("experts", key, ep, none, f"{key}=1", here=True)
+        yield verl_problem("experts", key, ep, none, f"{key}=1", is_error=True)
         return
     ranks = ep * etp * split.pp
     if shape.experts % ep or split.world % ranks:
-        possible = _largest(
+        nearest = _largest_possible_divisor(
             ep,
             shape.experts,
             lambda size: split.world % (size * etp * split.pp) == 0,
@@ -245,12 +257,14 @@ def _megatron_experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
             ep,
             f"must divide {shape.experts} experts, and with expert tensor {etp} and pipeline "
             f"{split.pp} the {split.world} trainer ranks",
-            f"{key}={possible}",
-            here=bool(shape.experts % ep),
+            f"{key}={nearest}",
+            is_error=bool(shape.experts % ep),
         )
 
 
-def _largest(at_most: int, dividing: int, possible: Callable[[int], bool]) -> int:
+def _largest_possible_divisor(
+    at_most: int, dividing: int, is_possible: Callable[[int], bool]
+) -> int:
     """Return the largest divisor of `dividing` up to `at_most` that is possible, at least 1."""
     sizes = range(at_most, 0, -1)
-    return next((size for size in sizes if dividing % size == 0 and possible(size)), 1)
+    return next((size for size in sizes if dividing % size == 0 and is_possible(size)), 1)

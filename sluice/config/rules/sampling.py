@@ -65,7 +65,11 @@ def straggler_problems(config: RunConfig) -> Iterator[Problem]:
 
 def strategy_problems(config: RunConfig) -> list[Problem]:
     """Return the settings that the strategy cannot work with."""
-    return [problem for check in (_filter, _rounds, _probes) for problem in check(config)]
+    return [
+        problem
+        for check in (_filter_problems, _round_problems, _probe_problems)
+        for problem in check(config)
+    ]
 
 
 def strategy_notes(config: RunConfig) -> Iterator[Problem]:
@@ -85,7 +89,10 @@ def strategy_notes(config: RunConfig) -> Iterator[Problem]:
             "are thrown away, as in verl"
         ]
     if name.uses_probes:
-        sizes = {one.actor_rollout_ref.rollout.n for one in source_configs(config).values()}
+        sizes = {
+            source_config.actor_rollout_ref.rollout.n
+            for source_config in source_configs(config).values()
+        }
         group = " or ".join(map(str, sorted(sizes)))
         parts.append(
             f"{sampling.probe_samples} of {group} samples are generated first, the others where "
@@ -107,7 +114,7 @@ def _is_filtered_on_policy(config: RunConfig) -> bool:
     return config.algorithm.filter_groups.enable and not config.sluice.asynchrony.max_staleness
 
 
-def _filter(config: RunConfig) -> Iterator[Problem]:
+def _filter_problems(config: RunConfig) -> Iterator[Problem]:
     name = StrategyName(config.sluice.sampling.strategy)
     if name is not StrategyName.STREAM and not config.algorithm.filter_groups.enable:
         yield Problem(
@@ -119,7 +126,7 @@ def _filter(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _rounds(config: RunConfig) -> Iterator[Problem]:
+def _round_problems(config: RunConfig) -> Iterator[Problem]:
     staleness = config.sluice.asynchrony.max_staleness
     if staleness and StrategyName(config.sluice.sampling.strategy) is StrategyName.ROUNDS:
         yield Problem(
@@ -131,7 +138,7 @@ def _rounds(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _probes(config: RunConfig) -> Iterator[Problem]:
+def _probe_problems(config: RunConfig) -> Iterator[Problem]:
     sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     key, probes = f"{_SAMPLING_KEY}.probe_samples", sampling.probe_samples
     if not StrategyName(sampling.strategy).uses_probes:
@@ -155,7 +162,7 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
 def truncation_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield each key that truncates training samples, unless the user asked for it."""
     if not config.sluice.sampling.train_truncated:
-        for key, value, off in _cuts(config):
+        for key, value, off in _truncating_keys(config):
             yield Problem(
                 key,
                 value,
@@ -169,11 +176,11 @@ def truncation_notes(config: RunConfig) -> Iterator[Problem]:
     """Yield each such key that the user asked for."""
     if config.sluice.sampling.train_truncated:
         message = f"{_TRUNCATES}, so ratios and importance weights begin below 1"
-        for key, value, _ in _cuts(config):
+        for key, value, _ in _truncating_keys(config):
             yield Problem(key, value, message, severity=Severity.NOTE)
 
 
-def _cuts(config: RunConfig) -> Iterator[tuple[str, float, int]]:
+def _truncating_keys(config: RunConfig) -> Iterator[tuple[str, float, int]]:
     """Yield the keys that truncate training samples: key, value, and the value that turns it
     off."""
     rollout = config.actor_rollout_ref.rollout

@@ -61,12 +61,12 @@ def _page_problems(config: RunConfig) -> Iterator[Problem]:
 def server_problems(security: SecurityConfig, host: str) -> list[Problem]:
     """Return the problems that prevent a service from being served with these settings at a
     host."""
-    return _problems(security, host)
+    return _service_problems(security, host)
 
 
 def client_problems(security: SecurityConfig) -> list[Problem]:
     """Return the problems that prevent a command from calling services with these settings."""
-    return _problems(security, None)
+    return _service_problems(security, None)
 
 
 def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
@@ -83,15 +83,17 @@ def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
             )
 
 
-def _problems(security: SecurityConfig, host: str | None) -> list[Problem]:
+def _service_problems(security: SecurityConfig, host: str | None) -> list[Problem]:
     """Return the problems of a service at a host; `None` for a caller that serves nothing."""
     for_server = host is not None
-    missing = [*_empty(security)] or [*_missing(security, for_server=for_server)]
+    missing = [*_empty_path_problems(security)] or [
+        *_missing_file_problems(security, for_server=for_server)
+    ]
     of_tokens = _token_problems(security, for_server=for_server)
     return missing or [*_certificate_problems(security, host), *of_tokens]
 
 
-def _empty(security: SecurityConfig) -> Iterator[Problem]:
+def _empty_path_problems(security: SecurityConfig) -> Iterator[Problem]:
     for name in _TEXT_FIELDS:
         if getattr(security, name) == "":
             nothing = "is empty, which switches nothing off"
@@ -99,9 +101,9 @@ def _empty(security: SecurityConfig) -> Iterator[Problem]:
             yield Problem(f"{SECURITY_KEY}.{name}", "", nothing, remedy)
 
 
-def _missing(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]:
+def _missing_file_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]:
     tls, key = security.tls, f"{SECURITY_KEY}.tls"
-    for name in _needed(security, for_server=for_server):
+    for name in _needed_fields(security, for_server=for_server):
         if not getattr(security, name):
             needs = f"needs {SECURITY_KEY}.{name}, which is not set"
             remedy = "name a PEM file (`sluice certs` makes all of them), or set tls=off"
@@ -120,7 +122,7 @@ def _missing(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]
             yield Problem(f"{SECURITY_KEY}.{name}", value, message, "set tls=mtls, or leave it out")
 
 
-def _needed(security: SecurityConfig, *, for_server: bool) -> tuple[str, ...]:
+def _needed_fields(security: SecurityConfig, *, for_server: bool) -> tuple[str, ...]:
     if security.tls == "mtls":
         return ("ca_file", "cert_file", "key_file")
     return ("cert_file", "key_file") if security.tls == "server" and for_server else ()

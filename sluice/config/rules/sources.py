@@ -30,7 +30,7 @@ def source_problems(
     yield from named("sources", _run_problems(config))
     without = structs.replace(config, sluice=structs.replace(config.sluice, sources={}))
     of_run, configs = check_source(without), source_configs(config)
-    of_sources = {name: check_source(one) for name, one in configs.items()}
+    of_sources = {name: check_source(source_config) for name, source_config in configs.items()}
     shared = {problem.statement for problem in of_run}
     for problems in of_sources.values():
         shared &= {problem.statement for problem in problems}
@@ -54,12 +54,12 @@ def _share_problems(config: RunConfig) -> Iterator[Problem]:
     shares, batch_size = source_shares(config), config.data.train_batch_size
     total = sum(shares.values())
     if abs(total - 1.0) > _SUM_TOLERANCE:
-        given = " + ".join(f"{share:g} ({name})" for name, share in shares.items())
+        terms = " + ".join(f"{share:g} ({name})" for name, share in shares.items())
         fitting = ", ".join(f"{name} {share / total:.4g}" for name, share in shares.items())
         yield Problem(
             SOURCES_KEY,
             UNSET,
-            f"has shares that do not add up to 1: {given} = {total:g}",
+            f"has shares that do not add up to 1: {terms} = {total:g}",
             f"give shares of every batch; in these proportions they are {fitting}",
         )
         return
@@ -99,15 +99,17 @@ def _run_problems(config: RunConfig) -> Iterator[Problem]:
         remedy = "use the divergence in the loss: use_kl_loss and kl_loss_coef of each source"
         yield Problem("algorithm.use_kl_in_reward", True, message, remedy)
     configs = source_configs(config)
-    if len({is_bypassed(one) for one in configs.values()}) > 1:
-        names = ", ".join(name for name, one in configs.items() if is_bypassed(one))
+    if len({is_bypassed(source_config) for source_config in configs.values()}) > 1:
+        names = ", ".join(
+            name for name, source_config in configs.items() if is_bypassed(source_config)
+        )
         message = f"has the loss bypass_mode in {names} alone: it needs other old logprobs"
         yield Problem(SOURCES_KEY, UNSET, message, "choose it for all sources, or for none")
-    for name, one in configs.items():
-        if uses_critic(one) != uses_critic(config):
+    for name, source_config in configs.items():
+        if uses_critic(source_config) != uses_critic(config):
             yield Problem(
                 f"{SOURCES_KEY}.{name}.adv_estimator",
-                one.algorithm.adv_estimator,
+                source_config.algorithm.adv_estimator,
                 f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: a critic learns "
                 "from the rows of all sources, or there is none",
                 "choose gae for the run and every source, or for none of them",
@@ -115,12 +117,12 @@ def _run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _environment_problems(config: RunConfig, name: str) -> Iterator[Problem]:
-    wanted, environment = config.sluice.sources[name].environment, config.sluice.environment
+    agent_loop, environment = config.sluice.sources[name].environment, config.sluice.environment
     turns = config.actor_rollout_ref.rollout.multi_turn
     is_given = environment.path or environment.addresses or environment.agents
     has_tools = turns.function_tool_path or turns.tool_config_path
-    if wanted in (None, SINGLE_TURN) or is_given or (wanted == TOOL_AGENT and has_tools):
+    if agent_loop in (None, SINGLE_TURN) or is_given or (agent_loop == TOOL_AGENT and has_tools):
         return
     key = f"{SOURCES_KEY}.{name}.environment"
     remedy = "set sluice.environment.path or sluice.environment.addresses"
-    yield Problem(key, wanted, "without an environment that has it", remedy)
+    yield Problem(key, agent_loop, "without an environment that has it", remedy)

@@ -18,11 +18,11 @@ def file_list(files: str | list[str] | None) -> list[str]:
 
     A pattern such as ``rows/*.parquet`` stands for the files that match it, by name.
     """
-    named = [files] if isinstance(files, str) else files or []
-    return [file for name in named for file in _matching(name)]
+    patterns = [files] if isinstance(files, str) else files or []
+    return [file for name in patterns for file in _expand_pattern(name)]
 
 
-def _matching(name: str) -> list[str]:
+def _expand_pattern(name: str) -> list[str]:
     """Return the files of a pattern; any other name as it is, a pattern of no file too."""
     if not glob.has_magic(name) or Path(name).exists():
         return [name]

@@ -25,7 +25,7 @@ import msgspec
 from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import FILE_FIELDS, EndpointConfig
 from sluice.config.sources import prompt_files
@@ -114,17 +114,17 @@ class NodeStatus:
     problems: tuple[str, ...]
 
 
-def look_around(plan: ServicePlan, address: str) -> NodeStatus:
+def prepare_node(plan: ServicePlan, address: str) -> NodeStatus:
     """Prepare this node for a service, which includes writing the configuration."""
-    problems = [_version_problem(plan), _unshared(plan)]
+    problems = [_version_problem(plan), _sharing_problem(plan)]
     environment: dict[str, str] = {}
     try:
-        config = _written(plan)
+        config = _write_config(plan)
     except OSError as error:
         problems.append(f"{plan.config_file} cannot be written ({error.strerror or error})")
     else:
         missing = missing_paths(paths_of(plan.kind, config))
-        problems += [f"{one} does not exist" for one in missing]
+        problems += [f"{path} does not exist" for path in missing]
         endpoint = endpoint_on(getattr(config.sluice, plan.kind).endpoint, address)
         devices = {
             "trainer": config.trainer.device,
@@ -144,10 +144,12 @@ def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeStatus)
     command = (facts.python, *spec.command[1:])
     if kind == "rollout":
         endpoint = msgspec.structs.replace(config.sluice.rollout.endpoint, advertise=None)
-        own = endpoint_on(endpoint, facts.address)
+        node_endpoint = endpoint_on(endpoint, facts.address)
         key = "sluice.rollout.endpoint"
-        placed = {"host": own.host, "advertise": own.advertise}
-        command += tuple(f"{key}.{name}={override_value(one)}" for name, one in placed.items())
+        settings = {"host": node_endpoint.host, "advertise": node_endpoint.advertise}
+        command += tuple(
+            f"{key}.{name}={format_override_value(value)}" for name, value in settings.items()
+        )
     return replace(spec, command=command, environment={**facts.environment, **spec.environment})
 
 
@@ -162,15 +164,15 @@ def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
 
 
 def _version_problem(plan: ServicePlan) -> str:
-    own = own_version()
-    if own == UNINSTALLED:
+    version = own_version()
+    if version == UNINSTALLED:
         return "sluice runs from a source tree, whose version is unknown; install it on every node"
-    if own == plan.version:
+    if version == plan.version:
         return ""
-    return f"sluice {own} is installed, and the run has {plan.version}"
+    return f"sluice {version} is installed, and the run has {plan.version}"
 
 
-def _unshared(plan: ServicePlan) -> str:
+def _sharing_problem(plan: ServicePlan) -> str:
     if plan.kind == "rollout" or Path(plan.mark_file).is_file():
         return ""
     return (
@@ -179,7 +181,7 @@ def _unshared(plan: ServicePlan) -> str:
     )
 
 
-def _written(plan: ServicePlan) -> RunConfig:
+def _write_config(plan: ServicePlan) -> RunConfig:
     """Write the configuration unless the file holds it already; return it."""
     file = Path(plan.config_file)
     if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
@@ -206,8 +208,8 @@ class ServiceHost:
 
     async def look(self, plan: bytes) -> bytes:
         """Prepare the node for a service; take a `ServicePlan` and return `NodeStatus`, as JSON."""
-        asked = msgspec.json.decode(plan, type=ServicePlan)
-        return msgspec.json.encode(look_around(asked, self._address))
+        service = msgspec.json.decode(plan, type=ServicePlan)
+        return msgspec.json.encode(prepare_node(service, self._address))
 
     async def start(
         self, name: str, command: list[str], environment: dict[str, str]
@@ -227,20 +229,20 @@ class ServiceHost:
 
     async def lines(self, pid: int) -> tuple[list[str], bool]:
         """Return its next lines of output, and whether they were the last; for one caller only."""
-        child = self._of(pid)
+        child = self._child_of(pid)
         if child is None:
             return [], True
         lines: list[str] = []
-        some = asyncio.Event()
+        has_line = asyncio.Event()
 
         async def read() -> None:
             async for line in child.lines():
                 lines.append(line)
-                some.set()
+                has_line.set()
 
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read(), name="output")
-            waiting = tasks.create_task(some.wait(), name="first line")
+            waiting = tasks.create_task(has_line.wait(), name="first line")
             await asyncio.wait([reading, waiting], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([reading], timeout=_GATHER_S)
             is_over = reading.done()
@@ -250,22 +252,22 @@ class ServiceHost:
 
     async def ended(self, pid: int) -> int:
         """Return its exit code, once it has one."""
-        child = self._of(pid)
+        child = self._child_of(pid)
         return -signal.SIGKILL if child is None else await child.wait()
 
     async def terminate(self, pid: int) -> None:
         """Send SIGTERM to the process."""
-        child = self._of(pid)
+        child = self._child_of(pid)
         if child is not None:
             with suppress(ProcessLookupError):
                 child.terminate()
 
     async def kill(self, pid: int) -> None:
         """Send SIGKILL to the process and all processes that it started."""
-        child = self._of(pid)
+        child = self._child_of(pid)
         if child is not None:
             child.kill()
 
-    def _of(self, pid: int) -> LocalChild | None:
+    def _child_of(self, pid: int) -> LocalChild | None:
         child = self._child
         return child if child is not None and child.pid == pid else None

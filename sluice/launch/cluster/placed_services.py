@@ -185,7 +185,7 @@ class PlacedServices:
             ConfigError: its host cannot be started there.
             DeadlineError: it does not answer.
         """
-        placed = self._placements[name]
+        placement = self._placements[name]
         async with deadline(
             self._patience_s,
             peer=f"host of {name}",
@@ -194,7 +194,7 @@ class PlacedServices:
         ):
             while True:
                 try:
-                    address, ports = await placed.host.call("place", num_ports)
+                    address, ports = await placement.host.call("place", num_ports)
                 except _UNFIT as error:
                     raise ConfigError(f"{error}; is sluice installed there?") from error
                 except PeerError:
@@ -211,15 +211,15 @@ class PlacedServices:
         """
         self._shared = shared
         lacking: list[str] = []
-        for name, placed in self._placements.items():
+        for name, placement in self._placements.items():
             async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
                 try:
-                    facts = await self._look(placed)
+                    facts = await self._node_status(placement)
                 except _UNFIT as error:
                     raise ConfigError(str(error)) from error
-            if placed.plan.kind != "rollout":
+            if placement.plan.kind != "rollout":
                 self._addresses[name] = facts.address
-            lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
+            lacking += [f"\n  {facts.address} ({name}): {problem}" for problem in facts.problems]
         if lacking:
             raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
 
@@ -232,11 +232,13 @@ class PlacedServices:
             ConfigError: it can never be started so.
         """
         while True:
-            placed = self._placements.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
+            placement = (
+                self._placements.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
+            )
             try:
-                return await self._start_on(placed, spec)
+                return await self._start_on(placement, spec)
             except _UNFIT as error:
-                if placed.plan.kind != "rollout":
+                if placement.plan.kind != "rollout":
                     raise ConfigError(str(error)) from error
                 logger.warning(
                     "%s; %s is placed again in %g s, the others continue",
@@ -249,11 +251,12 @@ class PlacedServices:
 
     def release(self, name: str) -> None:
         """Release the resources of a service and its group."""
-        placed = self._placements.pop(name, None)
-        if placed is not None and not any(
-            other.plan.name == placed.plan.name for other in self._placements.values()
+        placement = self._placements.pop(name, None)
+        if placement is not None and not any(
+            other_placement.plan.name == placement.plan.name
+            for other_placement in self._placements.values()
         ):
-            self._cluster.give_back(placed.plan)
+            self._cluster.release(placement.plan)
 
     def close(self) -> None:
         """Release everything."""
@@ -262,20 +265,20 @@ class PlacedServices:
 
     def _reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
         placements = self._cluster.reserve(plan)
-        self._placements |= {placed.name: placed for placed in placements}
+        self._placements |= {placement.name: placement for placement in placements}
         return placements
 
-    async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
+    async def _start_on(self, placement: Placement, spec: ServiceSpec) -> RemoteChild:
         """Start a process on a node once the node is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
-            facts = await self._ready(placed)
+            facts = await self._wait_until_ready(placement)
             self._refuse_move(spec.name, facts)
-            own = spec_on(spec, placed.plan.kind, self._shared.config, facts)
-            variables = {**self._shared.variables, **own.environment}
+            node_spec = spec_on(spec, placement.plan.kind, self._shared.config, facts)
+            variables = {**self._shared.variables, **node_spec.environment}
             try:
-                pid, problem = await placed.host.call(
-                    "start", spec.name, list(own.command), variables
+                pid, problem = await placement.host.call(
+                    "start", spec.name, list(node_spec.command), variables
                 )
             except _UNFIT:
                 raise
@@ -285,37 +288,37 @@ class PlacedServices:
                 continue
             if problem:
                 raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
-            return RemoteChild(spec.name, pid, placed.host)
+            return RemoteChild(spec.name, pid, placement.host)
 
-    async def _ready(self, placed: Placement) -> NodeStatus:
+    async def _wait_until_ready(self, placement: Placement) -> NodeStatus:
         """Return the facts of a node that has everything the service needs, once there is one."""
         while True:
-            while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
-                missing = shortage(placed.plan, self._cluster.nodes())
-                logger.warning("%s waits for capacity: %s", placed.name, missing)
+            while not await self._cluster.is_reserved(placement.plan, _REMIND_S):
+                missing = shortage(placement.plan, self._cluster.nodes())
+                logger.warning("%s waits for capacity: %s", placement.name, missing)
             try:
                 async with asyncio.timeout(self._patience_s):
-                    facts = await self._look(placed)
+                    facts = await self._node_status(placement)
             except TimeoutError:
-                logger.warning("%s: its host does not answer", placed.name)
+                logger.warning("%s: its host does not answer", placement.name)
                 continue
             if not facts.problems:
                 return facts
             for problem in facts.problems:
-                logger.warning("%s cannot run on %s: %s", placed.name, facts.address, problem)
+                logger.warning("%s cannot run on %s: %s", placement.name, facts.address, problem)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _look(self, placed: Placement) -> NodeStatus:
+    async def _node_status(self, placement: Placement) -> NodeStatus:
         """Return the facts that the host finds, once it answers.
 
         Raises:
             HostLostError, PeerDefectError: it will never answer.
         """
         assert self._shared is not None
-        plan = msgspec.json.encode(self._shared.plan(placed.plan.kind))
+        plan = msgspec.json.encode(self._shared.plan(placement.plan.kind))
         while True:
             try:
-                facts = await placed.host.call("look", plan)
+                facts = await placement.host.call("look", plan)
                 return msgspec.json.decode(facts, type=NodeStatus)
             except _UNFIT:
                 raise
@@ -323,10 +326,10 @@ class PlacedServices:
                 await asyncio.sleep(_RETRY_S)
 
     def _refuse_move(self, name: str, facts: NodeStatus) -> None:
-        known = self._addresses.get(name, facts.address)
-        if known != facts.address:
+        old_address = self._addresses.get(name, facts.address)
+        if old_address != facts.address:
             raise ConfigError(
-                f"{name}: its node {known} is lost, and on {facts.address} the other services "
-                "would not find it; start the run again, it resumes from its last checkpoint "
-                "(trainer.save_freq, trainer.resume_mode=auto)"
+                f"{name}: its node {old_address} is lost, and on {facts.address} the other "
+                "services would not find it; start the run again, it resumes from its last "
+                "checkpoint (trainer.save_freq, trainer.resume_mode=auto)"
             )

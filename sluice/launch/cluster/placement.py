@@ -94,22 +94,23 @@ def reward_plan(extra: Demands) -> PlacementPlan:
     Raises:
         ConfigError: nothing is left of what it takes; as the other plans.
     """
-    return _single(REWARD, "reward", _demand("reward", {CPU: 1.0}, extra))
+    return _single_process_plan(REWARD, "reward", _demand("reward", {CPU: 1.0}, extra))
 
 
 def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> PlacementPlan:
     """Return the trainer's group: a bundle per node, with all ranks of that node."""
-    own = _computing(
+    base = _compute_demand(
         config.sluice.trainer.torch_threads, accelerator(config.trainer.device, cluster), 1
     )
-    each = _demand("trainer", own, extra)
+    per_rank = _demand("trainer", base, extra)
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    whole = {name: amount * per_node for name, amount in each.items()}
+    per_node_total = {name: amount * per_node for name, amount in per_rank.items()}
     members = tuple(
-        PlacedProcess(rank_name(rank), rank // per_node, each) for rank in range(nodes * per_node)
+        PlacedProcess(rank_name(rank), rank // per_node, per_rank)
+        for rank in range(nodes * per_node)
     )
     strategy: Strategy = "STRICT_PACK" if nodes == 1 else "STRICT_SPREAD"
-    return PlacementPlan("trainer", "trainer", (whole,) * nodes, strategy, members)
+    return PlacementPlan("trainer", "trainer", (per_node_total,) * nodes, strategy, members)
 
 
 def replica_plan(
@@ -117,21 +118,21 @@ def replica_plan(
 ) -> PlacementPlan:
     """Return the group of a replica, which comes and goes independently."""
     kind = accelerator(config.sluice.rollout.device, cluster)
-    own = _computing(config.sluice.rollout.torch_threads, kind, replica_devices(config))
-    return _single(replica_name(number), "rollout", _demand("rollout", own, extra))
+    base = _compute_demand(config.sluice.rollout.torch_threads, kind, replica_devices(config))
+    return _single_process_plan(replica_name(number), "rollout", _demand("rollout", base, extra))
 
 
-def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
+def parse_demands(entries: Iterable[str]) -> dict[Kind, dict[str, float]]:
     """Return resources by kind of service, from ``rollout=NPU:8`` and the like.
 
     Raises:
         ConfigError: an entry has another form, or names a resource that Ray reserves.
     """
     demands: dict[Kind, dict[str, float]] = {}
-    for text in given:
+    for text in entries:
         service, _, demand = text.partition("=")
         name, _, amount = demand.rpartition(":")
-        kind = next((one for one in KINDS if one == service), None)
+        kind = next((candidate for candidate in KINDS if candidate == service), None)
         if kind is None or not name or not _is_amount(amount):
             raise ConfigError(
                 f"resources {text!r}: write SERVICE=RESOURCE:AMOUNT, such as rollout=NPU:8 or "
@@ -148,25 +149,25 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
 
 def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
     """Return the resource that keeps a group from being placed, and the node that lacks it."""
-    wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
+    largest_bundle = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
     apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
-    node_capacities = [_missing(wanted, node) for node in nodes]
+    node_capacities = [_shortfall(largest_bundle, node) for node in nodes]
     fitting = sum(not missing for missing in node_capacities)
-    one = _as_text(wanted)
+    demand = _as_text(largest_bundle)
     lines = [
         f"\n  {node.address}: {missing or 'has capacity'}"
         for node, missing in zip(nodes, node_capacities, strict=True)
     ]
-    where = "a node" if apart == 1 else f"each of {apart} nodes"
-    found = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} capacity"
-    return f"{plan.name} takes {one} on {where}, and {found}:{''.join(lines)}"
+    spread = "a node" if apart == 1 else f"each of {apart} nodes"
+    fit = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} capacity"
+    return f"{plan.name} takes {demand} on {spread}, and {fit}:{''.join(lines)}"
 
 
-def _missing(wanted: Resources, node: NodeCapacity) -> str:
+def _shortfall(bundle: Resources, node: NodeCapacity) -> str:
     return "; ".join(
         f"{name}: {amount:g} wanted, {node.free.get(name, 0.0):g} free of "
         f"{node.total.get(name, 0.0):g}"
-        for name, amount in wanted.items()
+        for name, amount in bundle.items()
         if node.free.get(name, 0.0) < amount
     )
 
@@ -175,16 +176,16 @@ def _as_text(resources: Resources) -> str:
     return ", ".join(f"{name}:{amount:g}" for name, amount in resources.items())
 
 
-def _computing(threads: int, device: str | None, devices: int) -> Resources:
+def _compute_demand(threads: int, device: str | None, devices: int) -> Resources:
     return {CPU: float(threads)} | ({device: float(devices)} if device else {})
 
 
-def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
+def _demand(kind: Kind, base: Resources, extra: Demands) -> Resources:
     """Return what a process takes; Ray refuses a bundle without anything."""
-    given = extra.get(kind, {})
-    demand = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
+    additions = extra.get(kind, {})
+    demand = {name: amount for name, amount in {**base, **additions}.items() if amount > 0}
     if not demand:
-        options = " ".join(f"--resources {kind}={_as_text({name: 0.0})}" for name in given)
+        options = " ".join(f"--resources {kind}={_as_text({name: 0.0})}" for name in additions)
         raise ConfigError(
             f"{options}: nothing is left of what each {kind} process takes, and Ray places no "
             f"process that takes nothing; give a small amount, such as {kind}={CPU}:0.01"
@@ -192,7 +193,7 @@ def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
     return demand
 
 
-def _single(name: str, kind: Kind, resources: Resources) -> PlacementPlan:
+def _single_process_plan(name: str, kind: Kind, resources: Resources) -> PlacementPlan:
     return PlacementPlan(name, kind, (resources,), "PACK", (PlacedProcess(name, 0, resources),))
 
 
@@ -253,6 +254,6 @@ class Cluster(Protocol):
         """Return whether the group's resources are reserved, waiting at most the given seconds."""
         ...
 
-    def give_back(self, plan: PlacementPlan, /) -> None:
+    def release(self, plan: PlacementPlan, /) -> None:
         """End the group's hosts and their processes, and free its resources."""
         ...

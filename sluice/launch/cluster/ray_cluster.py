@@ -35,9 +35,9 @@ class RayServiceHost(ServiceHost):
     def __init__(self) -> None:
         import ray
 
-        own = ray.get_runtime_context().get_node_id()
+        node_id = ray.get_runtime_context().get_node_id()
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        super().__init__(str(addresses[own]))
+        super().__init__(str(addresses[node_id]))
 
 
 class RayHost:
@@ -120,7 +120,7 @@ class RayCluster:
             name=f"sluice-{self._run}-{plan.name}",
         )
         self._groups[plan.name] = group
-        hosts = [RayHost(member.name, self._actor(group, member)) for member in plan.members]
+        hosts = [RayHost(member.name, self._create_actor(group, member)) for member in plan.members]
         self._hosts[plan.name] = hosts
         return [
             Placement(member.name, plan, host)
@@ -135,7 +135,7 @@ class RayCluster:
                 return False
         return True
 
-    def give_back(self, plan: PlacementPlan) -> None:
+    def release(self, plan: PlacementPlan) -> None:
         """Kill the actors, which ends what they run, and remove the group."""
         import ray
         from ray.util import remove_placement_group
@@ -145,23 +145,23 @@ class RayCluster:
         if (group := self._groups.pop(plan.name, None)) is not None:
             remove_placement_group(group)
 
-    def _actor(self, group: Any, member: PlacedProcess) -> Any:  # noqa: ANN401
+    def _create_actor(self, group: Any, member: PlacedProcess) -> Any:  # noqa: ANN401
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Ray takes these three as options, and refuses them among the others.
-        others = {
+        custom = {
             name: amount
             for name, amount in member.resources.items()
             if name not in (CPU, GPU, MEMORY)
         }
-        made: Any = ray.remote(RayServiceHost)
-        return made.options(
+        actor_class: Any = ray.remote(RayServiceHost)
+        return actor_class.options(
             name=f"sluice-{self._run}-{member.name}",
             num_cpus=member.resources.get(CPU, 0),
             num_gpus=member.resources.get(GPU, 0),
             memory=member.resources.get(MEMORY),
-            resources=others,
+            resources=custom,
             # Ray keeps the host alive; what it runs is started again by its specification.
             max_restarts=-1,
             max_task_retries=0,

@@ -92,7 +92,7 @@ async def placed_run(
 ) -> AsyncIterator[LaunchPlan]:
     """Place a run on a cluster that is there; see `ray_plan`."""
     total = cluster.resources()
-    devices, extra = on_devices(config, options, total, cluster.nodes())
+    devices, extra = divide_devices(config, options, total, cluster.nodes())
     config = devices.config
 
     def plan_of_added(name: str) -> PlacementPlan:
@@ -107,14 +107,14 @@ async def placed_run(
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
         meeting = (trainer.address, trainer.ports[1])
-        with _written(addressed, config_file) as shared:
+        with _write_shared_config(addressed, config_file) as shared:
             await services.prepare(shared)
             yield _plan(addressed, config_file, meeting, services)
     finally:
         services.close()
 
 
-def on_devices(
+def divide_devices(
     config: RunConfig, options: RayOptions, total: Resources, nodes: Sequence[NodeCapacity]
 ) -> tuple[DevicePlan, Demands]:
     """Divide the cluster's devices; return the plan, and what processes take besides.
@@ -122,10 +122,10 @@ def on_devices(
     Raises:
         ConfigError: no split is possible.
     """
-    kind, other = (
+    kind, replica_kind = (
         accelerator(name, total) for name in (config.trainer.device, config.sluice.rollout.device)
     )
-    if options.keys is None or kind is None or kind != other:
+    if options.keys is None or kind is None or kind != replica_kind:
         return DevicePlan(config), options.extra
     by_node = tuple(int(node.total.get(kind, 0)) for node in nodes if node.total.get(kind, 0) >= 1)
     devices = LaunchDevices(kind, int(total.get(kind, 0)), are_elsewhere=True, by_node=by_node)
@@ -138,7 +138,7 @@ def on_devices(
     if not plan.is_shared:
         return plan, options.extra
     halves: dict[Kind, Resources] = {
-        one: {kind: 0.5, **options.extra.get(one, {})} for one in ("trainer", "rollout")
+        service: {kind: 0.5, **options.extra.get(service, {})} for service in ("trainer", "rollout")
     }
     return plan, {**options.extra, **halves}
 
@@ -148,8 +148,8 @@ def with_addresses(config: RunConfig, reward: NodePorts, trainer: NodePorts) -> 
     service = config.sluice
 
     def placed(endpoint: EndpointConfig, node: NodePorts) -> EndpointConfig:
-        given = endpoint_on(endpoint, node.address)
-        return msgspec.structs.replace(given, port=given.port or node.ports[0])
+        moved = endpoint_on(endpoint, node.address)
+        return msgspec.structs.replace(moved, port=moved.port or node.ports[0])
 
     replace = msgspec.structs.replace
     return replace(
@@ -181,7 +181,7 @@ def _plan(
 
 
 @contextmanager
-def _written(config: RunConfig, config_file: Path) -> Iterator[SharedConfig]:
+def _write_shared_config(config: RunConfig, config_file: Path) -> Iterator[SharedConfig]:
     """Write the configuration into the run's folder, with a mark of this run alone."""
     write_config(config, config_file)
     mark = config_file.parent / _MARK_FOLDER / f"{uuid.uuid4().hex}.mark"

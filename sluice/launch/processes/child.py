@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from sluice.concurrency.process import SHORTAGES, SUPERVISOR_VARIABLE
-from sluice.concurrency.waits import within
+from sluice.concurrency.waits import ends_within
 from sluice.errors import ConfigError
 from sluice.launch.service_spec import ServiceSpec
 
@@ -65,10 +65,10 @@ class Child(ABC):
         """
         if not self.has_ended:
             self.terminate()
-        await within(grace_s if self._killed_s is None else 0.0, self.wait())
+        await ends_within(grace_s if self._killed_s is None else 0.0, self.wait())
         self.kill()
         since_s = self._killed_s or time.monotonic()
-        if not await within(max(0.0, since_s + KILLED_S - time.monotonic()), self.wait()):
+        if not await ends_within(max(0.0, since_s + KILLED_S - time.monotonic()), self.wait()):
             logger.warning(
                 "%s: process %d has not ended %g s after SIGKILL: the kernel holds it (its state "
                 "is in /proc/%d/stat on its machine); it is left behind",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sluice.concurrency.process import ending_text
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
@@ -59,11 +59,11 @@ class CrewEnd:
         A rank that loses another one may notice it and fail before the lost one's exit is seen, so
         a process that a signal ended comes before one that reported an error.
         """
-        own = [each for each in self.exits if not each.was_asked] or list(self.exits)
-        done = [each for each in own if each.spec.ends_run and each.code == 0]
-        killed = [each for each in own if each.code < 0 or each.code == EXIT_STALLED]
-        failed = [each for each in own if each.code != 0]
-        return (done or killed or failed or own)[0]
+        unasked = [ended for ended in self.exits if not ended.was_asked] or list(self.exits)
+        done = [ended for ended in unasked if ended.spec.ends_run and ended.code == 0]
+        killed = [ended for ended in unasked if ended.code < 0 or ended.code == EXIT_STALLED]
+        failed = [ended for ended in unasked if ended.code != 0]
+        return (done or killed or failed or unasked)[0]
 
 
 class Crew:
@@ -129,7 +129,7 @@ class Crew:
         try:
             for spec in self.specs:
                 try:
-                    child = await unless(self.released, self._start(spec))
+                    child = await run_unless(self.released, self._start(spec))
                 except OSError as error:
                     logger.warning("%s cannot be started at present: %s", spec.name, error)
                     self._last_lines[spec.name].append(str(error))
@@ -177,12 +177,12 @@ class Crew:
         for child in list(self._running.values()):
             await child.wait()
 
-    def diagnosis(self, ended: ProcessExit, when: str = "") -> str:
+    def diagnosis(self, ended: ProcessExit, moment: str = "") -> str:
         """Return how a process ended, with its last lines."""
         again = f" after {self.restarts} restarts" if self.restarts else ""
         lines = "".join(f"\n  {line}" for line in self._last_lines[ended.spec.name])
         return (
-            f"{ended.spec.name} ended with {ending_text(ended.code)}{again}{when}"
+            f"{ended.spec.name} ended with {ending_text(ended.code)}{again}{moment}"
             f"{':' if lines else ''}{lines}"
         )
 
@@ -210,7 +210,7 @@ class Crew:
             forwarding.cancel()
 
     async def _exit_code(self, child: Child) -> int:
-        code = await unless(self._given_up, child.wait())
+        code = await run_unless(self._given_up, child.wait())
         return -signal.SIGKILL if code is None else code
 
     async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[ProcessExit]) -> None:

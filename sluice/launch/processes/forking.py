@@ -158,8 +158,8 @@ class Template:
         self._is_stuck = False
         answer = json.loads(message)
         if "code" in answer:
-            if (ended := self._forks.pop(answer["pid"], None)) is not None:
-                ended.note_end(answer["code"])
+            if (fork_of_end := self._forks.pop(answer["pid"], None)) is not None:
+                fork_of_end.note_end(answer["code"])
             return
         forked = self._asked.popleft()
         if not descriptors:

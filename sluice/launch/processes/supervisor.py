@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.concurrency.process import EXIT_MISSING_PACKAGE, ending_text, stop_on_signals
-from sluice.concurrency.waits import unless, within
+from sluice.concurrency.waits import ends_within, run_unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -88,7 +88,7 @@ class Supervisor:
         members: dict[str, list[ServiceSpec]] = {}
         for spec in specs:
             members.setdefault(spec.crew_name, []).append(spec)
-        self._crews = [self._crew(each) for each in members.values()]
+        self._crews = [self._crew(crew_specs) for crew_specs in members.values()]
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
         self._interrupted = asyncio.Event()
@@ -107,7 +107,7 @@ class Supervisor:
                 self._tasks = tasks
                 interruption = tasks.create_task(self._end_on_signal(), name="signals")
                 for crew in self._crews:
-                    tasks.create_task(self._keep(crew), name=crew.name)
+                    tasks.create_task(self._keep_running(crew), name=crew.name)
                 await self._over.wait()
                 await self._end_all()
                 interruption.cancel()
@@ -151,7 +151,7 @@ class Supervisor:
             raise NotReadyError(f"{spec.name}: the run is starting or ending; nothing is started")
         crew = self._crew((spec,))
         self._crews.append(crew)
-        self._tasks.create_task(self._keep(crew), name=crew.name)
+        self._tasks.create_task(self._keep_running(crew), name=crew.name)
         logger.info("%s is started", spec.name)
 
     def dismiss(self, name: str) -> None:
@@ -181,20 +181,20 @@ class Supervisor:
             crew.kill()
 
     async def _end_on_signal(self) -> None:
-        await unless(self._ends_at_once, self._interrupted.wait())
+        await run_unless(self._ends_at_once, self._interrupted.wait())
         if self._save is not None and not self._ends_at_once.is_set():
             logger.info(
                 "interrupted: the run ends after the present step and saves; "
                 "press Ctrl-C again to end it at once"
             )
-            if not await unless(self._ends_at_once, self._save()):
+            if not await run_unless(self._ends_at_once, self._save()):
                 self._ends_at_once.set()
         await self._ends_at_once.wait()
         self._interrupted.set()
         logger.info("ending all services in order")
         self._over.set()
 
-    async def _keep(self, crew: Crew) -> None:
+    async def _keep_running(self, crew: Crew) -> None:
         await self._run_with_restarts(crew)
         for spec in crew.specs:
             self._host.release(spec.name)
@@ -227,8 +227,8 @@ class Supervisor:
             self._note_last_exits(crew, end)
             self._over.set()
         elif spec.is_needed:
-            when = " in the middle of the run" if code == 0 else ""
-            self._fail(crew.diagnosis(end.cause, when))
+            moment = " in the middle of the run" if code == 0 else ""
+            self._fail(crew.diagnosis(end.cause, moment))
         else:  # dismissed, or ended by an operator: fewer replicas are no failure
             logger.info("%s has ended", crew.name)
             self._crews.remove(crew)
@@ -236,9 +236,9 @@ class Supervisor:
     def _note_last_exits(self, crew: Crew, end: CrewEnd) -> None:
         """Record exits after our signals; SIGTERM may come before a process can handle it."""
         self._failures.extend(
-            crew.diagnosis(each)
-            for each in end.exits
-            if each.code not in (0, -signal.SIGTERM, -signal.SIGKILL)
+            crew.diagnosis(ended)
+            for ended in end.exits
+            if ended.code not in (0, -signal.SIGTERM, -signal.SIGKILL)
         )
 
     async def _may_restart(self, crew: Crew, end: CrewEnd, lived_s: float) -> bool:
@@ -259,9 +259,9 @@ class Supervisor:
         pause_s = max(0.0, _FIRST_PAUSE_S * 2**crew.restarts - lived_s)
         crew.restarts += 1
         name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
-        when = f"in {pause_s:.1f} s" if pause_s else "at once"
-        logger.warning("%s ended with %s; starting again %s", name, ending_text(code), when)
-        if not await within(pause_s, crew.released.wait()):
+        delay = f"in {pause_s:.1f} s" if pause_s else "at once"
+        logger.warning("%s ended with %s; starting again %s", name, ending_text(code), delay)
+        if not await ends_within(pause_s, crew.released.wait()):
             return True
         if crew.is_dismissed:
             self._crews.remove(crew)

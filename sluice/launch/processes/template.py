@@ -69,15 +69,15 @@ def _serve(requests: socket.socket) -> None:
             if not message:
                 return
             try:
-                pid, ended = _fork(json.loads(message), outputs, selector, template)
+                pid, process_descriptor = _fork(json.loads(message), outputs, selector, template)
             except OSError as error:  # no descriptor or no process is free
                 _answer(requests, {"failed": error.errno or errno.EIO})
                 continue
             finally:
                 for descriptor in outputs:
                     os.close(descriptor)
-            selector.register(ended, selectors.EVENT_READ, pid)
-            _answer(requests, {"pid": pid}, [ended])
+            selector.register(process_descriptor, selectors.EVENT_READ, pid)
+            _answer(requests, {"pid": pid}, [process_descriptor])
 
 
 def _fork(
@@ -93,7 +93,7 @@ def _fork(
     try:
         pid = os.fork()
         if pid == 0:
-            _become(request, outputs[0], (leads, has_led), selector, template)
+            _run_module(request, outputs[0], (leads, has_led), selector, template)
         os.close(has_led)
         has_led = -1
         os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
@@ -115,7 +115,7 @@ def _answer(
         socket.send_fds(requests, [json.dumps(answer).encode()], descriptors)
 
 
-def _become(
+def _run_module(
     request: Mapping[str, object],
     output: int,
     pipe: Sequence[int],
@@ -125,15 +125,15 @@ def _become(
     """Run a module as `python -m` does, with the arguments, environment and output given."""
     code = 1
     try:
-        own = [*pipe, *(each.fd for each in selector.get_map().values())]
+        descriptors = [*pipe, *(key.fd for key in selector.get_map().values())]
         selector.close()
         os.setsid()
         module, *arguments = _texts(request["command"])
         environment = request["environment"]
         assert isinstance(environment, dict)
-        _print_to(output)
-        _show_as(module, arguments)
-        for descriptor in (output, *own):
+        _redirect_output(output)
+        _set_process_title(module, arguments)
+        for descriptor in (output, *descriptors):
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
@@ -162,18 +162,20 @@ def _become(
             os._exit(code)
 
 
-def _print_to(output: int) -> None:
+def _redirect_output(output: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in zip((nothing, output, output), _STANDARD, strict=True):
         os.dup2(source, target)
     os.close(nothing)
 
 
-def _show_as(module: str, arguments: Sequence[str]) -> None:
+def _set_process_title(module: str, arguments: Sequence[str]) -> None:
     """Change what `ps` and `pgrep -f` show of this process."""
     words = (sys.executable, "-m", module, *arguments)
     line = b"\0".join(map(os.fsencode, words))
-    begin, end = (int(stat_fields(os.getpid())[at]) for at in (_ARGUMENTS_FROM, _ARGUMENTS_TO))
+    begin, end = (
+        int(stat_fields(os.getpid())[index]) for index in (_ARGUMENTS_FROM, _ARGUMENTS_TO)
+    )
     size = end - begin
     if begin and size > 0:
         ctypes.memmove(begin, line[: size - 1].ljust(size, b"\0"), size)
@@ -181,7 +183,7 @@ def _show_as(module: str, arguments: Sequence[str]) -> None:
 
 def _texts(value: object) -> list[str]:
     assert isinstance(value, list)
-    return [str(one) for one in value]
+    return [str(item) for item in value]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
-from sluice.concurrency.process import ProcessMark, host_of_pids, marked_process
+from sluice.concurrency.process import ProcessMark, host_of_pids, mark_process
 from sluice.errors import DataError, DeadlineError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
@@ -197,7 +197,7 @@ def test_a_run_whose_processes_have_left_is_not_confused_with_one_at_its_address
 
 
 def test_a_run_with_a_process_in_its_folder_is_asked(run: Path) -> None:
-    with marked_process(run, "reward"):
+    with mark_process(run, "reward"):
         assert sluice("generate", "hi", "--run", str(run)).exit_code == 0
 
 

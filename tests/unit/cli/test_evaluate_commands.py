@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
-from sluice.cli.run.evaluation_origin import claim
+from sluice.cli.run.evaluation_origin import claim_folder
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, SluiceError
 from sluice.evaluation.results import RESULTS_NAME, read_results
@@ -104,7 +104,7 @@ def order(tmp_path: Path) -> EvaluationOrder:
     rows = {"math": tmp_path / "rows.jsonl"}
     order = EvaluationOrder(tmp_path / "model", rows, tmp_path / "out", overrides=keys)
     config = evaluation_config(order)
-    claim(order.output, config)
+    claim_folder(order.output, config)
     write_config(config, order.output / CONFIG_NAME)
     failed = sample(acc=None, failure="unscorable: ValueError")
     store(order.output, [prompt(0, [failed])])
@@ -116,12 +116,12 @@ def test_an_evaluation_whose_scorer_failed_continues_once_it_is_graded_again(
 ) -> None:
     (order.output.parent / "grade.py").write_text("def compute_score(**_):\n    return 0.25\n")
     with pytest.raises(ConfigError, match=r"grade\.py has changed"):
-        claim(order.output, evaluation_config(order))
+        claim_folder(order.output, evaluation_config(order))
     code, text = invoke("regrade", str(order.output))
     assert code == 0, text
     assert "the evaluation's command, with these keys, finishes it" in text
     assert not (order.output / RESULTS_NAME).exists()
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     ((_, stored),) = read_responses(order.output / "responses" / "math.jsonl")
     assert stored.samples[0].reward == 0.25
 
@@ -132,10 +132,10 @@ def test_after_grading_with_another_scorer_only_that_one_continues(order: Evalua
     key = f"reward.custom_reward_function.path={other}"
     assert invoke("regrade", str(order.output), key)[0] == 0
     with pytest.raises(ConfigError, match=r"custom_reward_function\.path = '.*other\.py' is now"):
-        claim(order.output, evaluation_config(order))
-    claim(order.output, evaluation_config(replace(order, overrides=[*order.overrides, key])))
+        claim_folder(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(replace(order, overrides=[*order.overrides, key])))
     assert invoke("regrade", str(order.output))[0] == 0
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
 
 
 def test_what_decided_the_samples_cannot_be_another_when_they_are_graded_again(

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, RetainedCheckpoints, follow_run
 from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
-from sluice.cli.run.evaluation_origin import claim
+from sluice.cli.run.evaluation_origin import claim_folder
 from sluice.cli.run.up import Display
 from sluice.errors import CheckpointError, ConfigError, DataError
 from sluice.evaluation.results import Results, read_results
@@ -52,7 +52,7 @@ class Run:
 
     def evaluate(self, order: EvaluationOrder, _: Display) -> Results:
         self.orders.append(order)
-        claim(order.output, evaluation_config(replace(order, model=order.output / "model")))
+        claim_folder(order.output, evaluation_config(replace(order, model=order.output / "model")))
         return read_results(evaluation(order.output, [graded(0, 1.0)]))
 
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
 
 def test_a_kept_model_takes_no_space_where_files_can_be_linked(run: Run) -> None:
     model = run.save(1, with_weights=True)
-    RetainedCheckpoints(run.checkpoints, run.folder / "out").look()
+    RetainedCheckpoints(run.checkpoints, run.folder / "out").retain_new()
     kept = run.folder / "out" / "global_step_1" / "model"
     assert (kept / "model.safetensors").samefile(model / "model.safetensors")
 
@@ -230,7 +230,7 @@ def test_a_model_is_copied_to_another_file_system(
     monkeypatch.setattr("os.link", refuse)
     model = run.save(1, with_weights=True)
     kept = RetainedCheckpoints(run.checkpoints, run.folder / "out")
-    kept.look()
+    kept.retain_new()
     assert (kept.model(1) / "model.safetensors").read_text(encoding="utf-8") == "1"
     assert kept.model(1) != model
 

@@ -17,7 +17,7 @@ from sluice.cli.run.evaluation import (
     evaluate_model,
     evaluation_config,
 )
-from sluice.cli.run.evaluation_origin import ORIGIN_NAME, claim
+from sluice.cli.run.evaluation_origin import ORIGIN_NAME, claim_folder
 from sluice.cli.run.up import Display
 from sluice.config.rules.checks import relation_problems
 from sluice.errors import ConfigError
@@ -98,32 +98,32 @@ def test_several_samples_are_not_greedy_unless_asked_for(
 def test_a_folder_continues_with_the_same_settings_on_other_replicas(
     order: EvaluationOrder,
 ) -> None:
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
-    claim(order.output, evaluation_config(replace(order, replicas=4)))
+    claim_folder(order.output, evaluation_config(replace(order, replicas=4)))
 
 
 def test_a_folder_without_a_response_is_that_of_the_newest_settings(order: EvaluationOrder) -> None:
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     store(order.output, [])
     other = evaluation_config(replace(order, samples_per_prompt=8))
-    claim(order.output, other)
+    claim_folder(order.output, other)
     store(order.output, [graded(0, 1.0)])
-    claim(order.output, other)
+    claim_folder(order.output, other)
 
 
 def test_the_folder_of_a_training_run_is_refused_and_stays_as_it_is(order: EvaluationOrder) -> None:
     order.output.mkdir()
     (order.output / CONFIG_NAME).write_text(RUN, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"holds a run, or responses .* give another --output"):
-        claim(order.output, evaluation_config(order))
+        claim_folder(order.output, evaluation_config(order))
     assert [one.name for one in order.output.iterdir()] == [CONFIG_NAME]
 
 
 def test_responses_of_unknown_origin_are_refused(order: EvaluationOrder) -> None:
     store(order.output, [graded(0, 1.0)])
     with pytest.raises(ConfigError, match=r"responses of unknown origin \(no evaluation\.json\)"):
-        claim(order.output, evaluation_config(order))
+        claim_folder(order.output, evaluation_config(order))
 
 
 @pytest.mark.parametrize("text", ["", '{"settings": {', "{}", "[]", "\xff"])
@@ -131,7 +131,7 @@ def test_a_damaged_note_of_the_origin_is_refused(order: EvaluationOrder, text: s
     order.output.mkdir()
     (order.output / ORIGIN_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"evaluation\.json cannot be read .* another --output"):
-        claim(order.output, evaluation_config(order))
+        claim_folder(order.output, evaluation_config(order))
 
 
 def test_a_second_command_leaves_the_results_of_an_active_one(
@@ -141,7 +141,7 @@ def test_a_second_command_leaves_the_results_of_an_active_one(
         return ()
 
     monkeypatch.setattr("sluice.cli.run.checked.launched_processes", answers)
-    monkeypatch.setattr("sluice.cli.run.evaluation.examined_to_start", lambda run, _: run)
+    monkeypatch.setattr("sluice.cli.run.evaluation.check_before_start", lambda run, _: run)
     results = evaluation(order.output, [graded(0, 1.0)]) / RESULTS_NAME
     with pytest.raises(ConfigError, match="another run is active in this folder"):
         evaluate_model(order, Display(Console(quiet=True)))
@@ -150,11 +150,11 @@ def test_a_second_command_leaves_the_results_of_an_active_one(
 
 
 def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
     other = evaluation_config(replace(order, samples_per_prompt=8))
     with pytest.raises(ConfigError, match=r"val_kwargs\.n = 1 is now 8; .*give another --output"):
-        claim(order.output, other)
+        claim_folder(order.output, other)
 
 
 @pytest.mark.parametrize("name", ["function_tool_path", "tool_config_path"])
@@ -165,30 +165,30 @@ def test_a_folder_of_tools_that_have_changed_since_is_refused(
     tools.write_text("", encoding="utf-8")
     key = f"actor_rollout_ref.rollout.multi_turn.{name}={tools}"
     config = evaluation_config(replace(order, overrides=[key]))
-    claim(order.output, config)
+    claim_folder(order.output, config)
     store(order.output, [graded(0, 1.0)])
     os.utime(tools, ns=(1, 1))
     with pytest.raises(ConfigError, match=r"tools\.py has changed"):
-        claim(order.output, config)
+        claim_folder(order.output, config)
 
 
 def test_of_the_scorer_pool_only_what_decides_grades_is_kept(order: EvaluationOrder) -> None:
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
     pool = "reward.scorer_pool"
     workers = replace(order, overrides=[f"{pool}.num_workers=3", f"{pool}.timeout_s=30"])
-    claim(order.output, evaluation_config(workers))
+    claim_folder(order.output, evaluation_config(workers))
     shorter = replace(order, overrides=[f"{pool}.max_response_chars=10"])
     with pytest.raises(ConfigError, match=r"max_response_chars = 200000 is now 10"):
-        claim(order.output, evaluation_config(shorter))
+        claim_folder(order.output, evaluation_config(shorter))
 
 
 def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
-    claim(order.output, evaluation_config(order))
+    claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
     os.utime(order.model / "model.safetensors", ns=(1, 1))
     with pytest.raises(ConfigError, match=r"model\.safetensors has changed"):
-        claim(order.output, evaluation_config(order))
+        claim_folder(order.output, evaluation_config(order))
 
 
 @pytest.mark.parametrize(

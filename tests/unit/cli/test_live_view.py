@@ -169,7 +169,7 @@ async def test_a_resumed_run_prints_its_own_validations_alone(tmp_path: Path) ->
         assert "validation" not in screen.getvalue()
         with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps({"step": 2, ACCURACY: 0.75}) + "\n")
-        view.print_rest()
+        view.print_missed_steps()
     assert screen.getvalue().endswith("validation after step 2: accuracy 0.750\n")
 
 
@@ -302,7 +302,7 @@ def test_the_first_validation_of_a_resumed_run_is_shown_below_a_later_one_of_bef
     view = view_on(screen := Screen(), tmp_path)
     with file.open("a", encoding="utf-8") as metrics:
         metrics.write(json.dumps({"step": 10, ACCURACY: 0.81}) + "\n")
-    view.print_rest()
+    view.print_missed_steps()
     assert screen.getvalue().endswith("validation after step 10: accuracy 0.810\n")
 
 
@@ -316,9 +316,9 @@ def test_a_validation_of_steps_that_are_trained_again_is_not_shown(tmp_path: Pat
     view = view_on(screen := Screen(), tmp_path)
     write({"step": 6, STEP: 6.0})
     assert run_accuracies(StepHistory(tmp_path)) == [(0, 0.1)]
-    view.print_rest()
+    view.print_missed_steps()
     write({"step": 7, STEP: 7.0}, {"step": 7, ACCURACY: 0.8})
-    view.print_rest()
+    view.print_missed_steps()
     lines = [line for line in screen.getvalue().splitlines() if "validation" in line]
     assert lines == ["validation after step 7: accuracy 0.800"]
 
@@ -375,5 +375,5 @@ def test_steps_of_a_run_that_was_over_before_it_could_be_asked_are_printed_at_it
     with (tmp_path / "metrics.jsonl").open("a") as more:
         for step in (6, 7):
             more.write(json.dumps({"step": step, STEP: step, "actor/entropy": 0.5}) + "\n")
-    view.print_rest()
+    view.print_missed_steps()
     assert screen.getvalue() == "".join(f"step {n}/{n}  entropy 0.500\n" for n in (6, 7))

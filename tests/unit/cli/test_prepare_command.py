@@ -20,7 +20,7 @@ from sluice.concurrency.process import (
     ProcessMark,
     host_of_pids,
     mark_file,
-    marked_process,
+    mark_process,
     process_marks,
 )
 from sluice.config.derived import checkpoint_folder
@@ -32,7 +32,7 @@ from sluice.launch.shared_run import RunEnding, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary import SUMMARY_NAME, forget_end
+from sluice.report.summary import SUMMARY_NAME, remove_end_files
 from sluice.service_contract import CONFIG_NAME, LEDGER_NAME, TRACKER_NAME
 from tests.support.doctor_findings import write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -132,8 +132,8 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
 
 
 def test_a_process_that_lives_keeps_its_mark_where_another_run_begins(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "reward"):
-        forget_end(tmp_path)
+    with mark_process(tmp_path, "reward"):
+        remove_end_files(tmp_path)
         assert mark_file(tmp_path, "reward").is_file()
 
 
@@ -141,7 +141,7 @@ def test_the_marks_of_other_machines_are_those_of_the_last_start(tmp_path: Path)
     before = ProcessMark("rollout-1", 7, f"not {host_of_pids()}", started=1)
     mark_file(tmp_path, "rollout-1").parent.mkdir()
     mark_file(tmp_path, "rollout-1").write_text(json.dumps(asdict(before)), encoding="utf-8")
-    forget_end(tmp_path)
+    remove_end_files(tmp_path)
     assert not process_marks(tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
         data = directory / "train.parquet"
         return QuickstartAssets(task, directory / "model", data, data)
 
-    monkeypatch.setattr("sluice.cli.run.quickstart.preparer", lambda: make)
+    monkeypatch.setattr("sluice.cli.run.quickstart.asset_maker", lambda: make)
     run_dir = tmp_path / name
     prepare("--quickstart", "trainer.save_freq=3", "--secure", "--run-dir", run_dir)
     config = locate_run(run_dir).config

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run import quickstart as quickstart_module
-from sluice.cli.run.quickstart import preparation, quickstart
+from sluice.cli.run.quickstart import quickstart, show_preparation
 from sluice.cli.running_run import folder_setting
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
@@ -21,7 +21,7 @@ def test_a_quickstart_refuses_a_folder_that_sluice_did_not_make(
 ) -> None:
     made: list[object] = []
     monkeypatch.setattr(
-        quickstart_module, "preparer", lambda: lambda *given, **_: made.append(given)
+        quickstart_module, "asset_maker", lambda: lambda *given, **_: made.append(given)
     )
     theirs = tmp_path / "metrics.jsonl"
     theirs.write_text("mine", encoding="utf-8")
@@ -43,7 +43,7 @@ def shown(*progress: tuple[float, PrepareProgress], terminal: bool = False) -> s
     file = io.StringIO()
     now_s = [0.0]
     console = Console(file=file, force_terminal=terminal, width=80)
-    with preparation(console, clock=lambda: now_s[0]) as show:
+    with show_preparation(console, clock=lambda: now_s[0]) as show:
         for seconds, each in progress:
             now_s[0] = seconds
             show(each)

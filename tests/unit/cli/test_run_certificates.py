@@ -41,7 +41,7 @@ def made(folder: Path, days: int | None = None) -> Path:
     if days is not None:
         authority = DevelopmentCa(365)
         pair = authority.service(("sluice",), days)
-        (folder / "ca.pem").write_bytes(authority.itself.certificate)
+        (folder / "ca.pem").write_bytes(authority.ca.certificate)
         (folder / "service.pem").write_bytes(pair.certificate)
         (folder / "service.key").write_bytes(pair.key)
     return folder

@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
-from sluice.cli.run.checked import checked_run, read_to_start
+from sluice.cli.run.checked import check_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
 from sluice.cli.watch import status as status_module
-from sluice.concurrency.process import host_of_pids, marked_process
+from sluice.concurrency.process import host_of_pids, mark_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -231,7 +231,7 @@ def test_of_several_active_runs_none_is_stopped_that_was_not_named(
     past("c")
     with ExitStack() as marks:
         for run in active:
-            marks.enter_context(marked_process(run, "trainer"))
+            marks.enter_context(mark_process(run, "trainer"))
         refused = sluice("stop")
         assert isinstance(refused.exception, ConfigError)
         named = f"name the one to stop: {active[0]}, {active[1]}"
@@ -258,7 +258,7 @@ def test_a_run_whose_processes_live_on_another_machine_is_never_called_inactive(
     assert [one["state"] for one in listed()] == ["out of sight"]
     screen = StringIO()
     with pytest.raises(ConfigError):
-        checked_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
+        check_run(None, [f"sluice.run_dir={run.absolute()}", "gone"], RunConsole(file=screen))
     assert "notice: the processes of " in screen.getvalue(), "a second start is seen"
     assert "node7; if they still run there, end this start" in screen.getvalue()
     own = {**mark, "name": "reward", "host": host_of_pids()}

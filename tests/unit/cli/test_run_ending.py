@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sluice.cli.run import up as up_module
 from sluice.cli.run.ending import end_run
-from sluice.cli.run.up import Display, display_of, start_processes
+from sluice.cli.run.up import Display, display_from_options, start_processes
 from sluice.cli.running_run import PastRun
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -54,7 +54,7 @@ def ended(
         total_steps=total_steps,
         seconds_total=130.0,
         seconds_services=100.0,
-        shown=shown,
+        shown_lines=shown,
     )
     summary = Path(config.sluice.run_dir) / "summary.json"
     return screen.getvalue(), json.loads(summary.read_text())
@@ -173,7 +173,7 @@ def test_a_run_whose_output_cannot_be_written_has_its_summary_and_its_report(
     end_run(
         run_at(tmp_path, saved=2),
         RunEnd(1, ("reward ended with code 3",)),
-        display_of(logs=False, quiet=False, as_json=False).console,
+        display_from_options(logs=False, quiet=False, as_json=False).console,
         total_steps=2,
         seconds_total=1.0,
         seconds_services=1.0,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.running_run import ask_run
-from sluice.concurrency.process import marked_process
+from sluice.concurrency.process import mark_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -171,7 +171,7 @@ def test_of_a_run_without_processes_it_says_how_far_it_came(tmp_path: Path) -> N
 
 def test_a_process_that_lives_and_does_not_answer_is_no_past_run(tmp_path: Path) -> None:
     write_config(load_config(None, NOWHERE), tmp_path / "config.yaml")
-    with marked_process(tmp_path, "trainer", "127.0.0.1:1"):
+    with mark_process(tmp_path, "trainer", "127.0.0.1:1"):
         found = json.loads(why(tmp_path, "--json"))
         shown = why(tmp_path)
     assert found["root"] == "trainer"

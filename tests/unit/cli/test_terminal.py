@@ -18,7 +18,7 @@ from rich.console import Console
 from sluice import __main__ as entry
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import counted, output_console, print_json, print_table
+from sluice.cli.terminal import output_console, print_json, print_table, show_count
 from sluice.safe_text import printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
@@ -71,7 +71,7 @@ def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
 
     client = AsyncMock()
     client.__aenter__.return_value.generate.return_value = Mock(rollouts=[rollout])
-    monkeypatch.setattr(generate_module, "connected", lambda _: client)
+    monkeypatch.setattr(generate_module, "connect_client", lambda _: client)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     generate_module.generate("hello", run=Path("unused"))
     shown = capsys.readouterr().out.splitlines()
@@ -142,7 +142,7 @@ def test_a_count_into_a_file_is_a_line_every_few_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = [0.0]
-    with counted("simulating", 40, clock=lambda: now_s[0]) as advance:
+    with show_count("simulating", 40, clock=lambda: now_s[0]) as advance:
         for _ in range(20):
             now_s[0] += 1.0
             advance(2)

@@ -28,7 +28,7 @@ from sluice.launch.processes.supervisor import RunEnd, ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import ReplicaScale, launch_service
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME
-from sluice.report.summary import ended_summary, write_summary
+from sluice.report.summary import read_summary, write_summary
 from sluice.service_contract import CONFIG_NAME, LEDGER_FORMAT, LEDGER_NAME
 from sluice.telemetry.metrics import FOLDER
 
@@ -120,10 +120,10 @@ async def test_a_start_removes_what_only_the_end_of_the_run_before_it_knew(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_summary(tmp_path, {"outcome": "interrupted", "seconds_total": 99.5})
-    assert ended_summary(tmp_path)
+    assert read_summary(tmp_path)
 
     async def supervised(*_: object) -> tuple[RunEnd, None]:
-        assert ended_summary(tmp_path) == {}
+        assert read_summary(tmp_path) == {}
         assert not (tmp_path / ACCOUNTS_NAME).exists()
         return RunEnd(0, ()), None
 

@@ -79,7 +79,7 @@ async def test_a_failed_replica_comes_last_for_a_while_after_a_fresh_look_up() -
     assert (await fleet.choose()).address == "a"
     assert (await fleet.choose()).address == "a"
     assert lookup.looks == 1
-    fleet.failed("a")
+    fleet.note_failed("a")
     assert (await fleet.choose()).address == "b"
     assert lookup.looks == 2
     clock.now_s = 60.0

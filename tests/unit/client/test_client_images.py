@@ -22,7 +22,7 @@ from sluice.client import (
     Sampling,
     submission,
 )
-from sluice.client.generation_types import encoded_images
+from sluice.client.generation_types import encode_images
 from sluice.client.submission import OpenPrompts, prompt_to_proto
 from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png
@@ -36,7 +36,7 @@ def test_bytes_and_paths_are_sent_as_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(png())
     for image in (png(), file, str(file)):
-        assert encoded_images("prompt", ChatWithImages(TURNS, [image])) == [png()]
+        assert encode_images("prompt", ChatWithImages(TURNS, [image])) == [png()]
     prompt = NewPrompt("p", TURNS, "math_dapo", "1", images=(file,))
     assert list(prompt_to_proto(prompt).images) == [png()]
     assert not prompt_to_proto(NewPrompt("p", TURNS, "math_dapo", "1")).images
@@ -84,7 +84,7 @@ async def sent_and_accepted(under_way: OpenPrompts) -> list[reward_pb2.SubmitPro
     sent = []
     async for request in under_way.requests():
         sent.append(request)
-        under_way.news(PromptEvent(request.prompt_id, "accepted", None, (), ""))
+        under_way.new_events(PromptEvent(request.prompt_id, "accepted", None, (), ""))
     return sent
 
 
@@ -135,7 +135,7 @@ async def test_the_images_of_open_prompts_are_bounded(
         third = tasks.create_task(anext(requests))
         await asyncio.sleep(0.05)
         assert not third.done()
-        under_way.news(PromptEvent("a", "trained", 1, (), ""))
+        under_way.new_events(PromptEvent("a", "trained", 1, (), ""))
     assert third.result().prompt_id == "c"
 
 
@@ -161,6 +161,6 @@ async def test_a_prompt_whose_call_failed_while_its_file_was_read_is_sent_by_the
     assert stale.result() is None
     assert [first.result().prompt_id, (await anext(following)).prompt_id] == ["a", "b"]
     for name in "ab":
-        under_way.news(PromptEvent(name, "accepted", None, (), ""))
+        under_way.new_events(PromptEvent(name, "accepted", None, (), ""))
     assert await anext(following, None) is None
     assert under_way.are_done() is False

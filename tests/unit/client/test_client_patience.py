@@ -136,7 +136,7 @@ async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
         await asyncio.sleep(0)
         alive = under_way.requests()
         again = [(await anext(alive)).prompt_id for _ in range(WINDOW)]
-        under_way.news(PromptEvent("0", "trained", 1, (), ""))
+        under_way.new_events(PromptEvent("0", "trained", 1, (), ""))
         fresh = await anext(alive)
     assert sampled.result() is None
     assert again == [str(n) for n in range(WINDOW)]
@@ -150,7 +150,7 @@ async def until_cancelled(replica: TokenReplica) -> None:
 
 def only_stalls_after(monkeypatch: pytest.MonkeyPatch, hung: TokenReplica, messages: int) -> None:
     """Let no stream stall but that of `hung`, and that one only after so many messages."""
-    moving = generation._moving
+    moving = generation._until_stalled
 
     async def patient(
         stream: AsyncGenerator[Any, None], address: str, stall_s: float
@@ -162,7 +162,7 @@ def only_stalls_after(monkeypatch: pytest.MonkeyPatch, hung: TokenReplica, messa
             async for message in rest:
                 yield message
 
-    monkeypatch.setattr(generation, "_moving", patient)
+    monkeypatch.setattr(generation, "_until_stalled", patient)
 
 
 @pytest.mark.parametrize("every_token", [False, True])
@@ -195,7 +195,7 @@ async def test_signs_of_life_keep_a_stream_that_waits_longer_than_it_may_be_sile
             await asyncio.sleep(0.5)
             yield number
 
-    moving = generation._moving(cast("Any", signs()), "replica", 2.5)
+    moving = generation._until_stalled(cast("Any", signs()), "replica", 2.5)
     assert [message async for message in moving] == list(range(6))
 
 

@@ -46,26 +46,26 @@ def test_nothing_is_due_before_the_pause_has_ended_and_then_one() -> None:
 def test_a_prompt_that_is_done_with_is_held_no_longer() -> None:
     held, _ = holding("ab")
     held.drop("a")
-    held.progressed()
-    held.progressed()
+    held.note_progress()
+    held.note_progress()
     assert due(held) == "b"
 
 
 def test_each_outcome_lets_one_follow() -> None:
     held, _ = holding("abc")
-    held.progressed()
-    held.progressed()
+    held.note_progress()
+    held.note_progress()
     assert due(held) == "ab"
 
 
 def test_capacity_without_a_held_prompt_is_not_kept_for_later() -> None:
     held, _ = holding("")
-    held.progressed()
+    held.note_progress()
     assert due(held) == ""
     held.hold(refusal("a"))
     assert due(held) == ""
-    held.progressed()
-    held.progressed()
+    held.note_progress()
+    held.note_progress()
     assert due(held) == "a"
     held.hold(refusal("b"))
     assert due(held) == ""
@@ -76,7 +76,7 @@ def test_capacity_found_after_a_pause_is_used_at_once() -> None:
     clock.now_s += 1.0
     assert due(held) == "a"
     for following in "bcd":
-        held.progressed()
+        held.note_progress()
         assert due(held) == following
 
 
@@ -105,7 +105,7 @@ def test_prompts_are_given_up_together_when_nothing_got_on_for_the_patience() ->
     clock.now_s += 50.0
     assert due(held) == "a"
     assert not held.hold(refusal("a"))
-    held.progressed()  # patience starts again
+    held.note_progress()  # patience starts again
     assert due(held) == "b"
     clock.now_s += 50.0
     assert not held.hold(refusal("b"))

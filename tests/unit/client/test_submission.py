@@ -105,13 +105,13 @@ async def test_no_more_prompts_are_under_way_than_a_call_may_have() -> None:
     requests = under_way.requests()
     for _ in range(1024):
         await anext(requests)
-    under_way.news(PromptEvent("0", "accepted", None, (), ""))
+    under_way.new_events(PromptEvent("0", "accepted", None, (), ""))
     async with asyncio.TaskGroup() as tasks:
         last = tasks.create_task(anext(requests))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not last.done()
-        under_way.news(PromptEvent("0", "trained", 1, (), ""))
+        under_way.new_events(PromptEvent("0", "trained", 1, (), ""))
     assert last.result().prompt_id == "1024"
 
 
@@ -123,12 +123,12 @@ async def test_the_input_stays_open_until_every_prompt_has_a_receipt_that_is_fin
         following = tasks.create_task(anext(requests, None))
         await asyncio.sleep(0.01)
         assert not following.done()
-        assert not under_way.news(PromptEvent("a", "refused", None, (), "full", True))
-        under_way.news(PromptEvent("another call's", "trained", 1, (), ""))  # freed capacity
+        assert not under_way.new_events(PromptEvent("a", "refused", None, (), "full", True))
+        under_way.new_events(PromptEvent("another call's", "trained", 1, (), ""))  # freed capacity
     sent_again = following.result()
     assert sent_again is not None
     assert sent_again.prompt_id == "a"
-    under_way.news(PromptEvent("a", "accepted", None, (), ""))
+    under_way.new_events(PromptEvent("a", "accepted", None, (), ""))
     assert await anext(requests, None) is None
 
 
@@ -136,9 +136,9 @@ async def test_a_held_second_prompt_of_an_id_is_not_sent_once_the_first_has_ende
     under_way = OpenPrompts([prompt("a"), prompt("a"), prompt("b")], until_outcome=True)
     requests = under_way.requests()
     assert [(await anext(requests)).prompt_id for _ in range(2)] == ["a", "a"]
-    under_way.news(PromptEvent("a", "accepted", None, (), ""))
-    under_way.news(PromptEvent("a", "refused", None, (), "full", True))
-    under_way.news(PromptEvent("a", "trained", 1, (), ""))
+    under_way.new_events(PromptEvent("a", "accepted", None, (), ""))
+    under_way.new_events(PromptEvent("a", "refused", None, (), "full", True))
+    under_way.new_events(PromptEvent("a", "trained", 1, (), ""))
     assert (await anext(requests)).prompt_id == "b"
 
 

@@ -26,7 +26,7 @@ from sluice.client.wait_chain import (
     explain_run,
     survey_waits,
 )
-from sluice.concurrency.process import marked_process
+from sluice.concurrency.process import mark_process
 from sluice.concurrency.waits import Waiting
 from sluice.config.run import RunConfig
 from sluice.rpc.credentials import OPEN, Credentials
@@ -136,7 +136,7 @@ async def test_every_service_reports_its_waits_and_a_silent_one_is_listed(tmp_pa
 async def test_a_process_noted_in_the_runs_folder_is_asked_though_nobody_names_it(
     tmp_path: Path,
 ) -> None:
-    with marked_process(tmp_path, "rollout-7", NOWHERE):
+    with mark_process(tmp_path, "rollout-7", NOWHERE):
         found = await survey_waits(NOWHERE, NOWHERE, tmp_path, timeout_s=LONG_S)
     assert [service.name for service in found] == [TRAINER, REWARD, "rollout-7"]
     assert found[2] == ServiceWaits(

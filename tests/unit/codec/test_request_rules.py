@@ -25,7 +25,7 @@ from sluice.codec import train_batch as batch_rules
 from sluice.codec import trainer as trainer_rules
 from sluice.codec import weights as weights_rules
 from sluice.codec.bounds import check_fields
-from sluice.codec.fields import check_text, logprobs_from_bytes, shortened, token_ids_from_bytes
+from sluice.codec.fields import check_text, logprobs_from_bytes, shorten, token_ids_from_bytes
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import FinishReason, Rollout, SamplingParams, TensorSpec, VersionSpan
 
@@ -442,8 +442,8 @@ def test_the_run_is_held_by_few_and_watched_by_few() -> None:
 
 @given(st.text())
 def test_a_shown_value_is_one_short_printable_line(value: str) -> None:
-    assert shortened(value).isprintable()
-    assert len(shortened(value)) < 700
+    assert shorten(value).isprintable()
+    assert len(shorten(value)) < 700
 
 
 @given(st.text(max_size=40))

@@ -179,7 +179,7 @@ def test_the_last_item_is_written_after_all_others_though_the_queue_is_full() ->
     for item in (2, 3, 4):
         writer.put(item)
     opened.set()
-    writer.close(WAIT_S, last=9)
+    writer.close(WAIT_S, last_item=9)
     assert destination.batches == [[1], [2], [3], [9]]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.process import exit_status, leave
+from sluice.concurrency.process import exit_status, run_and_exit
 from sluice.errors import ConfigError, DataError, leaves
 
 
@@ -98,7 +98,7 @@ def test_a_service_ends_at_once_with_its_code_and_after_a_defect_with_its_traceb
     monkeypatch.setattr("sluice.concurrency.process.os._exit", end)
     monkeypatch.setattr("sluice.concurrency.process.logging.shutdown", lambda: None)
     with pytest.raises(Ended, match=f"^{code}$"):
-        leave(body)
+        run_and_exit(body)
     assert ("ZeroDivisionError" in capsys.readouterr().err) == (code == 1)
 
 
@@ -109,18 +109,18 @@ DEFECTS = {
 
 
 def left(error: str, marker: Path, stderr: int) -> subprocess.CompletedProcess[str]:
-    """A process that raises in `leave`.
+    """A process that raises in `run_and_exit`.
 
     The interpreter's own end would make `marker`, and so would the end of what the error holds.
     """
     program = (
         "import atexit, pathlib\n"
-        "from sluice.concurrency.process import leave\n"
+        "from sluice.concurrency.process import run_and_exit\n"
         f"mark = pathlib.Path({str(marker)!r}).touch\n"
         "atexit.register(mark)\n"
         "class Held:\n    def __del__(self):\n        mark()\n"
         f"def main():\n    held = Held()\n    raise {error}\n"
-        "leave(main)\n"
+        "run_and_exit(main)\n"
     )
     command = [sys.executable, "-c", program]
     return subprocess.run(command, stderr=stderr, text=True, timeout=60.0, check=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.concurrency.process import exempt_start_up
+from sluice.concurrency.process import exempt_from_gc
 
 
 class _Held:
@@ -23,7 +23,7 @@ def _thawed() -> Iterator[None]:
 
 def test_a_collection_looks_only_through_what_came_after_the_start() -> None:
     before = _Held()
-    exempt_start_up()
+    exempt_from_gc()
     after = _Held()
     looked_through = {id(held) for held in gc.get_objects()}
     assert id(after) in looked_through
@@ -32,7 +32,7 @@ def test_a_collection_looks_only_through_what_came_after_the_start() -> None:
 
 
 def test_cycles_that_came_after_the_start_are_still_freed() -> None:
-    exempt_start_up()
+    exempt_from_gc()
     one, other = _Held(), _Held()
     one.other, other.other = other, one  # type: ignore[attr-defined]
     seen = weakref.ref(one)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.process import ProcessMark, mark_file, marked_process, process_marks
+from sluice.concurrency.process import ProcessMark, mark_file, mark_process, process_marks
 
 WAIT_S = 60.0
 
@@ -25,8 +25,8 @@ def sleeper(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ProcessMa
     """A process that has marked itself and sleeps."""
     code = (
         "import pathlib, time\n"
-        "from sluice.concurrency.process import marked_process\n"
-        f"with marked_process(pathlib.Path({str(tmp_path)!r}), 'rollout-1', '127.0.0.1:7'):\n"
+        "from sluice.concurrency.process import mark_process\n"
+        f"with mark_process(pathlib.Path({str(tmp_path)!r}), 'rollout-1', '127.0.0.1:7'):\n"
         "    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -53,7 +53,7 @@ def until_state(mark: ProcessMark, state: str) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_a_mark_tells_its_machine_and_the_namespace_of_its_process_id(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         (mark,) = process_marks(tmp_path)
     assert mark.host == f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -86,26 +86,26 @@ def test_the_state_of_a_process_is_the_kernels(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_another_process_with_the_same_id_is_not_taken_for_it(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         (mark,) = process_marks(tmp_path)
     assert mark.state() == "alive"
     assert replace(mark, started=mark.started + 1).state() == "gone"
 
 
 def test_a_process_elsewhere_is_out_of_sight(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         (mark,) = process_marks(tmp_path)
     assert replace(mark, host="other pid:[1]").state() == "out of sight on other"
 
 
 def test_a_mark_is_left_by_those_who_could_not_end_in_order_only(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         assert [mark.name for mark in process_marks(tmp_path)] == ["trainer"]
     assert process_marks(tmp_path) == ()
 
 
 def test_marks_of_an_earlier_run_and_files_that_are_none_are_left_out(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"), marked_process(tmp_path, "rollout-2"):
+    with mark_process(tmp_path, "trainer"), mark_process(tmp_path, "rollout-2"):
         os.utime(tmp_path / "processes" / "rollout-2.json", (1.0, 1.0))
         (tmp_path / "processes" / "rollout-3.json").write_text("{", encoding="utf-8")
         assert [mark.name for mark in process_marks(tmp_path, since_s=2.0)] == ["trainer"]
@@ -113,19 +113,19 @@ def test_marks_of_an_earlier_run_and_files_that_are_none_are_left_out(tmp_path: 
 
 @pytest.mark.parametrize("pid", [None, "7", 0, -1, 2**31, 2**80])
 def test_a_damaged_mark_is_no_process(tmp_path: Path, pid: object) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         file = mark_file(tmp_path, "trainer")
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": pid}), encoding="utf-8")
         assert process_marks(tmp_path) == ()
 
 
 def test_a_mark_with_fields_of_another_version_is_read(tmp_path: Path) -> None:
-    with marked_process(tmp_path, "trainer"):
+    with mark_process(tmp_path, "trainer"):
         marks, file = process_marks(tmp_path), mark_file(tmp_path, "trainer")
         file.write_text(json.dumps(json.loads(file.read_text()) | {"later": 1}), encoding="utf-8")
         assert process_marks(tmp_path) == marks
 
 
 def test_without_the_runs_folder_nothing_is_written(tmp_path: Path) -> None:
-    with marked_process(tmp_path / "elsewhere", "rollout-0"):
+    with mark_process(tmp_path / "elsewhere", "rollout-0"):
         assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ class Watched:
     def look(self, times: int, apart_s: float = INTERVAL_S) -> Watched:
         for _ in range(times):
             self.now_s += apart_s
-            self.verdicts.append(self.judge.look(self.now_s))
+            self.verdicts.append(self.judge.check(self.now_s))
         return self
 
 
@@ -58,8 +58,8 @@ def test_rest_is_no_stall_and_what_stood_still_before_does_not_count_after() -> 
     rest = times(50, has_work=False)
     watched = Watched().see(*times(4), *rest, *times(4))
     assert set(watched.verdicts) == {FINE}
-    assert watched.judge.still_at_work_s is not None
-    assert Watched().see(*rest).judge.still_at_work_s is None
+    assert watched.judge.no_progress_at_work_s is not None
+    assert Watched().see(*rest).judge.no_progress_at_work_s is None
 
 
 def test_a_wait_with_a_deadline_of_its_own_is_reported_but_left_to_it() -> None:

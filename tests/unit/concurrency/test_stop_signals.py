@@ -19,7 +19,7 @@ from tests.support.scripted_environment import eventually
 @pytest.fixture(autouse=True)
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what `nohup make test` sets, and keep the output of the tests."""
-    monkeypatch.setattr("sluice.concurrency.process._leave_terminal", lambda: None)
+    monkeypatch.setattr("sluice.concurrency.process._detach_output", lambda: None)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.concurrency.waits import Waiting, deadline, merged_waits, present_waits, waiting_for
+from sluice.concurrency.waits import Waiting, deadline, merge_waits, present_waits, waiting_for
 from sluice.errors import DeadlineError
 from tests.support.clock import Clock
 
@@ -45,7 +45,7 @@ def test_waits_for_the_same_are_one_line_with_the_longest_first(clock: Clock) ->
                 ("rollout-1", 11.0, 2),
                 ("disk", 1.0, 1),
             ]
-            assert len(merged_waits(present_waits(), max_lines=1)) == 1
+            assert len(merge_waits(present_waits(), max_lines=1)) == 1
 
 
 def test_what_came_restarts_the_wait(clock: Clock) -> None:
@@ -120,7 +120,7 @@ WAITINGS = st.builds(
 
 @given(st.lists(WAITINGS))
 def test_telling_waits_together_keeps_their_number_and_the_longest(found: list[Waiting]) -> None:
-    reported = merged_waits(found)
+    reported = merge_waits(found)
     assert sum(wait.count for wait in reported) == sum(wait.count for wait in found)
     assert len({(wait.peer, wait.phase) for wait in reported}) == len(reported)
     assert [wait.seconds for wait in reported] == sorted(

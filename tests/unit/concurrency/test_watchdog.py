@@ -16,8 +16,8 @@ from sluice.concurrency.watchdog import (
     StallVerdict,
     Watchdog,
     WorkState,
-    still_seconds,
-    watched_service,
+    no_progress_seconds,
+    watch_service,
 )
 from sluice.config.schema.service import ServiceConfig
 from sluice.errors import EngineError
@@ -34,8 +34,8 @@ class Scripted(StallJudge):
         self._script = list(verdicts)
         self.is_through = threading.Event()
 
-    def look(self, now_s: float) -> StallVerdict:
-        super().look(now_s)
+    def check(self, now_s: float) -> StallVerdict:
+        super().check(now_s)
         if not self._script:
             self.is_through.set()
             return StallVerdict.FINE
@@ -141,18 +141,18 @@ async def test_a_look_that_fails_has_seen_nothing() -> None:
 
     with Watchdog(judge, broken, interval_s=0.01).watching():
         await until_set(judge.is_through)
-    assert judge.look(1e9) is StallVerdict.FINE
-    assert judge.still_at_work_s is None
+    assert judge.check(1e9) is StallVerdict.FINE
+    assert judge.no_progress_at_work_s is None
 
 
 async def test_a_watched_service_is_marked_in_the_runs_folder_and_tells_how_long_it_stands(
     tmp_path: Path,
 ) -> None:
-    assert still_seconds() is None
-    with watched_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: WorkState(0)):
+    assert no_progress_seconds() is None
+    with watch_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: WorkState(0)):
         assert (tmp_path / "processes" / "reward.json").is_file()
         async with asyncio.timeout(WAIT_S):
-            while still_seconds() is None:
+            while no_progress_seconds() is None:
                 await asyncio.sleep(0.01)
     assert not list((tmp_path / "processes").iterdir())
-    assert still_seconds() is None
+    assert no_progress_seconds() is None

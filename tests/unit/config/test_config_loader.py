@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.override_values import override_value
+from sluice.config.loading.override_values import format_override_value
 from sluice.config.loading.overrides import parse_override
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -457,7 +457,7 @@ def test_fifty_brackets_may_stand_within_each_other() -> None:
     value: object = "a"
     for _ in range(50):
         value = [value]
-    assert parse_override(f"+k={override_value(value)}").value == value
+    assert parse_override(f"+k={format_override_value(value)}").value == value
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_fifty_brackets_may_stand_within_each_other() -> None:
     ],
 )
 def test_a_value_that_was_written_as_an_override_is_read_again(value: object) -> None:
-    found = parse_override(f"+k={override_value(value)}").value
+    found = parse_override(f"+k={format_override_value(value)}").value
     assert (found, type(found)) == (value, type(value))
 
 

@@ -105,7 +105,7 @@ def test_a_key_of_another_certificate_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_authority_that_did_not_sign_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "theirs").write_bytes(authority("theirs").itself.certificate)
+    (tmp_path / "theirs").write_bytes(authority("theirs").ca.certificate)
     (reported,) = problems(tmp_path, ca_file=str(tmp_path / "theirs"))
     assert "theirs did not sign the certificate; give the CA that did" in reported
 

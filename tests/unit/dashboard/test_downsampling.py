@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.dashboard.curves import bucket_edges, bucket_sums, kept_points
+from sluice.dashboard.curves import bucket_edges, bucket_sums, choose_points
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=False, width=32)
 CURVES = st.lists(NUMBERS, max_size=300).map(lambda values: np.array(values, dtype=np.float64))
@@ -20,7 +20,7 @@ CURVES = st.lists(NUMBERS, max_size=300).map(lambda values: np.array(values, dty
 def test_what_is_kept_is_in_order_and_at_most_what_was_asked_for(
     values: np.ndarray, most: int
 ) -> None:
-    kept = kept_points(values, most)
+    kept = choose_points(values, most)
     assert kept.size <= most
     assert (np.diff(kept) > 0).all()
     assert kept.size == values.size or values.size > most
@@ -28,7 +28,7 @@ def test_what_is_kept_is_in_order_and_at_most_what_was_asked_for(
 
 @given(CURVES, st.integers(4, 50))
 def test_first_last_smallest_and_largest_are_kept(values: np.ndarray, most: int) -> None:
-    kept = kept_points(values, most)
+    kept = choose_points(values, most)
     if not values.size:
         return
     assert kept[0] == 0
@@ -40,7 +40,7 @@ def test_first_last_smallest_and_largest_are_kept(values: np.ndarray, most: int)
 
 @given(CURVES, st.integers(4, 50))
 def test_each_stretch_keeps_its_own_smallest_and_largest(values: np.ndarray, most: int) -> None:
-    kept = kept_points(values, most)
+    kept = choose_points(values, most)
     if values.size <= most:
         return
     edges = bucket_edges(values.size - 2, (most - 2) // 2) + 1
@@ -75,4 +75,4 @@ def test_sums_lose_nothing(counts: list[int], most: int) -> None:
 
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 4"):
-        kept_points(np.zeros(10), 3)
+        choose_points(np.zeros(10), 3)

@@ -16,7 +16,7 @@ def taken(tail: LineTail) -> list[bytes]:
     """All that is there."""
     found = []
     while True:
-        one = tail.take()
+        one = tail.read_new_lines()
         found += [line.text for line in one.lines]
         if not one.has_more:
             return found
@@ -55,7 +55,7 @@ def test_however_a_file_grows_every_line_comes_once_with_its_place(
         append(file, content[begin:end])
         more = True
         while more:
-            one = tail.take()
+            one = tail.read_new_lines()
             found += one.lines
             more = one.has_more
     assert [line.text for line in found] == lines
@@ -78,7 +78,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: 
         file.write_bytes(b"a line that is longer than both\n")
     else:
         file.unlink()
-    one = tail.take()
+    one = tail.read_new_lines()
     assert one.is_reset
     assert [line.text for line in one.lines] == (
         file.read_bytes().splitlines() if file.exists() else []

@@ -11,7 +11,7 @@ import pytest
 
 from sluice.client.run_address import RunLocation
 from sluice.client.wait_chain import Explanation, explain_run
-from sluice.concurrency.process import marked_process
+from sluice.concurrency.process import mark_process
 from sluice.dashboard.live_status import ASK_EVERY_S, SURVEY_EVERY_S, LiveStatus
 from sluice.dashboard.overview import overview
 from sluice.dashboard.step_history import StepHistory
@@ -99,7 +99,7 @@ async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_r
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path)
-    with marked_process(tmp_path, "trainer", "127.0.0.1:1"):
+    with mark_process(tmp_path, "trainer", "127.0.0.1:1"):
         async with live_status(tmp_path, Clock()) as live:
             answer = await live.ask()
     assert answer is not None

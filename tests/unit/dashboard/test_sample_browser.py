@@ -203,7 +203,7 @@ def test_groups_of_a_dump_are_whole_in_whatever_pieces_it_is_read(
         file.write_bytes(content)
         tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(SampleSource.VALIDATION)
         found: list[GroupLines] = []
-        while (taken := tail.take()).has_more:
+        while (taken := tail.read_new_lines()).has_more:
             found += reader.take(taken.lines)
         found += reader.end()
     runs = [list(run) for _, run in itertools.groupby(enumerate(uids), key=lambda one: one[1])]

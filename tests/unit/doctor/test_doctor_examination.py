@@ -9,7 +9,7 @@ import pytest
 
 from sluice.doctor.examination import CHECKS, Check, examine
 from sluice.doctor.files import check_disk
-from sluice.doctor.finding import DoctorContext, Finding, examined_run, fine
+from sluice.doctor.finding import DoctorContext, Finding, fine, read_doctor_context
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import run_of, severities
 from tests.support.source_tree import ROOT
@@ -99,7 +99,7 @@ def test_results_come_in_the_order_of_the_checks() -> None:
 
 def test_without_a_run_only_what_holds_for_every_run_is_looked_at() -> None:
     checks = (Check("a", "", sound, needs_run=False), Check("b", "", sound))
-    nobody = examined_run(None, [], {})
+    nobody = read_doctor_context(None, [], {})
     assert [one.check.name for one in examine(nobody, checks)] == ["a"]
     named = examine(run_of("data.seed=3"), checks)
     assert [one.check.name for one in named] == ["a", "b"]

@@ -17,7 +17,7 @@ from sluice.doctor.configuration import (
     date_findings,
     tls_off_findings,
 )
-from sluice.doctor.files import check_model, check_whole, model_findings
+from sluice.doctor.files import check_complete, check_model, model_findings
 from sluice.doctor.prompts import check_data, source_findings
 from sluice.errors import DataError
 from sluice.security.development_ca import DevelopmentCa
@@ -52,10 +52,10 @@ def test_no_prefix_of_a_file_passes_for_the_whole(
     folder = tmp_path_factory.mktemp("model")
     first, _ = write_model(folder)
     content = first.read_bytes()
-    check_whole(KEY, first)
+    check_complete(KEY, first)
     first.write_bytes(content[: int(kept * len(content))])
     with pytest.raises(DataError, match=f"{KEY}: {first.name} is not whole"):
-        check_whole(KEY, first)
+        check_complete(KEY, first)
 
 
 def test_bytes_behind_the_last_tensor_are_seen(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_certificate_that_ends_soon_and_a_secret_for_all_are_warnings(tmp_path
 def test_an_ended_authority_beside_its_successor_is_a_warning_that_names_it(tmp_path: Path) -> None:
     settings = secured(tmp_path)
     ca_file = tmp_path / "ca.pem"
-    ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
+    ca_file.write_bytes(DevelopmentCa(-1).ca.certificate + ca_file.read_bytes())
     found = list(check_security(run_of(*settings)))
     assert severities(found) == ["ok", "warning"]
     assert "ca_file: a certificate in it expired on " in found[1].what
@@ -242,7 +242,7 @@ def test_an_ended_authority_beside_its_successor_is_a_warning_that_names_it(tmp_
 def test_an_ended_authority_that_signed_our_certificate_is_a_problem(tmp_path: Path) -> None:
     settings, ended = secured(tmp_path), DevelopmentCa(-1)
     ca_file = tmp_path / "ca.pem"
-    ca_file.write_bytes(ended.itself.certificate + ca_file.read_bytes())
+    ca_file.write_bytes(ended.ca.certificate + ca_file.read_bytes())
     write_pair(tmp_path, "service", ended.service(("127.0.0.1", "sluice"), 30))
     found = list(check_security(run_of(*settings)))
     assert severities(found).count("problem") == 1

@@ -203,7 +203,7 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     examined = run_of(model, *on_gpus, *wire, tp, one, *overrides)
     assert examined.shape is not None
     parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
-    monkeypatch.setattr(machine, "held_on_host", lambda *_: 0.0)
+    monkeypatch.setattr(machine, "rank_bytes_on_host", lambda *_: 0.0)
     trainer, replicas, _ = needed_memory(examined, examined.shape).values()
     on_host = trainer - ranks * BARE_ON_DEVICE_BYTES
     # Two snapshots in bfloat16 beside it.
@@ -223,7 +223,7 @@ def test_offloaded_moments_and_asynchronous_saves_stay_on_the_host_with_the_rank
             f"actor_rollout_ref.model.path={tmp_path}", "trainer.n_gpus_per_node=2", *overrides
         )
         assert found.shape is not None
-        return machine.held_on_host(found.config, found.shape) / found.shape.total_parameters
+        return machine.rank_bytes_on_host(found.config, found.shape) / found.shape.total_parameters
 
     nothing = held()
     away = held(f"{actor}.fsdp_config.optimizer_offload=true")
@@ -248,7 +248,7 @@ def test_the_pixels_of_a_batch_and_an_image_encoder_count_on_the_host(tmp_path: 
         file.write_text(content, encoding="utf-8")
         found = run_of(f"actor_rollout_ref.model.path={tmp_path}", *overrides)
         assert found.shape is not None
-        return machine.held_on_host(found.config, found.shape)
+        return machine.rank_bytes_on_host(found.config, found.shape)
 
     data = run_of().config.data
     pixels = data.train_batch_size * data.max_prompt_length * encoder.pixel_bytes

@@ -10,7 +10,7 @@ import pytest
 from sluice.config.addresses import configured_ports
 from sluice.doctor.configuration import has_remote_peers
 from sluice.doctor.machine import check_ports
-from sluice.rpc.ports import bound_socket
+from sluice.rpc.ports import bind_socket
 from tests.support.doctor_findings import only, run_of
 
 
@@ -33,7 +33,7 @@ def test_peers_elsewhere_are_seen_in_the_configuration(
 @pytest.fixture
 def kept_port() -> Iterator[int]:
     """Free for a server: nobody listens, and nobody else is given it meanwhile."""
-    with bound_socket("127.0.0.1", 0) as bound:
+    with bind_socket("127.0.0.1", 0) as bound:
         yield bound.getsockname()[1]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli.run.checked import checked_run
+from sluice.cli.run.checked import check_run
 from sluice.config.memory.shape import shape_of
 from sluice.config.problems import Severity
 from sluice.config.rules.checks import all_problems
@@ -19,7 +19,7 @@ from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
 from sluice.doctor.configuration import check_configuration
 from sluice.doctor.examination import CHECKS, Check, preflight
-from sluice.doctor.finding import DoctorContext, Finding, opened_rows, problem, warning
+from sluice.doctor.finding import DoctorContext, Finding, open_first_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
 from sluice.doctor.reward import check_reward
@@ -92,7 +92,7 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         "trainer.device=cpu",
     ]
     with pytest.raises(ConfigError) as caught:
-        checked_run(None, settings, Console(file=StringIO()))
+        check_run(None, settings, Console(file=StringIO()))
     text = str(caught.value)
     for part in (
         "data.train_batchsize: unknown key",
@@ -124,7 +124,7 @@ def test_every_missing_file_is_named_once_with_the_contradictions(tmp_path: Path
         "badword",
     ]
     with pytest.raises(ConfigError) as caught:
-        checked_run(None, settings, Console(file=StringIO()))
+        check_run(None, settings, Console(file=StringIO()))
     lines = str(caught.value).splitlines()
     for text in (*names, "data.train_files = other.parquet with sluice.sources", "'badword'"):
         assert sum(text in line for line in lines) == 1, (text, lines)
@@ -229,9 +229,9 @@ def test_the_checks_of_data_and_reward_read_a_file_once(
 
     def counting(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
         read.append(key)
-        return opened_rows(config, key)
+        return open_first_rows(config, key)
 
-    monkeypatch.setattr("sluice.doctor.finding.opened_rows", counting)
+    monkeypatch.setattr("sluice.doctor.finding.open_first_rows", counting)
     monkeypatch.setattr(
         "sluice.doctor.reward.try_responses",
         lambda _, pairs, enough_s: ([TrialAnswer(1.0)] * len(pairs), ""),
@@ -263,7 +263,7 @@ def test_a_metric_that_no_response_has_is_found_where_tools_are_used_and_scorers
 
 def test_rows_that_the_template_refuses_are_a_problem_if_it_refuses_all(tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a", "b"]))
-    _, rows = opened_rows(run_of(f"data.train_files={file}").config, "data.train_files")
+    _, rows = open_first_rows(run_of(f"data.train_files={file}").config, "data.train_files")
     refused = "messages: the chat template refused them: roles must alternate"
     found = only(template_findings([(rows[0], 5), (rows[1], refused)]), "warning")
     assert "row 1: messages: the chat template refused them" in found.what

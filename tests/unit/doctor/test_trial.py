@@ -9,7 +9,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import prompts
-from sluice.doctor.prompts import measure
+from sluice.doctor.prompts import measure_tokens
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage
 
@@ -32,4 +32,4 @@ def test_a_tokenizers_process_that_dies_is_no_measurement_and_says_how_it_ended(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(prompts, "_MEASURE", "dying")
     with pytest.raises(ConfigError, match=f"tokenizing 1 prompts: its process ended with {how}"):
-        measure(load_config(None, ["actor_rollout_ref.model.path=m"]), [ROW])
+        measure_tokens(load_config(None, ["actor_rollout_ref.model.path=m"]), [ROW])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import DataError
-from sluice.evaluation.comparison import compared_benchmarks, read_evaluations
+from sluice.evaluation.comparison import compare_benchmarks, read_evaluations
 from tests.support.stored_evaluation import evaluation, graded, prompt, sample, store
 
 
@@ -15,7 +15,7 @@ def test_prompts_are_matched_by_what_they_are_and_not_by_their_position(tmp_path
     first = evaluation(tmp_path / "a", [graded(0, 0.0), graded(1, 1.0)])
     moved = [graded(1, 1.0) | {"position": 0}, graded(0, 1.0) | {"position": 1}]
     second = evaluation(tmp_path / "b", moved)
-    (found,) = compared_benchmarks(read_evaluations([first, second]))
+    (found,) = compare_benchmarks(read_evaluations([first, second]))
     assert [one.means for one in found.prompts] == [(0.0, 1.0), (1.0, 1.0)]
     assert found.differences[1] is not None
     assert found.differences[1].value == 0.5
@@ -24,7 +24,7 @@ def test_prompts_are_matched_by_what_they_are_and_not_by_their_position(tmp_path
 def test_a_difference_leaves_out_prompts_that_one_lacks(tmp_path: Path) -> None:
     first = evaluation(tmp_path / "a", [graded(0, 0.0), graded(1, 1.0)])
     second = evaluation(tmp_path / "b", [graded(0, 1.0), graded(5, 0.0)])
-    (found,) = compared_benchmarks(read_evaluations([first, second]))
+    (found,) = compare_benchmarks(read_evaluations([first, second]))
     assert found.differences[0] is None
     assert found.differences[1] is not None
     assert (found.differences[1].value, found.differences[1].prompts) == (1.0, 1)
@@ -37,7 +37,7 @@ def test_equal_prompts_in_one_benchmark_are_compared_one_by_one(tmp_path: Path) 
         return [prompt(n, [sample(acc=a)], **same) for n, a in enumerate(accuracies)]
 
     folders = [evaluation(tmp_path / "a", twice(0, 1)), evaluation(tmp_path / "b", twice(0, 0))]
-    (found,) = compared_benchmarks(read_evaluations(folders))
+    (found,) = compare_benchmarks(read_evaluations(folders))
     assert [one.means for one in found.prompts] == [(1.0, 0.0), (0.0, 0.0)]
 
 
@@ -46,7 +46,7 @@ def test_means_of_an_evaluation_with_acc_beside_one_without_are_of_the_reward(
 ) -> None:
     first = evaluation(tmp_path / "a", [graded(0, 0.25)])  # its reward is -0.5
     second = evaluation(tmp_path / "b", [prompt(0, [sample(reward=1.0, metrics={})])])
-    (found,) = compared_benchmarks(read_evaluations([first, second]))
+    (found,) = compare_benchmarks(read_evaluations([first, second]))
     assert found.variable == "reward"
     assert [one and one.mean and one.mean.value for one in found.results] == [-0.5, 1.0]
     assert found.differences[1] is not None

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.config import with_preflight
-from sluice.cli.run.checked import checked_run
-from sluice.cli.run.quickstart import with_fitting
+from sluice.cli.run.checked import check_run
+from sluice.cli.run.quickstart import with_fitting_replicas
 from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
@@ -22,10 +22,10 @@ from sluice.config.memory.shape import published_model, published_shape
 from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
-from sluice.doctor.finding import examined_of
+from sluice.doctor.finding import doctor_context
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
-from sluice.launch.cluster.ray_run import RayOptions, on_devices
+from sluice.launch.cluster.ray_run import RayOptions, divide_devices
 from sluice.launch.device_plan import DevicePlan, LaunchDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
 from tests.support.doctor_findings import run_of, severities
@@ -144,7 +144,7 @@ def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
     nodes = run.config.trainer.nnodes
     total = {"CPU": 64.0 * nodes, kind: float(count)}
     free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     config = plan.config
     assert not plan.lack
     ranks, replicas = sizes(config)
@@ -195,7 +195,7 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
 def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
     run = read_run(None, [])
     total = {"CPU": 8.0, "GPU": 1.0}
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
     assert plan.config is run.config
     assert extra == RayOptions().extra
 
@@ -244,10 +244,12 @@ def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
     kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
     free = [{"CPU": 64.0, kind: 16.0} for _ in range(nodes)]
     total = {"CPU": 64.0 * nodes, kind: 16.0 * nodes}
-    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.lack
     again = read_run(file, plan.remedy)
-    mended, extra = on_devices(again.config, RayOptions(keys=again.keys), total, capacities(free))
+    mended, extra = divide_devices(
+        again.config, RayOptions(keys=again.keys), total, capacities(free)
+    )
     assert not mended.lack
     bundles_on_nodes(plans(mended.config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
@@ -257,7 +259,7 @@ def test_a_cluster_that_is_smaller_than_one_model_is_named_its_ranks() -> None:
     run = read_run(LAUNCHES / f"{STAGED}.overrides", [])
     free = [{"CPU": 64.0, "GPU": 16.0} for _ in range(2)]
     total = {"CPU": 128.0, "GPU": 32.0}
-    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     assert "; a trainer of 32 and a replica of 8 take at least 40" in plan.lack
 
 
@@ -268,7 +270,7 @@ def test_too_few_devices_of_this_machine_are_one_error(
     monkeypatch.setattr("sluice.device.host.has_torch_npu", lambda: variable == NPUS)
     device = (f"trainer.device={kind}", f"sluice.rollout.device={kind}")
     run = read_run(None, [POOL, *device])
-    found = [*check_gpus(examined_of(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
+    found = [*check_gpus(doctor_context(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
     (one,) = found
     assert one.what.startswith("the launch takes 8 ")
     assert one.remedy.startswith("3 would do with trainer.nnodes=1 trainer.n_gpus_per_node=")
@@ -379,7 +381,7 @@ def test_one_npu_is_not_shared() -> None:
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
     run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
-    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
     assert plan.config.sluice.weights.backend == "gloo"
     bundles_on_nodes(plans(plan.config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
 
@@ -390,9 +392,9 @@ def test_the_quickstart_fits_any_number_of_gpus(
 ) -> None:
     monkeypatch.setenv(GPUS, numbers(count))
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
-        settings = with_fitting(base, [])
+        settings = with_fitting_replicas(base, [])
         plan = planned_run(read_run(base, settings), count)
-        asked = with_fitting(base, ["sluice.rollout.replicas=1"])
+        asked = with_fitting_replicas(base, ["sluice.rollout.replicas=1"])
         assert sizes(load_config(base, asked))[1] == 1
     assert not plan.lack
     assert sizes(plan.config) == (1, replicas)
@@ -404,7 +406,7 @@ def test_a_start_says_the_split_and_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sluice.cli.run.checked.preflight", lambda *_: [])
     text = StringIO()
     pool = ("trainer.n_gpus_per_node=4", 'sluice.placement="trainer:3,rollout:1"')
-    config = checked_run(None, [*pool], Console(file=text, width=200)).config
+    config = check_run(None, [*pool], Console(file=text, width=200)).config
     assert sizes(config) == (3, 1)
     assert "devices: 3 train, 1 generates in 1 replica (sluice.placement=" in text.getvalue()
 
@@ -436,7 +438,7 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
 def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPUS, "")
     run = read_run(None, ["trainer.device=cuda", "sluice.rollout.device=cuda"])
-    report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
+    report = with_preflight(check_report(run.config, run.settings), run, doctor_context(run))
     assert any("this host has no GPU" in note.text for note in report.notes)
     assert not any("no device of its own" in one.text for one in report.problems)
 

@@ -100,7 +100,10 @@ def test_too_few_npus_are_an_error_with_the_keys_to_change(
 def test_a_replica_of_several_devices_gets_neighbours() -> None:
     share = DeviceShare(("0", "1", "2", "3", "4"), trainer_ranks=1, devices_per_replica=2)
     assert [share.of_replica(index) for index in range(3)] == [("1", "2"), ("3", "4"), ()]
-    assert [len(share.numbers) >= share.wanted(replicas) for replicas in (2, 3)] == [True, False]
+    assert [len(share.numbers) >= share.num_wanted(replicas) for replicas in (2, 3)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("key", ["trainer.device", "sluice.rollout.device"])

@@ -65,13 +65,13 @@ def test_where_the_ephemeral_range_begins_below_the_system_chooses(
 ) -> None:
     ephemeral.write_text("1024\t65535\n")
     asked = list[int]()
-    listening_at = module._listening_at
+    listening_at = module._listen_at
 
     def recorded(host: str, port: int) -> socket.socket:
         asked.append(port)
         return listening_at(host, port)
 
-    monkeypatch.setattr(module, "_listening_at", recorded)
+    monkeypatch.setattr(module, "_listen_at", recorded)
     free_ports([HOST])
     assert asked == [0]
 

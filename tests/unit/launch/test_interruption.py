@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from sluice.concurrency.waits import unless
+from sluice.concurrency.waits import run_unless
 
 
 async def test_the_result_of_work_that_ends_first_is_returned() -> None:
     async def work() -> int:
         return 7
 
-    assert await unless(asyncio.Event(), work()) == 7
+    assert await run_unless(asyncio.Event(), work()) == 7
 
 
 async def test_work_is_cancelled_once_it_is_not_wanted() -> None:
@@ -29,7 +29,7 @@ async def test_work_is_cancelled_once_it_is_not_wanted() -> None:
             raise
 
     async with asyncio.TaskGroup() as tasks:
-        doing = tasks.create_task(unless(unwanted, work()))
+        doing = tasks.create_task(run_unless(unwanted, work()))
         await begun.wait()
         unwanted.set()
     assert doing.result() is None
@@ -41,7 +41,7 @@ async def test_an_error_comes_out_as_itself() -> None:
         raise ValueError("as it was")
 
     with pytest.raises(ValueError, match=r"^as it was$"):
-        await unless(asyncio.Event(), work())
+        await run_unless(asyncio.Event(), work())
 
 
 async def test_cancelling_the_wait_cancels_the_work() -> None:
@@ -56,7 +56,7 @@ async def test_cancelling_the_wait_cancels_the_work() -> None:
             ended.append("work")
 
     async with asyncio.TaskGroup() as tasks:
-        doing = tasks.create_task(unless(asyncio.Event(), work()))
+        doing = tasks.create_task(run_unless(asyncio.Event(), work()))
         await begun.wait()
         doing.cancel()
     assert doing.cancelled()

@@ -17,7 +17,7 @@ from sluice.launch.script import (
     ScriptLaunch,
     is_script,
     launch_of,
-    printers_in,
+    printing_programs,
     record,
     referenced_names,
 )
@@ -459,7 +459,7 @@ def test_names_that_a_script_tests_and_those_of_its_loops_are_not_looked_for() -
 
 
 def test_what_would_run_is_known_before() -> None:
-    assert printers_in("# date\nx=$(basename $0)\nls -l | wc -l\npython3 ls.py") == [
+    assert printing_programs("# date\nx=$(basename $0)\nls -l | wc -l\npython3 ls.py") == [
         "basename",
         "ls",
         "wc",

@@ -16,11 +16,11 @@ from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import (
     LAUNCHER_NAME,
     ReplicaScale,
-    all_left,
+    have_all_left,
     launch_service,
     launcher_of,
 )
-from sluice.report.summary import forget_end
+from sluice.report.summary import remove_end_files
 from sluice.rpc.credentials import OPEN, Credentials
 from tests.support.certified import SERVICE_TOKEN, bearing
 from tests.support.zombie_mark import zombie_mark
@@ -91,6 +91,6 @@ async def test_a_run_whose_last_process_is_a_zombie_has_left_and_leaves_no_mark_
     tmp_path: Path,
 ) -> None:
     with zombie_mark(tmp_path, "rollout-0"):
-        assert await all_left(tmp_path)
-        forget_end(tmp_path)
+        assert await have_all_left(tmp_path)
+        remove_end_files(tmp_path)
     assert not (tmp_path / "processes").exists()

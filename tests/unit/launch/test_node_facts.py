@@ -16,9 +16,9 @@ from sluice.launch.cluster.nodes import (
     NodeStatus,
     ServicePlan,
     endpoint_on,
-    look_around,
     missing_paths,
     paths_of,
+    prepare_node,
     spec_on,
 )
 from sluice.launch.network_layout import Kind
@@ -66,7 +66,7 @@ def test_a_node_that_shares_the_folder_is_ready_and_its_file_is_left_alone(node:
     node.share()
     node.file.write_text(node.plan("trainer").config_text, encoding="utf-8")
     before = node.file.stat()
-    facts = look_around(node.plan("trainer"), ADDRESS)
+    facts = prepare_node(node.plan("trainer"), ADDRESS)
     assert facts.problems == ()
     assert (facts.address, facts.python) == (ADDRESS, sys.executable)
     assert (node.file.stat().st_ino, node.file.stat().st_mtime_ns) == (
@@ -78,14 +78,14 @@ def test_a_node_that_shares_the_folder_is_ready_and_its_file_is_left_alone(node:
 def test_a_replicas_node_needs_no_shared_folder_and_gets_the_configuration_by_value(
     node: Node,
 ) -> None:
-    assert look_around(node.plan("rollout"), ADDRESS).problems == ()
+    assert prepare_node(node.plan("rollout"), ADDRESS).problems == ()
     assert load_config(node.file, ()) == node.config
 
 
 def test_a_configuration_of_an_earlier_run_is_replaced(node: Node) -> None:
     node.file.parent.mkdir()
     node.file.write_text("trainer: {}\n", encoding="utf-8")
-    look_around(node.plan("rollout"), ADDRESS)
+    prepare_node(node.plan("rollout"), ADDRESS)
     assert load_config(node.file, ()) == node.config
 
 
@@ -93,25 +93,25 @@ def test_a_configuration_of_an_earlier_run_is_replaced(node: Node) -> None:
 def test_services_that_keep_state_are_refused_where_the_folder_is_another_one(
     node: Node, kind: Kind
 ) -> None:
-    (problem,) = look_around(node.plan(kind), ADDRESS).problems
+    (problem,) = prepare_node(node.plan(kind), ADDRESS).problems
     assert f"sluice.run_dir = {node.folder / 'run'}" in problem
     assert kind in problem
 
 
 def test_a_path_that_is_missing_is_reported_with_its_key(node: Node) -> None:
     node.model.rmdir()
-    (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
+    (problem,) = prepare_node(node.plan("rollout"), ADDRESS).problems
     assert problem == f"actor_rollout_ref.model.path = {node.model} does not exist"
 
 
 def test_a_folder_that_cannot_be_written_is_reported(node: Node) -> None:
     node.file.parent.write_text("a file\n", encoding="utf-8")
-    (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
+    (problem,) = prepare_node(node.plan("rollout"), ADDRESS).problems
     assert problem.startswith(f"{node.file} cannot be written (")
 
 
 def test_another_version_of_the_package_is_reported(node: Node) -> None:
-    (problem,) = look_around(node.plan("rollout", "0.0.1"), ADDRESS).problems
+    (problem,) = prepare_node(node.plan("rollout", "0.0.1"), ADDRESS).problems
     assert "the run has 0.0.1" in problem
 
 

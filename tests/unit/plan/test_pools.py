@@ -88,7 +88,7 @@ def test_the_stage_that_takes_most_is_the_pool_and_the_first_one_has_the_encoder
     }
     # Its micro-batches in flight keep pixels and activations; a pass for logprobs is alone.
     pixels = config.data.max_prompt_length * ENCODER.pixel_bytes
-    kept = config.data.max_prompt_length * ENCODER.kept(recomputes=False, dtype_bytes=2)
+    kept = config.data.max_prompt_length * ENCODER.saved_bytes(recomputes=False, dtype_bytes=2)
     state = seeing.phases["logprobs"] - found.phases["logprobs"] - pixels
     trained = seeing.parts["gradients"] - COUNTED.gradients
     more = seeing.phases["backward"] - (found.phases["backward"] - 7)
@@ -254,7 +254,7 @@ def test_ranks_that_share_sequences_divide_images_but_not_one_prompts() -> None:
             *keys, f"{shared}={size}", f"{ACTOR}.freeze_vision_tower=true", encoder=ENCODER
         )
         kept = with_images.phases["backward"] - frozen.phases["backward"]
-        of_batch = 4 / size * prompt * ENCODER.kept(recomputes=False, dtype_bytes=2)
+        of_batch = 4 / size * prompt * ENCODER.saved_bytes(recomputes=False, dtype_bytes=2)
         assert kept == of_batch + 3 * state
     assert pixels == {size: 4 / size * prompt * ENCODER.pixel_bytes for size in (1, 2, 4)}
     alone = pool(keys[0], f"{shared}=4", encoder=ENCODER).parts["activations"]

@@ -23,8 +23,8 @@ from sluice.recipes.folders import (
     Recipe,
     RecipeAssets,
     all_recipes,
-    own_files,
-    recipe_named,
+    file_overrides,
+    find_recipe,
     recipes_folder,
     small_run,
 )
@@ -91,11 +91,11 @@ def test_the_checkouts_recipes_are_listed_by_name() -> None:
 
 def test_an_unknown_recipe_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'dapo-qwen3' is unknown; choose one of .*-qwen3-235b"):
-        recipe_named("dapo-qwen3")
+        find_recipe("dapo-qwen3")
 
 
 def test_a_recipes_configuration_is_shown_as_its_file_is() -> None:
-    recipe = recipe_named("dapo-qwen3-32b-npu")
+    recipe = find_recipe("dapo-qwen3-32b-npu")
     result = CliRunner().invoke(commands, ["recipe", "show", recipe.name, "--config"])
     assert result.output == recipe.run.read_text(encoding="utf-8")
 
@@ -110,7 +110,7 @@ def test_a_recipes_run_breaks_no_rule(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(("name", "launch"), DOCUMENTS.items())
 def test_a_value_that_is_not_the_documents_is_named_in_the_readme(name: str, launch: str) -> None:
-    recipe = recipe_named(name)
+    recipe = find_recipe(name)
     document = settings_of(LAUNCHES / f"{launch}.overrides")
     ours = settings_of(recipe.run)
     assert [key for key in document if key not in ours and key not in PLACES] == []
@@ -199,9 +199,9 @@ def test_a_tiny_file_that_is_missing_or_wrong_is_named(
 
 def test_files_of_the_folder_are_found_from_any_other(tmp_path: Path) -> None:
     recipe = recipe_at(tmp_path / "mine", "sluice: {environment: {path: tools.py}}")
-    assert own_files(recipe) == []
+    assert file_overrides(recipe) == []
     (recipe.folder / "tools.py").touch()
-    assert own_files(recipe) == [f"sluice.environment.path={recipe.folder / 'tools.py'}"]
+    assert file_overrides(recipe) == [f"sluice.environment.path={recipe.folder / 'tools.py'}"]
 
 
 def test_a_tiny_file_wins_over_what_all_have(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.report.progress import groups_since, low_yield
+from sluice.report.progress import groups_since, low_yield_notice
 
 
 def step(kept: float, right: float, wrong: float) -> dict[str, float]:
@@ -32,16 +32,16 @@ def step(kept: float, right: float, wrong: float) -> dict[str, float]:
 def test_a_yield_below_five_per_cent_is_noticed_with_its_reason(
     kept: float, right: float, wrong: float, notice: str
 ) -> None:
-    assert notice in low_yield(step(kept, right, wrong))
+    assert notice in low_yield_notice(step(kept, right, wrong))
 
 
 @pytest.mark.parametrize("metrics", [{}, step(64, 200, 100), step(1, 30, 20)])
 def test_a_usual_yield_or_a_handful_of_groups_is_none(metrics: dict[str, float]) -> None:
-    assert low_yield(metrics) == ""
+    assert low_yield_notice(metrics) == ""
 
 
 def test_a_step_that_finds_no_mixed_group_is_noticed_before_it_ends() -> None:
     before = {"submitted": 500, "filtered_all_right": 100}
     now = {"submitted": 900, "filtered_all_right": 400}
     found = groups_since(before, now, kept=2)
-    assert low_yield(found).startswith("only 0.7% of the groups are mixed (99% all right")
+    assert low_yield_notice(found).startswith("only 0.7% of the groups are mixed (99% all right")

@@ -47,10 +47,10 @@ def test_a_step_line_is_never_wider_than_120_columns(metrics: Mapping[str, float
 
 def test_the_time_left_is_the_mean_of_the_last_steps_times_the_rest() -> None:
     left = TimeLeft()
-    assert left.after(1, 101, {}) == ""
-    assert left.after(2, 62, {"timing_s/step": 1.0}) == "ETA 60 s"
-    assert left.after(3, 63, {"timing_s/step": 3.0}) == "ETA 2 min"
-    assert left.after(63, 63, {"timing_s/step": 3.0}) == "", "nothing is left"
+    assert left.update(1, 101, {}) == ""
+    assert left.update(2, 62, {"timing_s/step": 1.0}) == "ETA 60 s"
+    assert left.update(3, 63, {"timing_s/step": 3.0}) == "ETA 2 min"
+    assert left.update(63, 63, {"timing_s/step": 3.0}) == "", "nothing is left"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sluice.telemetry.samples import (
     SampleArchive,
     SampledGroup,
     archive_files,
-    shortened_middle,
+    shorten_middle,
 )
 from sluice.types import ChatMessage
 from tests.support.client_prompt import client_prompt
@@ -120,7 +120,7 @@ def test_texts_beyond_the_bound_are_left_out_and_counted(
 @pytest.mark.parametrize("samples", [4 * 4, 512 * 16, 2048 * 32])
 def test_the_texts_of_a_whole_batch_may_wait_for_the_archive(letter: str, samples: int) -> None:
     max_chars = 16_384
-    text = shortened_middle(letter * 80_000, max_chars)
+    text = shorten_middle(letter * 80_000, max_chars)
     assert samples * sys.getsizeof(text) <= 1.01 * waiting_bytes(samples, max_chars)
 
 

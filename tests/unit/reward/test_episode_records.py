@@ -17,7 +17,7 @@ from services.reward.records.episode_counts import (
     seconds_of,
 )
 from services.reward.records.group_log import GroupLog
-from sluice.telemetry.metric_names import described
+from sluice.telemetry.metric_names import find_metric
 from sluice.telemetry.samples import SampleArchive, sampled_group, transcript
 from sluice.types import (
     ChatMessage,
@@ -140,7 +140,7 @@ async def test_metrics_count_ends_failures_turns_time_and_errors_by_environment(
     assert (found[f"{jars}/tool_errors"], found[f"{served}/tool_errors"]) == (0.0, 1.0)
     parts = {part: found[f"{jars}/seconds/{part}"] for part in ("queue", "model", "environment")}
     assert parts == pytest.approx(seconds_of(first))
-    assert not [name for name in found if described(name) is None]
+    assert not [name for name in found if find_metric(name) is None]
 
 
 async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ async def test_images_that_a_client_has_under_way_are_bounded() -> None:
     service = servicer(recorder, ImageRules(quota=quota))
     with pytest.raises(InvalidRequestError, match=r"client 'a': .* bytes of .*max_client_images"):
         await call(service, request("<image><image>", image, image))
-    with quota.held("a", 1), pytest.raises(ExhaustedError, match=r"client 'a': 1 bytes of images"):
+    with quota.hold("a", 1), pytest.raises(ExhaustedError, match=r"client 'a': 1 bytes of images"):
         await call(service, request("<image>", image))
     await call(service, request("<image>", image))
     await call(service, request("<image>", image))  # what ended counts no more

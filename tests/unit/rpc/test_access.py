@@ -307,7 +307,7 @@ async def test_a_server_name_stands_for_every_address() -> None:
 async def test_tls_of_the_server_alone_asks_for_no_certificate() -> None:
     pair = service_key()
     server = Credentials(None, pair.certificate, pair.key, is_encrypted=True, tokens=ACCEPTED)
-    caller = Credentials(authority("ours").itself.certificate, is_encrypted=True, tokens=ACCEPTED)
+    caller = Credentials(authority("ours").ca.certificate, is_encrypted=True, tokens=ACCEPTED)
     async with Serving(server) as address:
         assert await status(address, caller) == 7
         with pytest.raises(AccessDeniedError, match="no bearer token came"):

@@ -79,13 +79,13 @@ def test_a_service_of_the_run_is_no_client_and_no_client_with_a_token_becomes_on
 def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
     quota = ClientQuota(4, "samples", "sluice.limits.max_client_samples")
     with ExitStack() as first:
-        first.enter_context(quota.held("a", 3))
+        first.enter_context(quota.hold("a", 3))
         with pytest.raises(ExhaustedError, match=r"client 'a': 3 samples .* 2 more .* allows 4"):
-            first.enter_context(quota.held("a", 2))
-        with quota.held("a", 1), quota.held("b", 4), quota.held(None, 99):
+            first.enter_context(quota.hold("a", 2))
+        with quota.hold("a", 1), quota.hold("b", 4), quota.hold(None, 99):
             assert (quota.in_use("a"), quota.in_use("b"), quota.in_use(None)) == (4, 4, 0)
     assert quota.in_use("a") == 0
-    with pytest.raises(ValueError, match="inside"), quota.held("a", 4):
+    with pytest.raises(ValueError, match="inside"), quota.hold("a", 4):
         raise ValueError("inside")
     assert quota.in_use("a") == 0
 
@@ -93,9 +93,9 @@ def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
 def test_waiting_is_no_remedy_for_more_than_a_client_may_ever_have() -> None:
     quota = ClientQuota(4, "samples", "sluice.limits.max_client_samples")
     reported = r"client 'a': 5 samples .* sluice\.limits\.max_client_samples allows 4"
-    with pytest.raises(InvalidRequestError, match=reported), quota.held("a", 5):
+    with pytest.raises(InvalidRequestError, match=reported), quota.hold("a", 5):
         pass
-    with quota.held("a", 4), pytest.raises(InvalidRequestError), quota.held("a", 5):
+    with quota.hold("a", 4), pytest.raises(InvalidRequestError), quota.hold("a", 5):
         pass
     assert quota.in_use("a") == 0
 
@@ -103,8 +103,8 @@ def test_waiting_is_no_remedy_for_more_than_a_client_may_ever_have() -> None:
 def test_calls_that_need_nothing_of_a_quota_end_in_any_order() -> None:
     quota = ClientQuota(4, "MiB", "sluice.limits.max_client_images_mb")
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(quota.held("a", 0))
-        second.enter_context(quota.held("a", 0))
+        first.enter_context(quota.hold("a", 0))
+        second.enter_context(quota.hold("a", 0))
         first.close()
-    with quota.held("a", 4), quota.held("a", 0):
+    with quota.hold("a", 4), quota.hold("a", 0):
         assert quota.in_use("a") == 4

@@ -27,7 +27,7 @@ from sluice.errors import (
 from sluice.rpc import client
 from sluice.rpc.client import (
     NOBODY,
-    after_backlog,
+    call_after_backlog,
     open_channel,
     reward_stub,
     stream_call,
@@ -272,7 +272,7 @@ async def test_a_busy_process_has_read_what_had_come_at_the_end_of_its_backlog()
         for _ in calls:
             assert service.has_sent.acquire(timeout=60)  # nothing is read meanwhile
         assert num_read == 0
-        after_backlog(nobody, is_over.set)
+        call_after_backlog(nobody, is_over.set)
         await is_over.wait()
         assert num_read == num_streams
         for call in calls:
@@ -283,6 +283,6 @@ async def test_a_busy_process_has_read_what_had_come_at_the_end_of_its_backlog()
 async def test_a_channel_to_nobody_that_closes_ends_its_wait_for_the_backlog() -> None:
     ends: list[int] = []
     async with open_channel(NOBODY, max_message_bytes=1 << 20) as nobody:
-        after_backlog(nobody, lambda: ends.append(1))
+        call_after_backlog(nobody, lambda: ends.append(1))
     await asyncio.sleep(0)
     assert ends == []

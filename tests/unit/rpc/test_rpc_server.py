@@ -17,7 +17,7 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.client import open_channel, reward_stub, unary_call
-from sluice.rpc.ports import bound_socket, check_bindable
+from sluice.rpc.ports import bind_socket, check_bindable
 from sluice.rpc.server import RpcServer
 from tests.support.loopback import needs_ipv6
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, TRAINER, connected, rpc_server, serving
@@ -230,7 +230,7 @@ async def test_a_stream_with_bytes_that_are_no_message_is_refused(channel: Any) 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_a_bound_socket_keeps_its_port_from_others(host: str) -> None:
-    with bound_socket(host, 0) as held:
+    with bind_socket(host, 0) as held:
         port = held.getsockname()[1]
         with held.__class__(held.family) as other, pytest.raises(OSError, match="in use"):
             other.bind(held.getsockname())
@@ -240,7 +240,7 @@ def test_a_bound_socket_keeps_its_port_from_others(host: str) -> None:
 @needs_ipv6
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_address_of_ipv6_is_bound_with_and_without_brackets(host: str) -> None:
-    with bound_socket(host, 0) as held:
+    with bind_socket(host, 0) as held:
         assert held.family is socket.AF_INET6
         assert held.getsockname()[0] == "::1"
 

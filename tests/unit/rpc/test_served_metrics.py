@@ -18,7 +18,7 @@ from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyErro
 from sluice.rpc import metrics as module
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
-from sluice.rpc.metrics import DiskSpace, ProcessName, process_readings, served_metrics
+from sluice.rpc.metrics import DiskSpace, ProcessName, process_readings, serve_metrics
 from sluice.security.certificates import ends_of_validity
 from sluice.security.development_ca import DevelopmentCa
 from sluice.telemetry.metric_names import Instrument
@@ -44,7 +44,7 @@ async def test_the_page_holds_the_services_readings_and_those_of_every_process(
 ) -> None:
     pytest.importorskip("prometheus_client")
     service = settings(tmp_path)
-    with served_metrics(service, EndpointConfig(metrics_port=0), WHO, level):
+    with serve_metrics(service, EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))
     assert value(page, "sluice_level") == 3.0
@@ -59,7 +59,7 @@ async def test_a_blocked_loop_leaves_a_page_that_says_so(
 ) -> None:
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(module, "_LOOP_TIMEOUT_S", 0.05)
-    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
+    with serve_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         scrape = subprocess.Popen(
             [
@@ -81,7 +81,7 @@ async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
     def unread() -> list[InstrumentReading]:
         raise AssertionError("read")
 
-    with served_metrics(settings(tmp_path), EndpointConfig(), WHO, unread):
+    with serve_metrics(settings(tmp_path), EndpointConfig(), WHO, unread):
         assert list(tmp_path.iterdir()) == []
 
 
@@ -97,10 +97,10 @@ def test_services_without_a_port_load_no_client_of_prometheus() -> None:
 async def test_the_error_for_a_taken_port_names_the_remedy(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     first = EndpointConfig(metrics_port=0)
-    with served_metrics(settings(tmp_path), first, WHO, level):
+    with serve_metrics(settings(tmp_path), first, WHO, level):
         (address,) = targets(tmp_path).values()
         port = int(address.rpartition(":")[2])
-        second = served_metrics(settings(tmp_path), EndpointConfig(metrics_port=port), WHO, level)
+        second = serve_metrics(settings(tmp_path), EndpointConfig(metrics_port=port), WHO, level)
         with pytest.raises(ConfigError, match=f"port {port}"), second:
             pass
 
@@ -113,7 +113,7 @@ async def test_a_port_that_other_machines_reach_is_warned_of(
     endpoint = EndpointConfig(host=host, advertise="reward", metrics_port=0)
     with (
         caplog.at_level(logging.WARNING),
-        served_metrics(settings(tmp_path), endpoint, WHO, level),
+        serve_metrics(settings(tmp_path), endpoint, WHO, level),
     ):
         (address,) = targets(tmp_path).values()
     assert address.startswith("reward:")
@@ -129,7 +129,7 @@ async def test_a_service_whose_numbers_cannot_be_read_leaves_a_page_that_says_so
     def broken() -> list[InstrumentReading]:
         raise error
 
-    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, broken):
+    with serve_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, broken):
         (address,) = targets(tmp_path).values()
         for _ in range(2):
             page = parsed(await asyncio.to_thread(fetch, address))
@@ -150,7 +150,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
         raise OSError
 
     monkeypatch.setattr(module.os, "statvfs", hangs)
-    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
+    with serve_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))
         resume.set()
@@ -166,7 +166,7 @@ def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
 def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> None:
     key = ("sluice_quota_refusals_total", "sluice.limits.of_a_test")
     quota = ClientQuota(1, "things", key[1])
-    with quota.held("a", 1), pytest.raises(ExhaustedError), quota.held("a", 1):
+    with quota.hold("a", 1), pytest.raises(ExhaustedError), quota.hold("a", 1):
         pass
     assert reported(tmp_path)[key] == 1.0
 
@@ -195,13 +195,13 @@ def test_the_end_of_loaded_certificates_is_a_metric(tmp_path: Path) -> None:
     assert name not in {key[0] for key in reported(tmp_path)}
     given = write_security(tmp_path)
     ca_file = Path(given["ca_file"])
-    ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
+    ca_file.write_bytes(DevelopmentCa(-1).ca.certificate + ca_file.read_bytes())
     service_credentials(SecurityConfig(**given), EndpointConfig())
     signed = Path(given["cert_file"]).read_bytes()
     for file in ("cert_file", "ca_file"):  # what is put in their place later is not loaded
         Path(given[file]).unlink()
     found = reported(tmp_path)
-    signer = authority("ours").itself.certificate
+    signer = authority("ours").ca.certificate
     assert found[name, "cert_file"] == ends_of_validity(signed)[0].timestamp()
     assert found[name, "ca_file"] == ends_of_validity(signer)[0].timestamp()
     CERTIFICATE_ENDS.clear()

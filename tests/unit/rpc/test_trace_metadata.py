@@ -9,7 +9,7 @@ import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.rpc.client import reward_stub, stream_call, unary_call
-from sluice.rpc.metadata import TRACEPARENT, caller_context, served
+from sluice.rpc.metadata import TRACEPARENT, caller_context, served_span
 from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.rpc_server import connected
 from tests.support.seen_spans import traced
@@ -25,7 +25,7 @@ class Listener(reward_pb2_grpc.RewardServiceServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         self._note(context)
-        with served(SpanName.SERVE, context), TRACER.span(SpanName.SAMPLE):
+        with served_span(SpanName.SERVE, context), TRACER.span(SpanName.SAMPLE):
             return reward_pb2.GetStatusResponse()
 
     async def TakeSamples(self, request: Any, context: Any) -> Any:
@@ -123,13 +123,13 @@ def test_who_calls_from_outside_is_recorded_in_proportion_unless_it_is_followed(
     call = Call((TRACEPARENT, odd.traceparent))
     for name, count in ((SpanName.SERVE, 0), (SpanName.RECEIVE_WEIGHTS, 1)):
         with traced(0.5, follows_callers=False) as kept:
-            with served(name, call):
+            with served_span(name, call):
                 assert TRACER.current() is not None
             assert len(kept.spans) == count
             context = caller_context(call)
             assert context is not None
             assert not context.is_sampled
             assert caller_context(Call((TRACEPARENT, CALLER.traceparent))) == CALLER
-    with traced(0.5, follows_callers=True) as kept, served(SpanName.SERVE, call):
+    with traced(0.5, follows_callers=True) as kept, served_span(SpanName.SERVE, call):
         pass
     assert len(kept.spans) == 1

@@ -16,7 +16,7 @@ from tests.support.certified import authority, service_key, write_security
 
 
 def test_every_certificate_of_a_chain_has_its_end() -> None:
-    parts = service_key().certificate, authority("ours").itself.certificate
+    parts = service_key().certificate, authority("ours").ca.certificate
     (own,), (issuer,) = (ends_of_validity(part) for part in parts)
     assert list(ends_of_validity(b"".join(parts))) == [own, issuer]
 

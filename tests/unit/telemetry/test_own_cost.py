@@ -6,7 +6,7 @@ import threading
 import time
 
 from sluice.concurrency.threads import WriteError
-from sluice.telemetry.metrics import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart, charged_cpu
+from sluice.telemetry.metrics import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart, charge_cpu
 from sluice.telemetry.otel import OtelRecorder, SpanQueue
 from sluice.telemetry.tracing import SpanName, Tracer
 
@@ -45,7 +45,7 @@ def cpu_so_far(part: TelemetryPart) -> float:
 def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
     spans_s, scrapes_s = map(cpu_so_far, TelemetryPart)
     send_one_span(takes=True)
-    with charged_cpu(TelemetryPart.SCRAPES):
+    with charge_cpu(TelemetryPart.SCRAPES):
         time.sleep(SPUN_S)
     assert cpu_so_far(TelemetryPart.SPANS) - spans_s >= SPUN_S
     assert cpu_so_far(TelemetryPart.SCRAPES) - scrapes_s < SPUN_S
@@ -53,7 +53,7 @@ def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> No
 
 def test_another_thread_computes_for_itself() -> None:
     before = cpu_so_far(TelemetryPart.SCRAPES)
-    with charged_cpu(TelemetryPart.SCRAPES):
+    with charge_cpu(TelemetryPart.SCRAPES):
         other = threading.Thread(target=spin, args=(10 * SPUN_S,))
         other.start()
         other.join()

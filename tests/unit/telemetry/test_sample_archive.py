@@ -16,7 +16,7 @@ from sluice.telemetry.samples import (
     SampledGroup,
     archive_files,
     sampled_group,
-    shortened_middle,
+    shorten_middle,
 )
 from sluice.types import (
     Failed,
@@ -84,7 +84,7 @@ def test_files_that_are_not_the_archives_are_left_alone(tmp_path: Path) -> None:
 
 @given(st.text(max_size=300), st.integers(1, 100))
 def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> None:
-    found = shortened_middle(text, most)
+    found = shorten_middle(text, most)
     if len(text) <= most:
         assert found == text
         return

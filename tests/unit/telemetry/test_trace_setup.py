@@ -12,7 +12,7 @@ import pytest
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.trace_setup import collector_url, traced_process
+from sluice.telemetry.trace_setup import collector_url, trace_process
 from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.seen_spans import spans_in
 from tests.support.source_tree import ROOT
@@ -25,10 +25,10 @@ import services.rollout.__main__
 import services.trainer.__main__
 import msgspec
 from sluice.config.run import RunConfig
-from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_setup import trace_process
 from sluice.telemetry.tracing import TraceContext
 from sluice.telemetry.tracing import TRACER
-with traced_process(msgspec.convert({tree!r}, RunConfig), "reward", "reward"):
+with trace_process(msgspec.convert({tree!r}, RunConfig), "reward", "reward"):
     print(TRACER.is_on, any(name.split(".")[0] == "opentelemetry" for name in sys.modules))
 """
 NO_PACKAGES = """
@@ -72,9 +72,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
 
 
 def test_a_file_is_looked_for_in_the_runs_folder_and_holds_the_last_span(tmp_path: Path) -> None:
-    with traced_process(
-        config(tmp_path, file="traces.jsonl", sample_ratio=1), "trainer", "trainer"
-    ):
+    with trace_process(config(tmp_path, file="traces.jsonl", sample_ratio=1), "trainer", "trainer"):
         assert TRACER.is_on
         TRACER.trace(SpanName.STEP).end()
     assert not TRACER.is_on
@@ -83,7 +81,7 @@ def test_a_file_is_looked_for_in_the_runs_folder_and_holds_the_last_span(tmp_pat
 
 
 def test_by_default_one_trace_in_ten_is_recorded_and_every_step(tmp_path: Path) -> None:
-    with traced_process(config(tmp_path, file="traces.jsonl"), "reward", "reward"):
+    with trace_process(config(tmp_path, file="traces.jsonl"), "reward", "reward"):
         for share in (0.09, 0.11):
             TRACER.trace(SpanName.PROMPT, trace_id=round(share * 2**64)).end()
         TRACER.trace(SpanName.STEP, is_always=True).end()
@@ -92,7 +90,7 @@ def test_by_default_one_trace_in_ten_is_recorded_and_every_step(tmp_path: Path) 
 
 def test_nothing_is_written_for_traces_that_were_not_chosen(tmp_path: Path) -> None:
     chosen = config(tmp_path, file="traces.jsonl", sample_ratio=0.0)
-    with traced_process(chosen, "reward", "reward"):
+    with trace_process(chosen, "reward", "reward"):
         TRACER.trace(SpanName.PROMPT).end()
     assert not (tmp_path / "traces.jsonl").exists()
 
@@ -126,9 +124,9 @@ def test_the_keys_bound_the_file_and_what_callers_decide(tmp_path: Path) -> None
     full.write_bytes(bytes(1 << 20))
     for follows in (False, True):
         chosen = config(tmp_path, file=full.name, file_mb=1, follow_callers=follows, sample_ratio=0)
-        with traced_process(chosen, "trainer", "trainer"):
+        with trace_process(chosen, "trainer", "trainer"):
             TRACER.trace(SpanName.STEP, is_always=True).end()
-            assert TRACER.admitted(TraceContext(1, 2, is_sampled=True)).is_sampled is follows
+            assert TRACER.admit(TraceContext(1, 2, is_sampled=True)).is_sampled is follows
     assert full.stat().st_size == 1 << 20
 
 

@@ -13,7 +13,7 @@ from services.trainer.learner.checkpoint import CheckpointStore, start_point
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.rpc.ports import bound_socket
+from sluice.rpc.ports import bind_socket
 from sluice.service_contract import MARK_VARIABLE, RESTARTS_VARIABLE, TRACKER_NAME, checkpoint_mark
 from sluice.types import DataProgress
 from tests.support.crashing_saver import write_checkpoint
@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 def test_a_reserved_port_answers_no_peer_and_is_served_once_it_is_released() -> None:
     with socket.create_server((HOST, 0)) as server:
         port = int(server.getsockname()[1])
-    with bound_socket(HOST, port) as reserved:
+    with bind_socket(HOST, port) as reserved:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port), timeout=30)
         reserved.close()

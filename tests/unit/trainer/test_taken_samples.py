@@ -15,7 +15,7 @@ import pytest
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.sample_reader import RewardSamples
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.codec.train_batch import outline_to_bytes, packed, sample_messages, with_samples
+from sluice.codec.train_batch import outline_to_bytes, pack_messages, sample_messages, with_samples
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
 from sluice.types import TrainBatch, is_absent
 from tests.support.taken_samples import outline_of, streamed, taken
@@ -119,8 +119,8 @@ async def test_no_message_grows_with_the_batch(batch: TrainBatch) -> None:
 async def test_small_samples_travel_together_and_a_large_one_alone(batch: TrainBatch) -> None:
     parts = list(sample_messages(batch, range(24)))
     largest = max(part.ByteSize() for part in parts)
-    assert all(not one.more for one in packed(parts, 1))
-    messages = list(packed(sample_messages(batch, range(24)), 3 * largest))
+    assert all(not one.more for one in pack_messages(parts, 1))
+    messages = list(pack_messages(sample_messages(batch, range(24)), 3 * largest))
     assert len(messages) < len(parts) / 2
     assert max(message.ByteSize() for message in messages) < 3.1 * largest
     found = await with_samples(outline_of(batch), range(24), streamed(messages))

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sluice.errors import InvalidRequestError
 from sluice.vision import image_files
-from sluice.vision.image_files import bare_image, decode_image, image_size
+from sluice.vision.image_files import decode_image, image_size, strip_metadata
 from sluice.vision.image_header import MAX_EXIF_BYTES, exif_orientation, read_image_header
 from tests.support.image_files import exif_bomb, jpeg_with, png_chunk, png_with, webp_with
 from tests.support.tiny_vision import image_file
@@ -72,7 +72,7 @@ def test_a_bare_image_has_the_same_pixels(kind: str, mode: str) -> None:
     if (kind, mode) in {("JPEG", "RGBA"), ("JPEG", "P")}:
         pytest.skip("there is no such JPEG")
     file = saved(kind, mode)
-    bare = Image.open(io.BytesIO(bare_image(file)))
+    bare = Image.open(io.BytesIO(strip_metadata(file)))
     whole = Image.open(io.BytesIO(file))
     assert bare.mode == whole.mode
     assert bare.convert("RGBA").tobytes() == whole.convert("RGBA").tobytes()
@@ -89,7 +89,7 @@ def test_a_jpeg_of_several_scans_or_with_restarts_is_whole(options: dict[str, An
 def test_a_chunk_behind_the_pixels_is_not_looked_at(name: bytes) -> None:
     whole = saved("PNG")
     behind = whole[:-12] + png_chunk(b"tEXt", b"") + png_chunk(name, exif_bomb()) + whole[-12:]
-    assert bare_image(behind) == bare_image(whole)
+    assert strip_metadata(behind) == strip_metadata(whole)
 
 
 @pytest.mark.parametrize("error", [struct.error, EOFError, KeyError, ZeroDivisionError])
@@ -109,7 +109,7 @@ def test_a_decoder_that_finds_another_size_than_the_header_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = saved("PNG")
-    monkeypatch.setattr(image_files, "bare_image", lambda _: small)
+    monkeypatch.setattr(image_files, "strip_metadata", lambda _: small)
     with pytest.raises(InvalidRequestError, match="30 x 20 pixels differ from its header"):
         decode_image(image_file(0, 60, 60), "images[0]")
 

@@ -136,7 +136,7 @@ def test_a_fitted_image_has_the_numbers_of_the_original_without_being_resized(
     folder: Path, width: int, height: int
 ) -> None:
     file = image_file(7, width, height)
-    fitted = make_reader(folder).fitted(file, 0)
+    fitted = make_reader(folder).fit(file, 0)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     original = processor(images=[Image.open(io.BytesIO(file))], return_tensors="np")
     for more in ({}, {"do_resize": False}):
@@ -147,7 +147,7 @@ def test_a_fitted_image_has_the_numbers_of_the_original_without_being_resized(
 
 def test_an_image_of_the_processors_own_size_is_fitted_as_it_is(reader: ImagePromptReader) -> None:
     file = image_file(0, 84, 56)
-    assert reader.fitted(file, 0).tobytes() == Image.open(io.BytesIO(file)).tobytes()
+    assert reader.fit(file, 0).tobytes() == Image.open(io.BytesIO(file)).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_stripe_that_the_processor_would_not_leave_as_it_made_it_is_not_fitted
     reader: ImagePromptReader, width: int, height: int, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        reader.fitted(image_file(0, width, height), 2)
+        reader.fit(image_file(0, width, height), 2)
 
 
 def test_a_prompt_that_ends_with_an_image_is_refused(reader: ImagePromptReader) -> None:

@@ -45,8 +45,8 @@ def test_positions_equal_the_models_own(
     )
     found = rope_positions(len(ids), find_images(np.array(ids), IMAGE, grids))
     np.testing.assert_array_equal(found.prompt, expected[:, 0, : len(ids)])
-    np.testing.assert_array_equal(found.extended(len(ids) + more), expected[:, 0])
-    np.testing.assert_array_equal(found.extended(behind), expected[:, 0, :behind])
+    np.testing.assert_array_equal(found.extend(len(ids) + more), expected[:, 0])
+    np.testing.assert_array_equal(found.extend(behind), expected[:, 0, :behind])
     assert found.shift == int(delta)
 
 

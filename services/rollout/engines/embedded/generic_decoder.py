@@ -90,7 +90,7 @@ def prefill_with_images(
         if image is None:
             continue
         is_image[row, image.places] = True
-        positions[:, row] = image.positions.extended(longest)
+        positions[:, row] = image.positions.extend(longest)
         if image not in encoded:
             encoded[image] = _encode(model, image)
         features += encoded[image]

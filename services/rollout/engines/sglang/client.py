@@ -134,7 +134,7 @@ def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
         "pixel_values": torch.from_numpy(images.pixel_values),
         "image_grid_thw": torch.from_numpy(images.grid_thw),
         "offsets": offsets,
-        "mrope_positions": torch.from_numpy(positions.extended(num_tokens)),
+        "mrope_positions": torch.from_numpy(positions.extend(num_tokens)),
         "mrope_position_delta": torch.tensor([[positions.shift]]),
     }
 

@@ -52,7 +52,7 @@ def read_images(request: GenerationRequest, reader: ImagePromptReader) -> Prompt
     """
     token_ids, image_token_id = request.prompt_token_ids.tolist(), reader.shape.image_token_id
     prompt = collapse_images(token_ids, image_token_id, len(request.images))
-    images = tuple(reader.fitted(encoded, number) for number, encoded in enumerate(request.images))
+    images = tuple(reader.fit(encoded, number) for number, encoded in enumerate(request.images))
     names = tuple(
         hashlib.blake2b(encoded, digest_size=_NAME_BYTES).hexdigest() for encoded in request.images
     )

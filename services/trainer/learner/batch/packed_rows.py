@@ -222,7 +222,7 @@ def packed_inputs(
         if images:  # three positions per token: time, height and width
             image = images.get(piece.first.group)
             plain = with_images = np.tile(with_images, (3, 1))
-            with_images = plain if image is None else image.positions.extended(longest)
+            with_images = plain if image is None else image.positions.extend(longest)
         tokens.append(prompt)
         positions.append(with_images[..., : prompt.size])
         for path in piece.paths:

@@ -35,7 +35,7 @@ from services.trainer.learner.model.recompute import (
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import StageRanks
 from sluice.checkpoint.pretrained import read_pretrained
-from sluice.config.derived import adapts
+from sluice.config.derived import uses_adapters
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ActorRolloutRefConfig, ModelConfig
 from sluice.errors import ConfigError
@@ -153,7 +153,7 @@ def build_policy(
 
 def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
     # Frozen weights need no more precision than the passes use.
-    return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
+    return DTYPES[precision.dtype if uses_adapters(model) else precision.model_dtype]
 
 
 def _model_class(model_type: str, *, is_critic: bool) -> Any:  # noqa: ANN401 - they have no common type
@@ -206,7 +206,7 @@ def prepare_policy(
     recompute_as_configured(model, actor.megatron.override_transformer_config, first_layer)
     if config.model.enable_activation_offload:
         keep_inputs_on_host(model)
-    if adapts(config.model):
+    if uses_adapters(config.model):
         add_adapters(model, config.model, DTYPES[actor.fsdp_config.model_dtype])
     if actor.freeze_vision_tower:
         _freeze_vision_tower(model)

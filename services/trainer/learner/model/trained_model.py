@@ -56,7 +56,7 @@ from services.trainer.learner.tensor_layouts import (
 )
 from sluice.checkpoint.adapter_files import ADAPTER_FOLDER, ADAPTER_STEM
 from sluice.checkpoint.source import HUGGINGFACE_FOLDER
-from sluice.config.derived import is_whole
+from sluice.config.derived import holds_whole_model
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
@@ -423,7 +423,7 @@ def share_model(
     expert_mesh = parallel.expert_mesh(size)
     # Gradients of a part are not summed over all ranks, unlike those of a whole model.
     is_cut = parallel.tensor is not None or loaded.stage is not None
-    mesh = None if is_whole(sharding, size) and not is_cut else parallel.shard_mesh(size)
+    mesh = None if holds_whole_model(sharding, size) and not is_cut else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
