@@ -133,14 +133,17 @@ def test_input_and_files_reach_a_program(sandbox: BubblewrapSandbox) -> None:
 
 RUNNING = """
 import time
-from sluice.sandbox.contained import contained
+from sluice.sandbox.contained import contained_process
 from sluice.sandbox.choice import process_sandbox
 from tests.support.attack_programs import LIMITS
 from tests.support.sandboxes import BUBBLEWRAP
 
 text = "import os, time; print(os.readlink('/proc/self/ns/pid'), flush=True); time.sleep(600)"
 sandbox = process_sandbox(BUBBLEWRAP)
-with sandbox.command(["python3", "-c", text], {}, LIMITS) as command, contained(command) as running:
+with (
+    sandbox.command(["python3", "-c", text], {}, LIMITS) as command,
+    contained_process(command) as running,
+):
     print(running.process.stdout.readline().decode(), flush=True)
     time.sleep(600)
 """
