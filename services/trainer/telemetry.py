@@ -69,9 +69,9 @@ class RunHistory(MetricSink):
 
 
 def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, str], float]]:
-    """Yield scores by source, variable and statistic, from names of ``val-core/``.
+    """Yield scores by data source, variable and statistic, from names of ``val-core/``.
 
-    Names are ``val-core/<source>/<variable>/<statistic>``; a source may contain slashes.
+    Names are ``val-core/<data source>/<variable>/<statistic>``; a data source may contain slashes.
     """
     for name, value in metrics.items():
         if name.startswith(VAL_CORE):

@@ -109,7 +109,8 @@ class GroupDispatcher:
     Args:
         client: calls the replicas.
         queue: see above.
-        max_attempts: failures after which a group is given up.
+        max_attempts: failed streams of one request, after which it ends without its missing
+            samples (`end_without_missing`).
         rules: see above.
     """
 
@@ -238,7 +239,8 @@ class GroupDispatcher:
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
-        """Receive one stream. Return the reason if it counts as a failure."""
+        """Receive one stream, an attempt at the request's missing samples. Return the reason if it
+        counts as a failure."""
         member = reservation.member
         name = member.announced.info.name
         try:

@@ -12,9 +12,11 @@ A sample without a score is scored again by the grader, generated again here, or
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
 enough of them are left.
 
-On failure: an error of this group alone ends its prompt, and may be a strike against it
-(`quarantine`); an engine error is a strike only if a replica answered with it, not if replicas were
-lost. An error that every group would meet also stops the loop.
+On failure: an error of this group alone ends its prompt as ``DROPPED_FAILED``, and may be a strike
+against it (`quarantine`); an engine error is a strike only if a replica answered with it, not if
+replicas were lost. An error that every group would meet also stops the loop. Nothing starts a
+failed group again: `sluice.reward.max_attempts` counts streams to replicas within this attempt
+(`generation.dispatcher`), and the loop requeues only groups that it cancelled.
 """
 
 from __future__ import annotations

@@ -9,9 +9,15 @@ Unblocked by: answers, deadlines, and at the first failure by leaving the epoch 
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
     few bytes changed since, only these are sent.
-On failure: an error in a collective shows that a member is gone, but not which one. All members
-    are probed, and the group is over. Nothing is retried inside an epoch, and the next epoch begins
-    with all bytes.
+On failure: an error in a collective shows that a member is gone, but not which one. Nothing is
+    retried inside an epoch. In order, while forming or staging (`_run_jointly`, `_recover`):
+    1. The first failure: a member's call or our own part of the collective ends with an error.
+    2. Both sides leave the epoch: our part stops, every member gets `AbortUpdate`.
+    3. All members are probed; those that do not answer are in `DeliveryResult.lost`.
+    4. The delivery is not complete. `WeightPublisher.publish` drops the lost members and delivers
+       to the others in the next epoch, with all bytes.
+    A member that fails its commit is lost without a probe; the others serve the version, and only
+    the next one is sent in a new epoch. docs/operations.md has the deadline of each step.
 On shutdown: `close` leaves the group.
 """
 
@@ -46,7 +52,7 @@ PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
 
 GroupMember = ReplicaInfo | None
-"""A member of a collective; ``None`` is the trainer."""
+"""A member of a collective; ``None`` is the trainer, which sends."""
 
 SignsOfLife = Callable[[], Mapping[str, float]]
 """Returns the time of each replica's last heartbeat, by instance id, on a monotonic clock."""
@@ -204,7 +210,8 @@ class TransferSession:
     Args:
         sender: rank 0 of every group; closed with the session.
         next_epoch: returns rising numbers, shared by all sessions.
-        timeout_s: seconds that the trainer's part of a collective has to end after a failure.
+        leave_timeout_s: seconds that the trainer's part of a collective has to end after a failure;
+            the collectives and the calls of `connect`'s clients have deadlines of their own.
         probe_timeout_s: seconds that a replica has to answer a probe.
         read: opens the snapshot that is sent; closed before replicas commit.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
@@ -218,7 +225,7 @@ class TransferSession:
         tensors: Sequence[TensorSpec],
         next_epoch: Callable[[], int],
         *,
-        timeout_s: float,
+        leave_timeout_s: float,
         probe_timeout_s: float,
         signs_of_life: SignsOfLife,
         read: Callable[[], AbstractContextManager[Snapshot]],
@@ -236,7 +243,7 @@ class TransferSession:
         self._connect = connect
         self._tensors = tuple(tensors)
         self._next_epoch = next_epoch
-        self._timeout_s = timeout_s
+        self._leave_timeout_s = leave_timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
@@ -402,7 +409,12 @@ class TransferSession:
         send: Callable[[threading.Event], None],
         phase: str,
     ) -> PeerResults[GroupMember, None]:
-        """Enter a collective with all members; one failure ends it for all."""
+        """Enter a collective with all members; one failure ends it for all.
+
+        Args:
+            call: a member's part: the call that makes it enter.
+            send: our part, in a thread; it ends soon after its argument is set.
+        """
         stop, own_part_ended = threading.Event(), asyncio.Event()
 
         async def enter(member: GroupMember) -> None:
@@ -418,7 +430,9 @@ class TransferSession:
             stop.set()
             self._sender.abandon("a member failed")
             await self._abort(members)
-            async with deadline(self._timeout_s, peer="trainer", phase="leaving a failed epoch"):
+            async with deadline(
+                self._leave_timeout_s, peer="trainer", phase="leaving a failed epoch"
+            ):
                 await own_part_ended.wait()
 
         try:

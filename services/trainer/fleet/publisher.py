@@ -76,6 +76,8 @@ class WeightPublisher:
 
     Args:
         make_sender: makes rank 0 of new groups, with its own rendezvous store.
+        connect: makes the client of a replica, whose calls have deadlines.
+        timeout_s: `TransferSession`'s `leave_timeout_s`.
         swaps_at_once: returns how many of a number of replicas swap at the same time; by default
             all of them. Replicas that serve nothing yet always swap together.
     """
@@ -105,7 +107,7 @@ class WeightPublisher:
             connect=connect,
             tensors=tensors,
             next_epoch=partial(next, itertools.count(1)),
-            timeout_s=timeout_s,
+            leave_timeout_s=timeout_s,
             probe_timeout_s=probe_timeout_s,
             signs_of_life=self._last_heartbeats,
             read_again=snapshots.read_again if sends_changes else None,
@@ -123,6 +125,9 @@ class WeightPublisher:
 
     async def publish(self, version: int) -> PublishReport:
         """Send the frozen `version` to all members that are not being seeded.
+
+        A delivery that is not complete has found who is gone; the next one, in a new epoch, goes to
+        the members that remain.
 
         Raises:
             WeightSyncError: no member could receive it.

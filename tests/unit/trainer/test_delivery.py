@@ -58,7 +58,7 @@ async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_s
         lambda _: replica,
         (),
         lambda: 1,
-        timeout_s=0.05,
+        leave_timeout_s=0.05,
         probe_timeout_s=1.0,
         signs_of_life=dict,
         read=nullcontext,
