@@ -207,7 +207,7 @@ class GroupDispatcher:
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
         request, progress = collected.request, collected.request.progress
-        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
+        order = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         clock, failures = asyncio.get_running_loop().time, list[str]()
         self._num_collecting[request.purpose] += 1
         try:
@@ -217,7 +217,7 @@ class GroupDispatcher:
                 queued_since = clock()
                 try:
                     reservation = await progress.run_until_over(
-                        self.queue.reserve(requirement, rank)
+                        self.queue.reserve(requirement, order)
                     )
                 except GroupOverError:
                     break

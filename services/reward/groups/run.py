@@ -3,7 +3,7 @@
 Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: a kept group, or the
 end of its prompt. With probes, a few samples are generated first. A second request generates the
 rest as soon as two probes differ, or when all have arrived and the strategy continues. Both
-requests have the prompt's rank, so a group that continues is served before one that starts. The
+requests queue by the prompt's number, so a group that continues precedes one that starts. The
 samples are those that a single request would return. The last request also generates the greedy
 response, if needed. All requests share one `GroupProgress`; a group that has used its time or
 tokens ends with the samples it has.
