@@ -124,7 +124,7 @@ async def fan_out(
     return answers
 
 
-class SyncPhase(StrEnum):
+class DeliveryPhase(StrEnum):
     """The phases of a delivery of weights, in order."""
 
     FORM = "form"  # the group of replicas, if it differs from the last one
@@ -133,7 +133,7 @@ class SyncPhase(StrEnum):
     COMMIT = "commit"  # the swap
 
 
-class SyncCounts:
+class DeliveryCounts:
     """Counts and seconds of all deliveries; used from one event loop.
 
     Each delivery sends either the changes (`sparse_bytes`) or all weights (`dense_bytes`); the
@@ -142,8 +142,8 @@ class SyncCounts:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)
-        self.failures: Counter[SyncPhase] = Counter()
+        self.seconds: dict[DeliveryPhase, float] = dict.fromkeys(DeliveryPhase, 0.0)
+        self.failures: Counter[DeliveryPhase] = Counter()
         self.updates: Counter[str] = Counter()
         self.sparse_bytes = 0
         self.dense_bytes = 0
@@ -151,7 +151,7 @@ class SyncCounts:
         self.stall_s = 0.0
 
     @contextmanager
-    def time_phase(self, phase: SyncPhase) -> Iterator[None]:
+    def time_phase(self, phase: DeliveryPhase) -> Iterator[None]:
         """Add the seconds of the block to `phase`."""
         began_s = time.monotonic()
         try:
@@ -159,7 +159,7 @@ class SyncCounts:
         finally:
             self.seconds[phase] += time.monotonic() - began_s
 
-    def count_failure(self, phase: SyncPhase) -> None:
+    def count_failure(self, phase: DeliveryPhase) -> None:
         self.failures[phase] += 1
 
     def count_delivery(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
@@ -230,7 +230,7 @@ class TransferSession:
         signs_of_life: SignsOfLife,
         read: Callable[[], AbstractContextManager[Snapshot]],
         read_again: ReadAgain | None,
-        counts: SyncCounts,
+        counts: DeliveryCounts,
         swaps_at_once: Callable[[Sequence[ReplicaInfo]], int],
     ) -> None:
         self._counts = counts
@@ -253,24 +253,24 @@ class TransferSession:
         """Send a version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
         if self._members != members:
-            with self._counts.time_phase(SyncPhase.FORM):
+            with self._counts.time_phase(DeliveryPhase.FORM):
                 is_formed = await self._form(members, delivery)
             if not is_formed:
-                self._counts.count_failure(SyncPhase.FORM)
+                self._counts.count_failure(DeliveryPhase.FORM)
                 return delivery
         with self._read() as snapshot:
             # Before any member waits in a collective: encoding would use up its deadline.
-            with self._counts.time_phase(SyncPhase.ENCODE):
+            with self._counts.time_phase(DeliveryPhase.ENCODE):
                 update = await self._encode_changes(snapshot)
-            with self._counts.time_phase(SyncPhase.STAGE):
+            with self._counts.time_phase(DeliveryPhase.STAGE):
                 delivery.report = await self._stage(snapshot, update, delivery)
         if delivery.report is None:
-            self._counts.count_failure(SyncPhase.STAGE)
+            self._counts.count_failure(DeliveryPhase.STAGE)
             return delivery
-        with self._counts.time_phase(SyncPhase.COMMIT):
+        with self._counts.time_phase(DeliveryPhase.COMMIT):
             await self._commit(delivery.report, snapshot, delivery)
         if len(delivery.served) < len(self._members):
-            self._counts.count_failure(SyncPhase.COMMIT)
+            self._counts.count_failure(DeliveryPhase.COMMIT)
         return delivery
 
     def note_departure(self, replicas: Sequence[ReplicaInfo]) -> None:

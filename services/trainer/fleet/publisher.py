@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
+from services.trainer.fleet.delivery import DeliveryCounts, DeliveryResult, TransferSession
 from services.trainer.fleet.members import Fleet, FleetMember, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import waiting_for
@@ -93,10 +93,10 @@ class WeightPublisher:
         timeout_s: float,
         probe_timeout_s: float,
         sends_changes: bool = True,
-        counts: SyncCounts | None = None,
+        counts: DeliveryCounts | None = None,
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
-        self._counts = counts or SyncCounts()
+        self._counts = counts or DeliveryCounts()
         self._fleet = fleet
         self._snapshots = snapshots
         self._make_sender = make_sender
