@@ -106,15 +106,20 @@ class PromptOrigin(StrEnum):
 class Prompt:
     """A task to sample responses for, as read from a data set or submitted by a client.
 
-    `sequence` numbers prompts in the order of issue (0-based, unique in one run of the reward
-    service): batches are assembled oldest first by it. `position` is the 0-based position in the
-    stream of data-set draws (epoch after epoch), or ``None`` for a client's prompt. The sampling
-    seed is derived from `position` for a data-set prompt and from `sequence` for a client's.
-    `place` is the file and row it was read from, for messages; empty for a client's. `images` are
-    encoded files (PNG, JPEG or WebP), one for each ``<image>`` in the messages, in their order.
-    `source` is the one of `sluice.sources` that it belongs to, whose rows `position` counts; empty
-    in a run without them. `truth_is_json` marks a `ground_truth` that the row holds as another
-    value than text: it is the JSON of that value.
+    Attributes:
+        sequence: its number in the order of issue, 0-based, unique in one run of the reward
+            service. Prompts wait, get replicas and, among groups of one age, are trained in this
+            order, through all attempts.
+        data_source: chooses the scorer; not a source of `sluice.sources`.
+        position: 0-based, in the stream of the rows of the data set, epoch after epoch; ``None``
+            for a client's prompt. The sampling seed depends on it, a client's on `sequence`.
+        place: the file and row it was read from, for messages; empty for a client's.
+        images: encoded files (PNG, JPEG or WebP), one for each ``<image>`` in the messages, in
+            their order.
+        source: the one of `sluice.sources` that it belongs to, whose rows `position` counts; empty
+            in a run without them.
+        truth_is_json: the row holds `ground_truth` as another value than text, and it is the JSON
+            of that value.
     """
 
     prompt_id: str

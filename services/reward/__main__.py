@@ -18,8 +18,8 @@ from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import running_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.metrics import exported, watching
 from services.reward.servicer import RewardServicer
+from services.reward.telemetry import exported, watching
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.process import (
     end_with_supervisor,

@@ -104,7 +104,13 @@ class IllegalTransitionError(AssertionError):
 
 
 class CancelReason(StrEnum):
-    """Why an attempt is given up. The prompt starts again, unless the group is too old."""
+    """Why an attempt is given up, although nothing of it failed. The prompt starts again, unless
+    the group is too old.
+
+    A group that failed is not given up: its prompt ends (`GroupRun`). A running group is given up
+    by cancelling its task (`GroupLoop._give_up`); a kept or leased one has none and is requeued at
+    once. `records.statistics` has the use of the tokens for each reason.
+    """
 
     TAKEN_OVER = "taken_over"  # another trainer takes over
     ROLLED_BACK = "rolled_back"  # the policy that sampled it was rolled back

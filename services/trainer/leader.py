@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from services.trainer.fleet.delivery import SyncCounts
+from services.trainer.fleet.delivery import DeliveryCounts
 from services.trainer.fleet.members import Fleet, drop_silent
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
@@ -195,7 +195,7 @@ def _metrics(config: RunConfig, trained: _LoadedLearner, instance_id: str) -> Tr
         RunState(instance_id, trained.total_steps, step, process_age_s()),
         Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s, weights),
         RunHistory(),
-        SyncCounts(),
+        DeliveryCounts(),
     )
 
 
@@ -311,7 +311,7 @@ def _make_publisher(
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
-        counts=observed.sync,
+        counts=observed.deliveries,
         swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.trainer.fleet.delivery import SyncCounts, SyncPhase
+from services.trainer.fleet.delivery import DeliveryCounts, DeliveryPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
 from services.trainer.metrics.sinks import MetricSink
@@ -69,9 +69,9 @@ class RunHistory(MetricSink):
 
 
 def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, str], float]]:
-    """Yield scores by source, variable and statistic, from names of ``val-core/``.
+    """Yield scores by data source, variable and statistic, from names of ``val-core/``.
 
-    Names are ``val-core/<source>/<variable>/<statistic>``; a source may contain slashes.
+    Names are ``val-core/<data source>/<variable>/<statistic>``; a data source may contain slashes.
     """
     for name, value in metrics.items():
         if name.startswith(VAL_CORE):
@@ -86,7 +86,7 @@ class TrainerMetrics:
     state: RunState
     fleet: Fleet
     history: RunHistory
-    sync: SyncCounts
+    deliveries: DeliveryCounts
 
     def readings(self) -> Iterator[InstrumentReading]:
         """Yield all readings; call in the event loop."""
@@ -94,7 +94,7 @@ class TrainerMetrics:
         yield from _account_readings(self.state.accounts)
         yield from _fleet_readings(self.fleet)
         yield from self.history.readings()
-        yield from _sync_readings(self.sync)
+        yield from _delivery_readings(self.deliveries)
 
 
 def served_readings(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManager[None]:
@@ -164,13 +164,13 @@ def _fleet_readings(replicas: Fleet) -> Iterator[InstrumentReading]:
         )
 
 
-def _sync_readings(counts: SyncCounts) -> Iterator[InstrumentReading]:
+def _delivery_readings(counts: DeliveryCounts) -> Iterator[InstrumentReading]:
     for to in ("fleet", "newcomers"):
         yield reading("sluice_weights_updates_total", counts.updates[to], to)
     yield reading("sluice_weights_sent_bytes_total", counts.dense_bytes, "dense")
     yield reading("sluice_weights_sent_bytes_total", counts.sparse_bytes, "sparse")
     yield reading("sluice_weights_whole_bytes_total", counts.whole_bytes)
-    for phase in SyncPhase:
+    for phase in DeliveryPhase:
         yield reading("sluice_weights_seconds_total", counts.seconds[phase], phase)
         yield reading("sluice_weights_failures_total", counts.failures[phase], phase)
     yield reading("sluice_weights_stall_seconds_total", counts.stall_s)

@@ -1,4 +1,6 @@
-"""Advantage estimators and policy losses by verl's names. Imports torch only on demand."""
+"""Advantage estimators and policy losses by their names in a configuration, verl's where it has
+them. Imports torch only on demand.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,22 @@ _GROUP_RELATIVE, _TOKEN_RETURNS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGE
 class Estimator:
     """The properties of an advantage estimator that a run needs before importing it.
 
+    `tests/unit/algorithm/test_batch_advantages.py` runs each estimator to check its row.
+
     Attributes:
         module: the module of the function.
-        needs: the optional fields of `AdvantageInputs` that it requires.
-        needs_others: a group of one row gets 0 or is refused; other estimators with groups keep its
-            raw reward.
-        credits_turns: a turn gets the rewards from it on.
-        reads_mask: a token that rollout correction rejects changes the advantages of others; other
-            estimators give a row one number and do not read the mask.
-        whitens: it shifts advantages over the batch, so that equal rewards do not give 0.
+        needs: the optional fields of `AdvantageInputs` that it requires. ``group_index`` is one: an
+            estimator that compares the rows of a prompt names it.
+        needs_others: a group of one row gets advantage 0, or the estimator refuses it. Without
+            this, an estimator with groups gives the row its raw reward, as verl does. It decides
+            whether ``rollout.n=1`` is an error or a note.
+        credits_turns: with `turn_rewards`, each turn of an episode gets the rewards from that turn
+            on. Without this, ``sluice.trainer.turn_rewards`` is refused.
+        reads_mask: if rollout correction takes a token out of the mask, the advantages of other
+            tokens change. Rejection then has to be known before the estimator runs. Without this,
+            an estimator only spreads one number per row over the mask.
+        whitens: it shifts advantages by the mean of the batch, so that equal rewards do not give 0.
+            ``sluice.trainer.skip_zero_advantage`` is then refused.
     """
 
     module: str
@@ -44,7 +53,7 @@ class Estimator:
     whitens: bool = False
 
 
-_GROUPS = ("group_index",)
+_GROUPS = ("group_index",)  # the `needs` of those that compare the rows of a prompt
 _OPTIMAL = Estimator(_TOKEN_RETURNS, (*_GROUPS, "old_logprobs", "sum_pi_squared"), reads_mask=True)
 
 BATCH_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
@@ -74,8 +83,9 @@ BATCH_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "adpo": Estimator(_GROUP_RELATIVE, _GROUPS, needs_others=True, reads_mask=True),
     }
 )
-"""The estimators of whole batches, by `algorithm.adv_estimator`, which is the name of the function,
-too.
+"""The estimators of whole batches, by `algorithm.adv_estimator`, which is also the function's name.
+
+`EstimatorName` in the schema lists the same names in the same order.
 """
 
 _LOSSES, _ADPO = "sluice.algorithm.losses.policy_losses", "sluice.algorithm.losses.adpo"

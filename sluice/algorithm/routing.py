@@ -382,7 +382,7 @@ class ReplicaRouter:
 
 @dataclass(frozen=True, slots=True)
 class FleetUse:
-    """The use of the fleet over some batches; `services.reward.metrics` measures it.
+    """The use of the fleet over some batches; `services.reward.telemetry` measures it.
 
     Attributes:
         starved_s: seconds that the trainer waited for a batch that lacked generated groups.

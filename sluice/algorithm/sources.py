@@ -15,7 +15,10 @@ MIN_YIELD = 0.02
 
 
 def source_metric(source: str, name: str) -> str:
-    """Return the name of a metric of one source; of a run without several it is `name`."""
+    """Return the name of a metric of one source; of a run without several it is `name`.
+
+    A source is one of `sluice.sources`; a row's data source is another thing.
+    """
     return f"sources/{source}/{name}" if source else name
 
 

@@ -146,8 +146,8 @@ class EngineReport:
     """Estimates for each device of an engine.
 
     Attributes:
-        smallest_tp: smallest tensor parallel size by the practice guide's rule; `None` without
-            `device_bytes`, or if no size suffices.
+        smallest_tp: smallest tensor parallel size by the rule of Ascend's practice guide;
+            `None` without `device_bytes`, or if no size suffices.
     """
 
     parameters: int

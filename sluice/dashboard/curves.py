@@ -14,6 +14,8 @@ from sluice.telemetry import metric_names
 MIN_POINTS = 4
 Values = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
+# Metrics by the name that `static/curves.js` has for the curve in its charts. The part "Any metric"
+# shows all others without a row here.
 _CURVES = {
     "reward": metric_names.REWARD,
     "staleness_mean": metric_names.STALENESS_MEAN,
@@ -31,7 +33,7 @@ _CURVES = {
     "clip_fraction_lower": "actor/pg_clipfrac_lower",
     "length_mean": "response_length/mean",
     "length_max": "response_length/max",
-    "length_clipped": "response_length/clip_ratio",
+    "length_clipped": "response_length/clip_ratio",  # only in the answer: no chart has it
     "lr": "actor/lr",
     "weight_mean": "rollout_corr/rollout_is_mean",
     "weight_min": "rollout_corr/rollout_is_min",

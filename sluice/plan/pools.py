@@ -105,7 +105,8 @@ class EnginePool:
         phases: bytes on the device: while it starts, generates and takes an update.
         longest_rows: rows of the longest length that the cache holds at once.
         host: bytes in host memory for one replica during an update.
-        holds_weights: the practice guide's rule: memory * utilization * TP > parameters * 2 bytes.
+        holds_weights: memory * utilization * TP > parameters * 2 bytes, the rule of Ascend's
+            practice guide.
     """
 
     tp: int

@@ -1,4 +1,4 @@
-"""ADPO against its formula in float64 and the reference sheet's numbers (section 10)."""
+"""ADPO against its formula in float64 and golden numbers."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_values_in_float32_equal_the_formula(case: str) -> None:
         (UNSCALED, 0.5, [0.711235, 0.0962551]),
     ],
 )
-def test_at_the_anchor_the_loss_is_ln_g_and_its_gradient_is_the_sheets(
+def test_at_the_anchor_the_loss_is_ln_g_and_its_gradient_the_golden_one(
     advantages: list[float], beta: float, target: list[float]
 ) -> None:
     logprobs, inputs, counts = one_token_each([0.0] * G, advantages)
@@ -159,7 +159,7 @@ def test_at_the_anchor_the_loss_is_ln_g_and_its_gradient_is_the_sheets(
 
 
 @pytest.mark.parametrize(("tau", "beta", "value"), [(0.5, 0.3, 1.112675), (0.8, 0.5, 1.221560)])
-def test_off_the_anchor_the_loss_is_the_sheets(tau: float, beta: float, value: float) -> None:
+def test_off_the_anchor_the_loss_is_the_golden_one(tau: float, beta: float, value: float) -> None:
     _, inputs, counts = one_token_each([0.2, -0.1, 0.0, 0.1], SCALED)
     adpo = replace(BASE, tau=tau, beta_reward=beta)
     found = adpo_objective(inputs, counts, PolicyLossSettings(adpo=adpo))

@@ -1,4 +1,4 @@
-"""Advantages against verl's numbers (reference sheet 2.1 and 10.3)."""
+"""Advantages against verl's numbers, adpo's against its authors' code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL estimators and controllers against verl's numbers (reference sheet 2.4) and NumPy."""
+"""KL estimators and controllers against verl's numbers and NumPy."""
 
 from __future__ import annotations
 

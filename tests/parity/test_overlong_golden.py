@@ -1,4 +1,4 @@
-"""Overlong penalty against verl's numbers (reference sheet 3.3)."""
+"""Overlong penalty against verl's numbers."""
 
 from __future__ import annotations
 

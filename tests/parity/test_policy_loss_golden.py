@@ -1,4 +1,4 @@
-"""The clipped loss and its aggregation against verl's numbers (reference sheet 2.2 and 2.3)."""
+"""The clipped loss and its aggregation against verl's numbers."""
 
 from __future__ import annotations
 

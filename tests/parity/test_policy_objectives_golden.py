@@ -1,4 +1,4 @@
-"""Policy losses at single tokens and rows, numbers of the reference sheet (2.2) or by hand."""
+"""Policy losses at single tokens and rows, against numbers of verl or by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step metrics against the sample log of the practice guide (reference sheet 6.2)."""
+"""Step metrics against the sample log of Ascend's practice guide."""
 
 from __future__ import annotations
 

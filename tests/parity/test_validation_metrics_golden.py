@@ -1,4 +1,4 @@
-"""Bootstrap metrics against verl's numbers (reference sheet 6.3)."""
+"""Bootstrap metrics against verl's numbers."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class GroupDispatcher:
     Args:
         client: calls the replicas.
         queue: see above.
-        max_attempts: failures after which a group is given up.
+        max_attempts: failed streams of one request, after which it ends without its missing
+            samples (`end_without_missing`).
         rules: see above.
     """
 
@@ -206,7 +207,7 @@ class GroupDispatcher:
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
         request, progress = collected.request, collected.request.progress
-        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
+        order = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         clock, failures = asyncio.get_running_loop().time, list[str]()
         self._num_collecting[request.purpose] += 1
         try:
@@ -216,7 +217,7 @@ class GroupDispatcher:
                 queued_since = clock()
                 try:
                     reservation = await progress.run_until_over(
-                        self.queue.reserve(requirement, rank)
+                        self.queue.reserve(requirement, order)
                     )
                 except GroupOverError:
                     break
@@ -238,7 +239,8 @@ class GroupDispatcher:
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
-        """Receive one stream. Return the reason if it counts as a failure."""
+        """Receive one stream, an attempt at the request's missing samples. Return the reason if it
+        counts as a failure."""
         member = reservation.member
         name = member.announced.info.name
         try:

@@ -27,7 +27,7 @@ _TIMER_SLACK_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class _QueuedGroup:
-    rank: tuple[bool, int]
+    order: tuple[bool, int]
     requirement: ReplicaRequirement
     reserved: asyncio.Future[Reservation]
 
@@ -82,15 +82,17 @@ class ReplicaQueue:
         requirement = ReplicaRequirement(1, version, version)
         return any(requirement.takes(offer) for offer in self.fleet.offers)
 
-    async def reserve(self, requirement: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
-        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
+    async def reserve(
+        self, requirement: ReplicaRequirement, order: tuple[bool, int]
+    ) -> Reservation:
+        """Reserve capacity on a replica; the caller gives it back. The lowest `order` is first.
 
         Raises:
             ValidationFailedError: no replica may validate the wanted version, and none will.
         """
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        waiter = _QueuedGroup(rank, requirement, reserved)
-        insort(self._waiters, waiter, key=attrgetter("rank"))
+        waiter = _QueuedGroup(order, requirement, reserved)
+        insort(self._waiters, waiter, key=attrgetter("order"))
         self._serve()
         try:
             with waiting_for("rollout fleet", "freeing capacity for a group"):

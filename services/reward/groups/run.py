@@ -3,7 +3,7 @@
 Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: a kept group, or the
 end of its prompt. With probes, a few samples are generated first. A second request generates the
 rest as soon as two probes differ, or when all have arrived and the strategy continues. Both
-requests have the prompt's rank, so a group that continues is served before one that starts. The
+requests queue by the prompt's number, so a group that continues precedes one that starts. The
 samples are those that a single request would return. The last request also generates the greedy
 response, if needed. All requests share one `GroupProgress`; a group that has used its time or
 tokens ends with the samples it has.
@@ -12,9 +12,11 @@ A sample without a score is scored again by the grader, generated again here, or
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
 enough of them are left.
 
-On failure: an error of this group alone ends its prompt, and may be a strike against it
-(`quarantine`); an engine error is a strike only if a replica answered with it, not if replicas were
-lost. An error that every group would meet also stops the loop.
+On failure: an error of this group alone ends its prompt as ``DROPPED_FAILED``, and may be a strike
+against it (`quarantine`); an engine error is a strike only if a replica answered with it, not if
+replicas were lost. An error that every group would meet also stops the loop. Nothing starts a
+failed group again: `sluice.reward.max_attempts` counts streams to replicas within this attempt
+(`generation.dispatcher`), and the loop requeues only groups that it cancelled.
 """
 
 from __future__ import annotations

@@ -93,7 +93,10 @@ class PromptSource:
         self._stream = self._open_stream(progress) if self._open_stream else None
 
     def put(self, prompt: Prompt) -> None:
-        """Queue an accepted prompt before any later one and before the data set."""
+        """Queue an accepted prompt before any later one and before the data set.
+
+        The order is that of issue: a prompt that starts again precedes all issued after it.
+        """
         heappush(self._waiting, (prompt.sequence, prompt))
 
     def forget_data(self) -> None:

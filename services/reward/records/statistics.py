@@ -1,5 +1,8 @@
 """Count events of prompts, samples and tokens, since the start and per batch.
 
+Counters since the start are ``reward/…``, in `GetStatus` and Prometheus; ``train/…``, which a train
+batch carries to `metrics.jsonl`, is their increase since the batch before.
+
 A token is pending from its arrival until its group ends; then it is assigned, once, to a use. The
 dispatcher counts received tokens, per group and in total, so
 
@@ -93,7 +96,9 @@ _USE_BY_REASON = {
     CancelReason.TAKEN_OVER: TokenUse.TAKEN_OVER,
     CancelReason.ROLLED_BACK: TokenUse.ROLLED_BACK,
 }
-"""A group that is too old is not requeued: its prompt ends."""
+"""The tokens of an attempt that is given up, by the reason. ``TOO_OLD`` is not among them: that
+prompt ends.
+"""
 
 _DISCARDED = (
     TokenUse.STALE,
@@ -261,6 +266,7 @@ class GroupStatistics:
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
         episodes: counts episodes, as a separate observer; ``None`` if a sample is one answer.
+        sources: the names of `sluice.sources`, which get metrics each.
 
     Attributes:
         on_batch: called with each new batch, its version and the seconds it took to fill.

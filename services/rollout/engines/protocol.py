@@ -4,6 +4,8 @@ Tokens in, tokens out. An engine generates groups (all requested samples of a pr
 prefill). For each token it reports the logprob under the distribution that sampled it and the
 policy version that did. It accepts new weights while it generates. All methods are called from one
 event loop; none may block it. `check_request` and `check_capacity` check requests.
+
+`threaded_engine.ThreadedEngine` implements the Protocol; engines differ in its core.
 """
 
 from __future__ import annotations

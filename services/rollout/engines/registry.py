@@ -18,7 +18,11 @@ ENGINES: dict[str, str] = {
     "torch": "services.rollout.engines.embedded.engine",
     "vllm": "services.rollout.engines.vllm.engine",
 }
-"""The module of each engine by name; its `create` makes the engine for a run configuration."""
+"""The module of each engine by name; its `create` makes the engine for a run configuration.
+
+`sluice.config.schema.actor_rollout_ref.EngineName` has the same names. CONTRIBUTING.md says what
+else a new engine needs.
+"""
 
 
 def create_engine(config: RunConfig) -> Engine:

@@ -91,7 +91,8 @@ def with_engine_kwargs(
     Args:
         arguments: the rollout's keys by the vendor's names.
         rollout: holds `engine_kwargs`.
-        owner: the vendor's name; in lower case the section of `engine_kwargs`.
+        owner: the vendor's name; in lower case it is the engine's, and the section's below
+            `engine_kwargs`.
         reserved: names that users must not set, with what to do instead.
 
     Raises:

@@ -9,9 +9,15 @@ Unblocked by: answers, deadlines, and at the first failure by leaving the epoch 
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
     few bytes changed since, only these are sent.
-On failure: an error in a collective shows that a member is gone, but not which one. All members
-    are probed, and the group is over. Nothing is retried inside an epoch, and the next epoch begins
-    with all bytes.
+On failure: an error in a collective shows that a member is gone, but not which one. Nothing is
+    retried inside an epoch. In order, while forming or staging (`_run_jointly`, `_recover`):
+    1. The first failure: a member's call or our own part of the collective ends with an error.
+    2. Both sides leave the epoch: our part stops, every member gets `AbortUpdate`.
+    3. All members are probed; those that do not answer are in `DeliveryResult.lost`.
+    4. The delivery is not complete. `WeightPublisher.publish` drops the lost members and delivers
+       to the others in the next epoch, with all bytes.
+    A member that fails its commit is lost without a probe; the others serve the version, and only
+    the next one is sent in a new epoch. docs/operations.md has the deadline of each step.
 On shutdown: `close` leaves the group.
 """
 
@@ -46,7 +52,7 @@ PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
 
 GroupMember = ReplicaInfo | None
-"""A member of a collective; ``None`` is the trainer."""
+"""A member of a collective; ``None`` is the trainer, which sends."""
 
 SignsOfLife = Callable[[], Mapping[str, float]]
 """Returns the time of each replica's last heartbeat, by instance id, on a monotonic clock."""
@@ -118,7 +124,7 @@ async def fan_out(
     return answers
 
 
-class SyncPhase(StrEnum):
+class DeliveryPhase(StrEnum):
     """The phases of a delivery of weights, in order."""
 
     FORM = "form"  # the group of replicas, if it differs from the last one
@@ -127,7 +133,7 @@ class SyncPhase(StrEnum):
     COMMIT = "commit"  # the swap
 
 
-class SyncCounts:
+class DeliveryCounts:
     """Counts and seconds of all deliveries; used from one event loop.
 
     Each delivery sends either the changes (`sparse_bytes`) or all weights (`dense_bytes`); the
@@ -136,8 +142,8 @@ class SyncCounts:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)
-        self.failures: Counter[SyncPhase] = Counter()
+        self.seconds: dict[DeliveryPhase, float] = dict.fromkeys(DeliveryPhase, 0.0)
+        self.failures: Counter[DeliveryPhase] = Counter()
         self.updates: Counter[str] = Counter()
         self.sparse_bytes = 0
         self.dense_bytes = 0
@@ -145,7 +151,7 @@ class SyncCounts:
         self.stall_s = 0.0
 
     @contextmanager
-    def time_phase(self, phase: SyncPhase) -> Iterator[None]:
+    def time_phase(self, phase: DeliveryPhase) -> Iterator[None]:
         """Add the seconds of the block to `phase`."""
         began_s = time.monotonic()
         try:
@@ -153,7 +159,7 @@ class SyncCounts:
         finally:
             self.seconds[phase] += time.monotonic() - began_s
 
-    def count_failure(self, phase: SyncPhase) -> None:
+    def count_failure(self, phase: DeliveryPhase) -> None:
         self.failures[phase] += 1
 
     def count_delivery(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
@@ -204,7 +210,8 @@ class TransferSession:
     Args:
         sender: rank 0 of every group; closed with the session.
         next_epoch: returns rising numbers, shared by all sessions.
-        timeout_s: seconds that the trainer's part of a collective has to end after a failure.
+        leave_timeout_s: seconds that the trainer's part of a collective has to end after a failure;
+            the collectives and the calls of `connect`'s clients have deadlines of their own.
         probe_timeout_s: seconds that a replica has to answer a probe.
         read: opens the snapshot that is sent; closed before replicas commit.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
@@ -218,12 +225,12 @@ class TransferSession:
         tensors: Sequence[TensorSpec],
         next_epoch: Callable[[], int],
         *,
-        timeout_s: float,
+        leave_timeout_s: float,
         probe_timeout_s: float,
         signs_of_life: SignsOfLife,
         read: Callable[[], AbstractContextManager[Snapshot]],
         read_again: ReadAgain | None,
-        counts: SyncCounts,
+        counts: DeliveryCounts,
         swaps_at_once: Callable[[Sequence[ReplicaInfo]], int],
     ) -> None:
         self._counts = counts
@@ -236,7 +243,7 @@ class TransferSession:
         self._connect = connect
         self._tensors = tuple(tensors)
         self._next_epoch = next_epoch
-        self._timeout_s = timeout_s
+        self._leave_timeout_s = leave_timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
@@ -246,24 +253,24 @@ class TransferSession:
         """Send a version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
         if self._members != members:
-            with self._counts.time_phase(SyncPhase.FORM):
+            with self._counts.time_phase(DeliveryPhase.FORM):
                 is_formed = await self._form(members, delivery)
             if not is_formed:
-                self._counts.count_failure(SyncPhase.FORM)
+                self._counts.count_failure(DeliveryPhase.FORM)
                 return delivery
         with self._read() as snapshot:
             # Before any member waits in a collective: encoding would use up its deadline.
-            with self._counts.time_phase(SyncPhase.ENCODE):
+            with self._counts.time_phase(DeliveryPhase.ENCODE):
                 update = await self._encode_changes(snapshot)
-            with self._counts.time_phase(SyncPhase.STAGE):
+            with self._counts.time_phase(DeliveryPhase.STAGE):
                 delivery.report = await self._stage(snapshot, update, delivery)
         if delivery.report is None:
-            self._counts.count_failure(SyncPhase.STAGE)
+            self._counts.count_failure(DeliveryPhase.STAGE)
             return delivery
-        with self._counts.time_phase(SyncPhase.COMMIT):
+        with self._counts.time_phase(DeliveryPhase.COMMIT):
             await self._commit(delivery.report, snapshot, delivery)
         if len(delivery.served) < len(self._members):
-            self._counts.count_failure(SyncPhase.COMMIT)
+            self._counts.count_failure(DeliveryPhase.COMMIT)
         return delivery
 
     def note_departure(self, replicas: Sequence[ReplicaInfo]) -> None:
@@ -402,7 +409,12 @@ class TransferSession:
         send: Callable[[threading.Event], None],
         phase: str,
     ) -> PeerResults[GroupMember, None]:
-        """Enter a collective with all members; one failure ends it for all."""
+        """Enter a collective with all members; one failure ends it for all.
+
+        Args:
+            call: a member's part: the call that makes it enter.
+            send: our part, in a thread; it ends soon after its argument is set.
+        """
         stop, own_part_ended = threading.Event(), asyncio.Event()
 
         async def enter(member: GroupMember) -> None:
@@ -418,7 +430,9 @@ class TransferSession:
             stop.set()
             self._sender.abandon("a member failed")
             await self._abort(members)
-            async with deadline(self._timeout_s, peer="trainer", phase="leaving a failed epoch"):
+            async with deadline(
+                self._leave_timeout_s, peer="trainer", phase="leaving a failed epoch"
+            ):
                 await own_part_ended.wait()
 
         try:

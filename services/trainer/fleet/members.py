@@ -239,6 +239,8 @@ class Fleet:
     def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
         """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`.
 
+        A delivery of weights that includes one does not end by it (`fleet.delivery`).
+
         Args:
             awake_s: end of this process's last standstill; silence before it does not count.
         """

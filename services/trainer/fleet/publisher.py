@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
+from services.trainer.fleet.delivery import DeliveryCounts, DeliveryResult, TransferSession
 from services.trainer.fleet.members import Fleet, FleetMember, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import waiting_for
@@ -76,6 +76,8 @@ class WeightPublisher:
 
     Args:
         make_sender: makes rank 0 of new groups, with its own rendezvous store.
+        connect: makes the client of a replica, whose calls have deadlines.
+        timeout_s: `TransferSession`'s `leave_timeout_s`.
         swaps_at_once: returns how many of a number of replicas swap at the same time; by default
             all of them. Replicas that serve nothing yet always swap together.
     """
@@ -91,10 +93,10 @@ class WeightPublisher:
         timeout_s: float,
         probe_timeout_s: float,
         sends_changes: bool = True,
-        counts: SyncCounts | None = None,
+        counts: DeliveryCounts | None = None,
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
-        self._counts = counts or SyncCounts()
+        self._counts = counts or DeliveryCounts()
         self._fleet = fleet
         self._snapshots = snapshots
         self._make_sender = make_sender
@@ -105,7 +107,7 @@ class WeightPublisher:
             connect=connect,
             tensors=tensors,
             next_epoch=partial(next, itertools.count(1)),
-            timeout_s=timeout_s,
+            leave_timeout_s=timeout_s,
             probe_timeout_s=probe_timeout_s,
             signs_of_life=self._last_heartbeats,
             read_again=snapshots.read_again if sends_changes else None,
@@ -123,6 +125,9 @@ class WeightPublisher:
 
     async def publish(self, version: int) -> PublishReport:
         """Send the frozen `version` to all members that are not being seeded.
+
+        A delivery that is not complete has found who is gone; the next one, in a new epoch, goes to
+        the members that remain.
 
         Raises:
             WeightSyncError: no member could receive it.

@@ -120,7 +120,8 @@ class ReplicaClient:
         return answer.stall_seconds
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Throw away the staged version and leave the epoch."""
+        """Throw away the staged version and leave the epoch, within the deadline of
+        `sluice.rpc.policy`."""
         request = weights.AbortUpdateRequest(epoch=epoch, reason=reason)
         await self._call(self._weights.AbortUpdate, request, f"aborting epoch {epoch}")
 

@@ -72,7 +72,7 @@ def update_history(history: PromptHistory | None, attempt: RememberedAttempt) ->
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The decision about a prompt.
+    """The strategy's decision about one attempt at a prompt.
 
     Args:
         key: names the prompt across attempts.

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from sluice.config.run import annotation_at, defaults, expectation, leaf_keys, text_at, value_at
+from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.config.schema.section import PositiveInt
 
 SECTIONS: dict[str, str] = {
@@ -50,7 +51,7 @@ _TYPES: dict[str, object] = {
     "str": str,
 }
 _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_kb": "KiB", "_mb": "MiB"}
-_NOT_TORCH = "vllm and sglang read it, torch does without"
+_NOT_TORCH = f"{' and '.join(VENDOR_ENGINES)} read it, torch does without"
 
 
 class KeyStatus(StrEnum):

@@ -22,8 +22,8 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 """Engines that replicas can run (`rollout.name`); torch is the embedded one."""
 
 VENDOR_ENGINES = ENGINES[1:]
-"""Engines with a package, and an extra, of their name. verl runs them too; they compile and record
-graphs before they serve.
+"""All but ``torch``: engines with a package, and an extra, of their name. verl runs them too; they
+compile and record graphs before they serve.
 """
 
 

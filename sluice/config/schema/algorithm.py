@@ -97,7 +97,7 @@ EstimatorName = Literal[
     "tir_optimal_token_baseline",
     "adpo",
 ]
-"""The names of `sluice.algorithm.registry.BATCH_ESTIMATORS`."""
+"""The names of `sluice.algorithm.registry.BATCH_ESTIMATORS`, in its order."""
 
 
 class AlgorithmConfig(Section, frozen=True):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.metrics import DemandMeter, FleetStatus
+from services.reward.telemetry import DemandMeter, FleetStatus
 from sluice.algorithm.routing import HEADROOM
 
 BUSY = FleetStatus(1, is_starved=False, slots_in_use=32, num_slots=64, num_replicas=4)

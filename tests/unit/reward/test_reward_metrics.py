@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.reward.app import RewardApp
-from services.reward.metrics import (
+from services.reward.telemetry import (
     BatchHistory,
     DemandMeter,
     RewardMetrics,

@@ -16,8 +16,8 @@ from services.reward.episodes.drivers import EpisodeTask
 from services.reward.episodes.leases import LeaseManager
 from services.reward.generation.request import GroupRequest, Purpose
 from services.reward.group_table import GroupTable
-from services.reward.metrics import fleet_status, work_state
 from services.reward.servicer import RewardServicer
+from services.reward.telemetry import fleet_status, work_state
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.reward.v1 import reward_pb2
 from sluice.config.loading.loader import load_config

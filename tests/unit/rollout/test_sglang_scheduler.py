@@ -60,7 +60,7 @@ class _Worker(SchedulerWorker):
         super().__init__(rank, SimpleNamespace(device="cpu", gpu_id=rank))
         self.sluice_inbox = WeightInbox(CpuDevice())
         self.model = _Model(fails_at)
-        self.sluice_features = self.model
+        self.sluice_model = self.model
         self.sluice_loading = ShareLoading(_TENSORS, WHOLE, lambda weights: weights)
 
     def sluice_next_step(self) -> None:

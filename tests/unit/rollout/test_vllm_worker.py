@@ -213,7 +213,7 @@ class Recording:
 def worker_on(device: Any, recording: Recording) -> WeightWorker:
     worker: Any = WeightWorker()
     worker.device, worker.model_runner, worker.sluice_inbox = device, recording, recording
-    worker.sluice_features = WorkerFeatures(worker)
+    worker.sluice_model = WorkerFeatures(worker)
     worker.sluice_loading = ShareLoading(_TENSORS[:1], WHOLE, lambda weights: weights)
     return worker  # type: ignore[no-any-return]
 

@@ -57,7 +57,7 @@ class Workers:
             get_model=torch.nn.Identity,
             requests={},
         )
-        worker.sluice_features = WorkerFeatures(worker)
+        worker.sluice_model = WorkerFeatures(worker)
         worker.sluice_loading = ShareLoading(_TENSORS, WHOLE, lambda weights: weights)
         return worker
 

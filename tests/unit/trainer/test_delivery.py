@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet.delivery import SyncCounts, SyncPhase, TransferSession, fan_out
+from services.trainer.fleet.delivery import DeliveryCounts, DeliveryPhase, TransferSession, fan_out
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
 from sluice.types import ReplicaInfo
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer, weights
@@ -58,12 +58,12 @@ async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_s
         lambda _: replica,
         (),
         lambda: 1,
-        timeout_s=0.05,
+        leave_timeout_s=0.05,
         probe_timeout_s=1.0,
         signs_of_life=dict,
         read=nullcontext,
         read_again=None,
-        counts=SyncCounts(),
+        counts=DeliveryCounts(),
         swaps_at_once=len,
     )
     try:
@@ -206,7 +206,7 @@ async def trainer() -> AsyncIterator[Trainer]:
         replica.end()
 
 
-def counts_of(trainer: Trainer) -> SyncCounts:
+def counts_of(trainer: Trainer) -> DeliveryCounts:
     return trainer.publisher._counts
 
 
@@ -230,7 +230,7 @@ async def test_whole_weights_and_changes_are_counted_apart(trainer: Trainer) -> 
     assert counts.whole_bytes == 2 * counts.dense_bytes
     assert counts.stall_s == 2 * 0.25
     assert not counts.failures
-    assert all(counts.seconds[phase] > 0.0 for phase in SyncPhase)
+    assert all(counts.seconds[phase] > 0.0 for phase in DeliveryPhase)
 
 
 async def test_newcomers_are_counted_apart_from_the_fleet(trainer: Trainer) -> None:
@@ -243,10 +243,14 @@ async def test_newcomers_are_counted_apart_from_the_fleet(trainer: Trainer) -> N
 
 @pytest.mark.parametrize(
     ("call", "phase"),
-    [("join", SyncPhase.FORM), ("stage", SyncPhase.STAGE), ("commit", SyncPhase.COMMIT)],
+    [
+        ("join", DeliveryPhase.FORM),
+        ("stage", DeliveryPhase.STAGE),
+        ("commit", DeliveryPhase.COMMIT),
+    ],
 )
 async def test_a_failure_is_counted_under_its_phase(
-    trainer: Trainer, call: str, phase: SyncPhase
+    trainer: Trainer, call: str, phase: DeliveryPhase
 ) -> None:
     trainer.add("a")
     broken = trainer.add("b")

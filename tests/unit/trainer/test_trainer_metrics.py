@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.fleet.delivery import SyncCounts, SyncPhase
+from services.trainer.fleet.delivery import DeliveryCounts, DeliveryPhase
 from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import RunHistory, TrainerMetrics
@@ -21,7 +21,7 @@ STEP = {"training/global_step": 3.0, "timing_s/step": 4.0, "timing_s/wait_batch"
 
 def metrics() -> TrainerMetrics:
     return TrainerMetrics(
-        RunState("trainer-1", 10, 2), Fleet("layout", 6.0), RunHistory(), SyncCounts()
+        RunState("trainer-1", 10, 2), Fleet("layout", 6.0), RunHistory(), DeliveryCounts()
     )
 
 
@@ -121,10 +121,10 @@ def test_the_last_step_and_the_last_validation_are_exported() -> None:
 
 def test_weight_updates_are_exported_by_encoding_and_phase() -> None:
     run = metrics()
-    run.sync.count_delivery("fleet", 100, 100, 0.5)
-    run.sync.count_delivery("newcomers", 10, 100, 0.25)
-    run.sync.count_failure(SyncPhase.STAGE)
-    with run.sync.time_phase(SyncPhase.COMMIT):
+    run.deliveries.count_delivery("fleet", 100, 100, 0.5)
+    run.deliveries.count_delivery("newcomers", 10, 100, 0.25)
+    run.deliveries.count_failure(DeliveryPhase.STAGE)
+    with run.deliveries.time_phase(DeliveryPhase.COMMIT):
         pass
     found = reported(run)
     assert found[("sluice_weights_updates_total", "fleet")] == 1.0

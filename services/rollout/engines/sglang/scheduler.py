@@ -150,7 +150,7 @@ class SchedulerWorker(WeightWorker):
         self._runner = runner
         self._loads: queue.SimpleQueue[tuple[list[Any], Future[Outcome]]] = queue.SimpleQueue()
 
-    def sluice_find_features(self) -> SchedulerModel:
+    def sluice_find_model(self) -> SchedulerModel:
         return SchedulerModel(self._runner)
 
     def answer(self, method: str, arguments: list[object]) -> object:

@@ -74,7 +74,7 @@ class WeightWorker:
     sampled.
     """
 
-    sluice_features: ModelLoader | None = None
+    sluice_model: ModelLoader | None = None
     sluice_inbox: WeightInbox | None = None
     sluice_call: Future[str] | Future[StagedVersion] | None = None
     sluice_reported: Future[str] | Future[StagedVersion] | None = None
@@ -82,7 +82,7 @@ class WeightWorker:
     rank: int
     device: torch.device | None
 
-    def sluice_find_features(self) -> ModelLoader:
+    def sluice_find_model(self) -> ModelLoader:
         """Return the vendor's model here.
 
         Raises:
@@ -173,7 +173,7 @@ class WeightWorker:
             # vllm-ascend's reload uses the default device; others name theirs.
             with npu or nullcontext():
                 weights = _require_begun(self.sluice_loading).tensors(staged)
-                _require_begun(self.sluice_features).load(weights)
+                _require_begun(self.sluice_model).load(weights)
             if npu is not None:  # the next version overwrites the memory that the NPU copies from
                 torch.get_device_module(npu).synchronize()
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
@@ -191,7 +191,7 @@ class WeightWorker:
 
 
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
-    worker.sluice_features = features = worker.sluice_find_features()
+    worker.sluice_model = model = worker.sluice_find_model()
     wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
     described = build_causal_lm(
         reported.model_path,
@@ -200,7 +200,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     )
     in_files = checkpoint_names(described.model)
     tensors = reported.tensors
-    share = features.share(tensors, in_files)
+    share = model.share(tensors, in_files)
     worker.sluice_loading = ShareLoading(tensors, share, in_files)
     worker.sluice_inbox = WeightInbox(wire, share=share, forming=worker.sluice_forming)
     return share

@@ -286,9 +286,9 @@ end_with_owner(with_parent=True)  # vLLM's engine process may not have imported 
 class VllmWorker(WeightWorker):
     """Methods for vLLM's ``worker_extension_cls``."""
 
-    sluice_features: WorkerFeatures | None = None
+    sluice_model: WorkerFeatures | None = None
 
-    def sluice_find_features(self) -> WorkerFeatures:
+    def sluice_find_model(self) -> WorkerFeatures:
         return WorkerFeatures(self)
 
     def sluice_forming(self) -> AbstractContextManager[object]:
@@ -301,6 +301,6 @@ class VllmWorker(WeightWorker):
 
     def sluice_check_alive(self) -> int:
         """Return the samples held since the last step; answered in the engine's loop."""
-        if self.sluice_features is None:
+        if self.sluice_model is None:
             raise RuntimeError("sluice_begin was not called")
-        return self.sluice_features.num_samples()
+        return self.sluice_model.num_samples()
