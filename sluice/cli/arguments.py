@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sluice.config.loading.keys import all_names
+from sluice.config.loading.keys import all_names, is_section
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR, VERLS_OWN
 from sluice.errors import ConfigError
 from sluice.launch.script import (
@@ -221,6 +221,18 @@ def split_arguments(
     if path.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return path, arguments[1:]
     return None, arguments
+
+
+def refuse_dashes(words: list[str]) -> None:
+    """Raise BadParameter if a key is written like an option, as other programs take it."""
+    for number, word in enumerate(words):
+        if word == "--":
+            return
+        name, equals, value = word.removeprefix("--").partition("=")
+        section = name.partition(".")[0]
+        if word.startswith("--") and section != name and is_section((section,)):
+            value = value if equals else "".join(words[number + 1 : number + 2]) or "VALUE"
+            raise typer.BadParameter(f"{word} is no option; give {name}={value}")
 
 
 class GroupedCommands(TyperGroup):

@@ -14,7 +14,7 @@ import typer
 from typer.main import get_group
 
 from sluice import own_version
-from sluice.cli.arguments import GroupedCommands
+from sluice.cli.arguments import GroupedCommands, refuse_dashes
 from sluice.concurrency.process import exit_status
 from sluice.errors import DataError
 
@@ -107,6 +107,12 @@ class _AllCommands(GroupedCommands):
     def __init__(self, *given: Any, **named: Any) -> None:  # noqa: ANN401 - typer's arguments
         super().__init__(*given, **named)
         self.commands = _Commands()  # type: ignore[assignment]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - private types
+        """Refuse keys with dashes, which no option resembles."""
+        if not ctx.resilient_parsing:
+            refuse_dashes(args)
+        return super().parse_args(ctx, args)
 
 
 commands = typer.Typer(

@@ -36,6 +36,9 @@ DEFAULT_ROUTES: Mapping[str, str] = {
 }
 """The scorer's name by data source. A key that ends in ``*`` is the beginning of a data source."""
 
+ROUTED_SCORERS = ("gsm8k_flexible", "math_dapo_0_6", "math_dapo_strict_box", "multiple_choice")
+"""The scorers that no data source has without a route of the user's."""
+
 
 def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) -> str | None:
     """Return the scorer of a data source; ``None``: none. The longest beginning counts."""

@@ -14,7 +14,7 @@ from sluice.config.schema.data import DataConfig
 from sluice.config.sources import VAL_KEY, prompt_files, source_groups
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
-from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, ROUTED_SCORERS, scorer_name
 from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text, warning
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ def source_findings(
             f"({sources[unknown[0]]} of the first {sum(sources.values())} rows)",
             "its samples cannot be graded, so every group of it fails",
             "set reward.custom_reward_function.path, or name a built-in scorer in "
-            f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
+            f"reward.scorer_routes ({', '.join(sorted({*routes.values(), *ROUTED_SCORERS}))})",
         )
 
 

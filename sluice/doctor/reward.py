@@ -49,7 +49,7 @@ def check_reward(context: DoctorContext) -> Iterator[Finding]:
     except SluiceError as error:
         yield problem_of_text(str(error), _REFUSED)
         return
-    scorer = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
+    scorer = f"{function.path}: {function.name}" if function.path else "the built-in scorer"
     yield trial_finding(scorer, [row.place for row in rows], answers[: len(rows)])
     yield from wrong_response_findings(scorer, answers[:1], answers[len(rows) :])
     if function.path is not None and not may_grade_itself(context.config):

@@ -248,7 +248,9 @@ class Fleet:
             m for m in self._members.values() if now_s - max(m.last_seen_s, awake_s) > self._ttl_s
         ]
         for member in silent:
-            self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
+            is_expected = member.state is MemberState.DRAINING
+            reason = f"no heartbeat for {now_s - member.last_seen_s:.1f} s"
+            self._drop(member.info, reason, logging.INFO if is_expected else logging.WARNING)
         return tuple(member.info for member in silent)
 
     def expel(self, info: ReplicaInfo, reason: str) -> None:
@@ -351,8 +353,8 @@ class Fleet:
             for instance_id, load in self._loads.items()
         )
 
-    def _drop(self, info: ReplicaInfo, reason: str) -> None:
-        logger.warning("replica %s dropped: %s", info.name, reason)
+    def _drop(self, info: ReplicaInfo, reason: str, level: int = logging.WARNING) -> None:
+        logger.log(level, "replica %s dropped: %s", info.name, reason)
         del self._members[info.name]
         self.changed.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +139,16 @@ async def refuse_beside_another(run_dir: Path) -> None:
         raise ConfigError(
             f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
             "give another folder"
+        )
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Raise ConfigError if this user cannot write a run's folder, which need not exist."""
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"sluice.run_dir = {run_dir} cannot be written by this user; give the right to "
+            f"{existing}, or set sluice.run_dir to another folder"
         )
 
 

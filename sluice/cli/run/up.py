@@ -21,7 +21,12 @@ from sluice.cli.arguments import (
     script_settings,
     split_arguments,
 )
-from sluice.cli.run.checked import check_run, refuse_beside_another, refuse_other_ledger
+from sluice.cli.run.checked import (
+    check_run,
+    refuse_beside_another,
+    refuse_other_ledger,
+    refuse_unwritable,
+)
 from sluice.cli.run.ending import end_run
 from sluice.cli.terminal import ConsoleHandler, RunConsole, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
@@ -275,6 +280,7 @@ async def start_processes(
         ConfigError: see `start_run`.
     """
     await refuse_beside_another(config_file.parent)
+    refuse_unwritable(config_file.parent)
     refuse_other_ledger(config)
     remove_end_files(config_file.parent)
     config = with_absolute_paths(config)

@@ -161,13 +161,16 @@ def report(
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
     numbers = {**({} if is_live else read_summary(folder)), **asdict(summary)}
-    write_summary(folder, numbers)
-    page = folder / "report.html"
-    write_report(folder, page)
     if as_json:
         print_json(numbers)
     else:
-        print_line(output_console(), f"{summary.as_text()}\nreport: {page}")
+        print_line(output_console(), summary.as_text())
+    # Last: a folder that only its owner may write still has numbers to show.
+    write_summary(folder, numbers)
+    page = folder / "report.html"
+    write_report(folder, page)
+    if not as_json:
+        print_line(output_console(), f"report: {page}")
 
 
 async def _live_accounts(folder: Path) -> Mapping[str, float]:

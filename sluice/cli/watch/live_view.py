@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -44,7 +44,7 @@ REFRESH_S = 1.0
 _SHOWN_KEPT = 1000
 LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 6.0, 60.0
 _MIN_REPORTED_S = 5.0
-_PAIRS_A_ROW = 3
+_PAIRS_A_ROW, _WIDEST = (3, 2, 1), 1000
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
 # It ends first, or a kill is over in seconds.
@@ -91,6 +91,22 @@ def guard_lines(snapshot: RunSnapshot) -> list[str]:
     return lines + [f"no signal for the guard '{guard.rule}': {guard.detail}" for guard in silent]
 
 
+class _FirstThatFits:
+    """The first of several layouts that is no wider than the console, or the last one."""
+
+    def __init__(self, *layouts: Table) -> None:
+        self._layouts = layouts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_WIDEST)
+        fits = (
+            layout
+            for layout in self._layouts
+            if console.measure(layout, options=wide).maximum <= options.max_width
+        )
+        yield next(fits, self._layouts[-1])
+
+
 def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     version = "none" if snapshot.version is None else str(snapshot.version)
@@ -103,17 +119,21 @@ def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
     return line
 
 
-def _numbers(snapshot: RunSnapshot, accuracies: list[tuple[int, float]]) -> Table:
-    """Render names and values, three pairs per row: they fit into 80 columns."""
+def _numbers(snapshot: RunSnapshot, accuracies: list[tuple[int, float]]) -> RenderableType:
+    """Render names and values, three pairs per row in 80 columns, fewer in a narrow terminal."""
     held_out = f"{accuracies[-1][1]:.3f}" if accuracies else "-"
     reward, *other_cells = _metric_cells(snapshot.metrics)
     cells = [reward, ("held-out accuracy", held_out), *other_cells]
+    return _FirstThatFits(*(_pairs(cells, pairs_a_row) for pairs_a_row in _PAIRS_A_ROW))
+
+
+def _pairs(cells: list[tuple[str, str]], pairs_a_row: int) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for _ in range(_PAIRS_A_ROW):
+    for _ in range(pairs_a_row):
         grid.add_column(style="dim")
         grid.add_column(justify="right")
-    for begin in range(0, len(cells), _PAIRS_A_ROW):
-        grid.add_row(*(text for pair in cells[begin : begin + _PAIRS_A_ROW] for text in pair))
+    for begin in range(0, len(cells), pairs_a_row):
+        grid.add_row(*(text for pair in cells[begin : begin + pairs_a_row] for text in pair))
     return grid
 
 
@@ -154,7 +174,8 @@ def _accounts(views: tuple[AccountView, ...]) -> Table:
 def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in ("replica", "state", "version", "busy", "tokens/s", "idle"):
-        table.add_column(name, justify="left" if name in {"replica", "state"} else "right")
+        justify: Literal["left", "right"] = "left" if name in {"replica", "state"} else "right"
+        table.add_column(name, justify=justify, overflow="fold")
     for replica in replicas:
         table.add_row(
             Text(printable(replica.name)),

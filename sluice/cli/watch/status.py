@@ -176,6 +176,8 @@ def runs(
     Example:
       sluice runs
     """
+    if folder != RUNS and not folder.is_dir():
+        raise ConfigError(f"runs: {folder} is no folder; give the folder that holds the runs")
     found_runs = asyncio.run(_list_runs(started_runs(folder)))
     if as_json:
         print_json({"runs": [asdict(listed_run) for listed_run in found_runs]})

@@ -163,6 +163,16 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     assert "--jason" in text
 
 
+@pytest.mark.parametrize(
+    "words", [["--trainer.save_freq=5"], ["--trainer.save_freq", "5"], ["--trainer.x=5"]]
+)
+def test_a_key_that_is_written_as_an_option_is_refused_with_its_spelling(words: list[str]) -> None:
+    code, text = invoke("up", "run.yaml", *words)
+    assert code == 2
+    key = words[0].removeprefix("--").removesuffix("=5")
+    assert f"{words[0]} is no option; give {key}=5" in " ".join(text.split())
+
+
 def test_a_file_that_cannot_be_written_is_one_line_with_its_path_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

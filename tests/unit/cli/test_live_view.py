@@ -46,8 +46,10 @@ def snapshot(
     return RunSnapshot("waiting for batch", 7.2, 3, 60, version, replicas, metrics, {}, awaited)
 
 
-def rendered(shown: RunSnapshot, accuracies: list[tuple[int, float]] | None = None) -> str:
-    console = Console(width=80)
+def rendered(
+    shown: RunSnapshot, accuracies: list[tuple[int, float]] | None = None, width: int = 80
+) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(run_table(shown, accuracies or []))
     return captured.get()
@@ -93,6 +95,15 @@ def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> 
         "rollout-0 serving 3 120/256 6,412 30%",
     ):
         assert part in words
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_no_name_of_a_number_is_cut_in_a_narrow_terminal(width: int) -> None:
+    text = rendered(snapshot(METRICS), [(0, 0.25), (2, 0.625)], width)
+    for part in ("held-out accuracy", "kept/right/wrong", "generated÷trained", "tokens/s"):
+        assert part in text
+    assert "12,346" in text
     assert "…" not in text
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 from shutil import copytree
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -18,6 +19,7 @@ from sluice.cli.main import commands
 from sluice.cli.run.checked import check_run, read_to_start
 from sluice.cli.running_run import PastRun, past_run
 from sluice.cli.terminal import RunConsole
+from sluice.cli.watch import dashboard
 from sluice.cli.watch import status as status_module
 from sluice.concurrency.process import host_of_pids, mark_process
 from sluice.config.loading.loader import load_config
@@ -160,6 +162,11 @@ def test_a_folder_without_runs_is_no_error() -> None:
     assert json.loads(sluice("runs", "--json").stdout) == {"runs": []}
 
 
+def test_a_folder_that_does_not_exist_has_no_list_of_runs() -> None:
+    refused = str(sluice("runs", "nowhere").exception)
+    assert refused == "runs: nowhere is no folder; give the folder that holds the runs"
+
+
 def logged() -> Path:
     run = past("a")
     (run / "logs").mkdir()
@@ -206,6 +213,17 @@ def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.M
     assert (run / "report.html").is_file()
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert json.loads(sluice("report", str(run), "--json").stdout)["is_finished"] is False
+
+
+def test_the_numbers_of_a_run_are_shown_where_no_report_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = past("a")
+    monkeypatch.setattr(dashboard, "write_summary", Mock(side_effect=PermissionError))
+    refused = sluice("report", str(run))
+    assert isinstance(refused.exception, PermissionError)
+    assert "held-out accuracy 0.250 ->" in refused.stdout
+    assert "report.html" not in refused.stdout
 
 
 def test_a_report_keeps_what_only_the_end_of_the_run_knew() -> None:

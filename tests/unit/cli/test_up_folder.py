@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from services.reward.ledger.ledger import PromptLedger
 from sluice.cli.main import commands
-from sluice.cli.run import up
+from sluice.cli.run import checked, up
 from sluice.cli.run.checked import refuse_other_ledger
 from sluice.cli.run.quickstart import MARKER
 from sluice.config.loading.loader import load_config
@@ -91,6 +91,19 @@ async def test_the_folder_of_a_ledger_of_another_format_is_refused_and_stays_as_
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
     assert not (tmp_path / CONFIG_NAME).exists()
+
+
+async def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError) as refused:
+        await start(config, tmp_path)
+    assert str(refused.value) == (
+        f"sluice.run_dir = {tmp_path} cannot be written by this user; give the right to "
+        f"{tmp_path}, or set sluice.run_dir to another folder"
+    )
+    assert (tmp_path / ACCOUNTS_NAME).exists()
 
 
 async def test_a_quickstart_replaces_no_result_of_an_active_run(tmp_path: Path) -> None:

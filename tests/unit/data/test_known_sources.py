@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.reward.grading.scorers import registry
-from sluice.data.scoring import DEFAULT_ROUTES, scorer_name
+from sluice.data.scoring import DEFAULT_ROUTES, ROUTED_SCORERS, scorer_name
 
 
-def test_every_route_leads_to_a_scorer_of_the_reward_service() -> None:
-    assert set(DEFAULT_ROUTES.values()) <= set(registry.RULES)
+def test_every_scorer_of_the_reward_service_has_a_route_or_can_be_given_one() -> None:
+    assert {*DEFAULT_ROUTES.values(), *ROUTED_SCORERS} == set(registry.RULES)
+    assert not set(DEFAULT_ROUTES.values()) & set(ROUTED_SCORERS)
 
 
 @pytest.mark.parametrize(

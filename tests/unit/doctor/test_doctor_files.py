@@ -169,6 +169,7 @@ def test_a_source_without_a_scorer_is_a_problem_unless_a_function_grades_it(
     sources = {"my/set": 90, "math_dapo": 10}
     found = only(source_findings("data.train_files", sources, DEFAULT_ROUTES), "problem")
     assert "'my/set' (90 of the first 100 rows)" in found.what
+    assert "reward.scorer_routes (exact_match, geo3k, gsm8k, gsm8k_flexible," in found.remedy
     rows = [{**row, "data_source": "my/set"} for row in prompt_rows(map(str, range(9)))]
     file = write_prompts(tmp_path / "train.parquet", rows)
     named = (f"data.train_files={file}", "data.train_batch_size=4")

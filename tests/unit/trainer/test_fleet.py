@@ -126,6 +126,16 @@ def test_silence_longer_than_the_time_to_live_drops_a_replica(
     assert "replica a dropped: no heartbeat for 6.5 s" in caplog.text
 
 
+def test_a_replica_that_drained_and_left_is_no_warning(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.register(replica(), LAYOUT, 0.0)
+    beat(fleet, replica(), 1.0, draining=True)
+    with caplog.at_level(logging.WARNING):
+        assert fleet.expire(TTL_S + 2.0) == (replica(),)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("looks", "is_dropped"),
     [
