@@ -8,8 +8,8 @@ __all__ = [
     "UNINSTALLED",
     "EnvironmentUnavailable",
     "installed_version",
-    "other_version",
     "own_version",
+    "version_difference",
 ]
 
 UNINSTALLED = "uninstalled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any
@@ -229,10 +230,13 @@ def refuse_dashes(words: list[str]) -> None:
         if word == "--":
             return
         name, equals, value = word.removeprefix("--").partition("=")
-        section = name.partition(".")[0]
+        section = name.lstrip("+~").partition(".")[0]
         if word.startswith("--") and section != name and is_section((section,)):
-            value = value if equals else "".join(words[number + 1 : number + 2]) or "VALUE"
-            raise typer.BadParameter(f"{word} is no option; give {name}={value}")
+            if not equals:
+                following = words[number + 1 : number + 2]
+                value = following[0] if following and following[0][:1] != "-" else "VALUE"
+            setting = printable(shlex.quote(f"{name}={value}"))
+            raise typer.BadParameter(f"{printable(word)} is no option; give {setting}")
 
 
 class GroupedCommands(TyperGroup):

@@ -191,7 +191,7 @@ def _silence_text(
     reported = [_wait_text(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
     parts = [f"{root.name} {lasting}{process}", *reported]
     if other_services:
-        parts.append(f"also no answer from {', '.join(silent.name for silent in other_services)}")
+        parts.append(f"also no answer from {', '.join(service.name for service in other_services)}")
     return "; ".join(parts)
 
 

@@ -190,9 +190,7 @@ def export_page(
             for metric in metrics["metrics"]
         },
         "/api/samples?": {**samples, "next": None},  # the file holds no further groups
-        **{
-            f"/api/samples/{metric['id']}": data.group(metric["id"]) for metric in samples["groups"]
-        },
+        **{f"/api/samples/{group['id']}": data.group(group["id"]) for group in samples["groups"]},
     }
     write_whole(file, _page_with_answers(run_dir.absolute().name, answers).encode())
 

@@ -122,9 +122,8 @@ def check_disk(context: DoctorContext) -> Iterator[Finding]:
         ("sluice.run_dir", config.sluice.run_dir, 0, 0),
         (key, checkpoint_folder(config), size, checkpoints_kept(config)),
     ):
-        absolute = Path(folder).absolute()
-        existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
-        if os.access(existing, os.W_OK | os.X_OK):
+        existing = nearest_folder(folder)
+        if is_writable(existing):
             yield disk_finding(
                 name, folder, shutil.disk_usage(existing).free, checkpoint_size, num_kept
             )
@@ -134,6 +133,17 @@ def check_disk(context: DoctorContext) -> Iterator[Finding]:
                 "nothing of the run can be kept",
                 f"give the right to it, or set {name} to another folder",
             )
+
+
+def nearest_folder(folder: str) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    absolute = Path(folder).absolute()
+    return next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether this user can create files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def disk_finding(

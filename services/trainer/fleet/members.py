@@ -239,7 +239,8 @@ class Fleet:
     def expire(self, now_s: float, awake_s: float = -math.inf) -> tuple[ReplicaInfo, ...]:
         """Drop and return the replicas that sent no heartbeat for longer than `ttl_s`.
 
-        A delivery of weights that includes one does not end by it (`fleet.delivery`).
+        A running delivery of weights to such a replica does not end for that reason
+        (`fleet.delivery`).
 
         Args:
             awake_s: end of this process's last standstill; silence before it does not count.
@@ -340,7 +341,7 @@ class Fleet:
 
     def reports(self) -> Mapping[str, tuple[ReplicaCounters, ReplicaCounters]]:
         """Return the first and the newest counters of all that ever reported, by instance id."""
-        return {name: (oldest, self._loads[name]) for name, oldest in self._first_loads.items()}
+        return {id_: (oldest, self._loads[id_]) for id_, oldest in self._first_loads.items()}
 
     def counters(self) -> ReplicaCounters:
         """Return the sums over all replicas that ever registered.

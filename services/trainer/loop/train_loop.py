@@ -230,7 +230,7 @@ class TrainLoop:
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s = time.monotonic()
-        fleet_began = {name: newest for name, (_, newest) in self._fleet.reports().items()}
+        fleet_began = {id_: newest for id_, (_, newest) in self._fleet.reports().items()}
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(tasks, step)
         if batch is None:
@@ -568,11 +568,11 @@ class TrainLoop:
     def _fleet_interval(self, began: Mapping[str, ReplicaCounters]) -> FleetInterval:
         # What a process did before its first report was not done in this step.
         work = {
-            name: (began.get(name, oldest), newest)
-            for name, (oldest, newest) in self._fleet.reports().items()
+            id_: (began.get(id_, oldest), newest)
+            for id_, (oldest, newest) in self._fleet.reports().items()
         }
         before, after = (fleet_counters(pair[end] for pair in work.values()) for end in (0, 1))
-        busy_s = {name: newest.busy_seconds - b.busy_seconds for name, (b, newest) in work.items()}
+        busy_s = {id_: newest.busy_seconds - b.busy_seconds for id_, (b, newest) in work.items()}
         serving = self._fleet.in_state(MemberState.SERVING, MemberState.HELD)
         return FleetInterval(
             after.generated_tokens - before.generated_tokens,
@@ -585,7 +585,7 @@ class TrainLoop:
 
 
 def _is_due(step: int, interval: int, is_last: bool) -> bool:
-    """Return whether `step` is a multiple of `every` or the last one; never if `every` <= 0.
+    """Return whether `step` is a multiple of `interval` or the last one; never if it is 0 or less.
 
     As in verl, a frequency of 0 or less excludes the last step too
     (`verl/trainer/ppo/ray_trainer.py`, `fit`).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.configuration import without_wrong_keys
 from sluice.doctor.examination import preflight
+from sluice.doctor.files import is_writable, nearest_folder
 from sluice.doctor.finding import DoctorContext, doctor_context
 from sluice.errors import ConfigError
 from sluice.launch.servicer import launched_processes
@@ -142,14 +142,18 @@ async def refuse_beside_another(run_dir: Path) -> None:
         )
 
 
-def refuse_unwritable(run_dir: Path) -> None:
-    """Raise ConfigError if this user cannot write a run's folder, which need not exist."""
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"sluice.run_dir = {run_dir} cannot be written by this user; give the right to "
-            f"{existing}, or set sluice.run_dir to another folder"
-        )
+def refuse_unwritable(config: RunConfig) -> None:
+    """Raise ConfigError if this user cannot write the folders of a run, which need not exist."""
+    folders = {"sluice.run_dir": config.sluice.run_dir}
+    if config.trainer.save_freq > 0 and config.trainer.default_local_dir:
+        folders["trainer.default_local_dir"] = config.trainer.default_local_dir
+    for key, folder in folders.items():
+        existing = nearest_folder(folder)
+        if not is_writable(existing):
+            raise ConfigError(
+                f"{key} = {folder} cannot be written by this user; give the right to {existing}, "
+                f"or set {key} to another folder"
+            )
 
 
 def refuse_other_ledger(config: RunConfig) -> None:

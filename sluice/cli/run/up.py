@@ -280,7 +280,7 @@ async def start_processes(
         ConfigError: see `start_run`.
     """
     await refuse_beside_another(config_file.parent)
-    refuse_unwritable(config_file.parent)
+    refuse_unwritable(config)
     refuse_other_ledger(config)
     remove_end_files(config_file.parent)
     config = with_absolute_paths(config)

@@ -161,16 +161,16 @@ def report(
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
     numbers = {**({} if is_live else read_summary(folder)), **asdict(summary)}
-    if as_json:
-        print_json(numbers)
-    else:
-        print_line(output_console(), summary.as_text())
-    # Last: a folder that only its owner may write still has numbers to show.
-    write_summary(folder, numbers)
-    page = folder / "report.html"
-    write_report(folder, page)
-    if not as_json:
-        print_line(output_console(), f"report: {page}")
+    text, page = summary.as_text(), folder / "report.html"
+    try:
+        write_summary(folder, numbers)
+        write_report(folder, page)
+        text += f"\nreport: {page}"
+    finally:  # a folder that only its owner may write still has numbers to show
+        if as_json:
+            print_json(numbers)
+        else:
+            print_line(output_console(), text)
 
 
 async def _live_accounts(folder: Path) -> Mapping[str, float]:

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from services.reward.ledger.ledger import PromptLedger
 from sluice.cli.main import commands
-from sluice.cli.run import checked, up
+from sluice.cli.run import up
 from sluice.cli.run.checked import refuse_other_ledger
 from sluice.cli.run.quickstart import MARKER
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.doctor import files
 from sluice.errors import ConfigError
 from sluice.launch.cluster.ray_run import RayOptions
 from sluice.launch.plan import LaunchPlan
@@ -96,14 +97,27 @@ async def test_the_folder_of_a_ledger_of_another_format_is_refused_and_stays_as_
 async def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checked.os, "access", lambda *_: False)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
     with pytest.raises(ConfigError) as refused:
         await start(config, tmp_path)
-    assert str(refused.value) == (
-        f"sluice.run_dir = {tmp_path} cannot be written by this user; give the right to "
-        f"{tmp_path}, or set sluice.run_dir to another folder"
-    )
+    folder = config.sluice.run_dir
+    assert str(refused.value).startswith(f"sluice.run_dir = {folder} cannot be written by this ")
+    assert str(refused.value).endswith("or set sluice.run_dir to another folder")
     assert (tmp_path / ACCOUNTS_NAME).exists()
+
+
+async def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    monkeypatch.setattr(files.os, "access", lambda folder, _: folder != saves)
+    keys = (f"trainer.default_local_dir={saves}/run", "trainer.save_freq=5")
+    config = load_config(None, [f"sluice.run_dir={config.sluice.run_dir}", *keys])
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.default_local_dir = .* the right to .*saves,"
+    ):
+        await start(config, tmp_path)
 
 
 async def test_a_quickstart_replaces_no_result_of_an_active_run(tmp_path: Path) -> None:
