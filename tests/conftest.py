@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# As sluice does: test modules import grpc first.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # A shell without job control has its background jobs ignore SIGINT, and so all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
