@@ -141,7 +141,8 @@ def lost_prompts(
     ledger: LedgerView,
     accepted: Collection[str],
     last_step: int,
-    lines: Iterable[Mapping[str, Any]] = (),
+    lines: Sequence[Mapping[str, Any]] = (),
+    batched: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the ids of lost prompts, each with what is wrong.
 
@@ -151,13 +152,16 @@ def lost_prompts(
         accepted: prompts that a client holds a receipt of.
         last_step: of the run.
         lines: of the group log.
+        batched: prompts of all batches, including those whose weights did not survive.
     """
     lost = {
         prompt_id: "accepted, and neither ended nor pending"
         for prompt_id in accepted
         if prompt_id not in ledger.ended and prompt_id not in ledger.pending
     }
-    for name in _skipped_rows(ledger):
+    # A trainer that starts again returns rows to the data set: they come after the pending ones.
+    returned = {*batched, *(line["prompt_id"] for line in lines)}
+    for name in _skipped_rows(ledger, returned):
         lost[name] = "neither ended nor pending, and a later row is pending"
     clients = [(name, step) for name, (how, step) in ledger.ended.items() if how == TRAINED]
     for prompt_id, step in (*clients, *_trained_rows(surviving, ledger, lines)):
@@ -167,11 +171,13 @@ def lost_prompts(
     return lost
 
 
-def _skipped_rows(ledger: LedgerView) -> list[str]:
-    """Return rows that nothing holds before one that is pending: rows are issued in order."""
+def _skipped_rows(ledger: LedgerView, returned: Collection[str]) -> list[str]:
+    """Return rows that nothing holds before one that is pending: rows are issued in order, but for
+    those that were `returned` to the data set."""
     pending = [int(one.removeprefix(ROW)) for one in ledger.pending if one.startswith(ROW)]
     rows = (f"{ROW}{at}" for at in range(ledger.low_water, max(pending, default=0)))
-    return [row for row in rows if not ledger.has_ended(row) and row not in ledger.pending]
+    held = {*ledger.pending, *returned}
+    return [row for row in rows if not ledger.has_ended(row) and row not in held]
 
 
 def _trained_rows(

@@ -228,7 +228,7 @@ async def test_a_group_that_is_over_aborts_the_episodes_that_wait(
     ):
         request = group_request(2, progress=progress)
         playing_two = tasks.create_task(played.generator.generate(request))
-        await eventually(lambda: bool(world.of_sample(0)) and len(world.closed) == 1)
+        await eventually(lambda: bool(world.of_sample(0)) and progress.has_finished_samples)
         skip_time(600.0)
     group = playing_two.result()
     assert failure_of(group.rollouts[0]).kind is FailureKind.ABORTED

@@ -188,3 +188,10 @@ def test_a_row_before_a_pending_one_that_nothing_holds_is_lost() -> None:
     pending = frozenset({"data-2", "data-5", "witness-9"})
     ledger = LedgerView(pending, {}, 2, frozenset({3, 9}))  # 9 is of a trainer before
     assert set(lost_prompts({}, ledger, (), 1)) == {"data-4"}
+
+
+def test_a_row_that_a_restarted_trainer_returned_to_the_data_set_is_not_lost() -> None:
+    ledger = LedgerView(frozenset({"data-8"}), {}, 4)
+    filtered = [row_line("data-5", None, "filtered_all_right")]
+    lost = lost_prompts({}, ledger, (), 1, filtered, {"data-4", "data-6"})
+    assert set(lost) == {"data-7"}
