@@ -105,7 +105,7 @@ def golden_text(documents: Iterable[Document]) -> str:
     programs = {
         file.read_text(encoding="utf-8").strip(): f"<{file.relative_to(CHART).as_posix()}>"
         for file in sorted((CHART / "files").rglob("*"))
-        if file.is_file()
+        if file.is_file() and file.suffix != ".pyc"
     }
 
     def shortened(value: object) -> object:
