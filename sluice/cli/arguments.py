@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sluice.config.loading.keys import all_names, is_section
+from sluice.config.loading.keys import all_names, is_known
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR, VERLS_OWN
 from sluice.errors import ConfigError
 from sluice.launch.script import (
@@ -231,7 +231,7 @@ def refuse_dashes(words: list[str]) -> None:
             return
         name, equals, value = word.removeprefix("--").partition("=")
         section = name.lstrip("+~").partition(".")[0]
-        if word.startswith("--") and section != name and is_section((section,)):
+        if word.startswith("--") and section != name and is_known((section,)):
             if not equals:
                 following = words[number + 1 : number + 2]
                 value = following[0] if following and following[0][:1] != "-" else "VALUE"

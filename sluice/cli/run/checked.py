@@ -144,16 +144,24 @@ async def refuse_beside_another(run_dir: Path) -> None:
 
 def refuse_unwritable(config: RunConfig) -> None:
     """Raise ConfigError if this user cannot write the folders of a run, which need not exist."""
-    folders = {"sluice.run_dir": config.sluice.run_dir}
+    require_writable(config.sluice.run_dir, "sluice.run_dir =")
     if config.trainer.save_freq > 0 and config.trainer.default_local_dir:
-        folders["trainer.default_local_dir"] = config.trainer.default_local_dir
-    for key, folder in folders.items():
-        existing = nearest_folder(folder)
-        if not is_writable(existing):
-            raise ConfigError(
-                f"{key} = {folder} cannot be written by this user; give the right to {existing}, "
-                f"or set {key} to another folder"
-            )
+        require_writable(config.trainer.default_local_dir, "trainer.default_local_dir =")
+
+
+def require_writable(folder: str | Path, name: str) -> None:
+    """Raise ConfigError if this user cannot write a folder, which need not exist.
+
+    Args:
+        folder: to write.
+        name: what the message calls it.
+    """
+    existing = nearest_folder(folder)
+    if not is_writable(existing):
+        raise ConfigError(
+            f"{name} {folder}: cannot be written by this user; give the right to {existing}, or "
+            "give another folder"
+        )
 
 
 def refuse_other_ledger(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ from sluice.cli.run.evaluation import (
 from sluice.cli.run.evaluation_origin import ORIGIN_NAME, claim_folder
 from sluice.cli.run.up import Display
 from sluice.config.rules.checks import relation_problems
+from sluice.doctor import files
 from sluice.errors import ConfigError
 from sluice.evaluation.results import RESULTS_NAME
 from sluice.launch.service_spec import local_services, with_ports
@@ -147,6 +148,16 @@ def test_a_second_command_leaves_the_results_of_an_active_one(
         evaluate_model(order, Display(Console(quiet=True)))
     assert results.is_file()
     assert not (order.output / ORIGIN_NAME).exists()
+
+
+def test_an_output_that_cannot_be_written_is_named(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.cli.run.evaluation.check_before_start", lambda run, _: run)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"^--output .*/out: cannot be written by this user; "):
+        evaluate_model(order, Display(Console(quiet=True)))
+    assert not order.output.exists()
 
 
 def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
