@@ -179,7 +179,7 @@ def test_a_folder_of_tools_that_have_changed_since_is_refused(
     claim_folder(order.output, config)
     store(order.output, [graded(0, 1.0)])
     os.utime(tools, ns=(1, 1))
-    with pytest.raises(ConfigError, match=r"tools\.py has changed"):
+    with pytest.raises(ConfigError, match=r"tools\.py was written again\); give another --output$"):
         claim_folder(order.output, config)
 
 
@@ -197,8 +197,14 @@ def test_of_the_scorer_pool_only_what_decides_grades_is_kept(order: EvaluationOr
 def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
     claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
+    other = evaluation_config(replace(order, samples_per_prompt=8))
     os.utime(order.model / "model.safetensors", ns=(1, 1))
-    with pytest.raises(ConfigError, match=r"model\.safetensors has changed"):
+    with pytest.raises(ConfigError, match=r"; .*safetensors was written again\); .*, or the settings"):
+        claim_folder(order.output, other)
+    with pytest.raises(ConfigError, match=r"model\.safetensors was written again\); give an"):
+        claim_folder(order.output, evaluation_config(order))
+    (order.model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model\.safetensors is gone\); give another --output$"):
         claim_folder(order.output, evaluation_config(order))
 
 
