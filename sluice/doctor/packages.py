@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 
 from sluice import installed_version
-from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
-from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -95,8 +94,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_extras(context: DoctorContext) -> Iterator[Finding]:
     """Check the optional packages that the configuration needs, its engine among them."""
-    for package in unknown_engine(context.config):
-        yield problem_of_text(package.text, "replicas refuse to start")
     yield from requirement_findings(
         (key, extra, package)
         for key, extra in needed_extras(context.config)

@@ -114,18 +114,6 @@ def test_a_key_of_an_older_version_is_accepted_and_noticed(setting: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 0), ("trtllm", 1)]
-)
-def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
-    found = notices(settings_of({}, [f"{ROLLOUT}.name={engine}"]))
-    assert len(found) == expected
-    for one in found:
-        assert one.rule == KeyStatus.NOT_APPLICABLE
-        assert "run only torch, vllm, sglang" in one.text
-        assert one.text.endswith(f"set {ROLLOUT}.name=torch")
-
-
-@pytest.mark.parametrize(
     ("setting", "text"),
     [
         ("rollout.n=4", "actor_rollout_ref.rollout.n decides, as in verl"),

@@ -114,12 +114,6 @@ def test_an_engine_needs_its_package(engine: str) -> None:
     assert found.remedy.endswith(f"'sluice[{engine}]', or set actor_rollout_ref.rollout.name=torch")
 
 
-def test_an_engine_without_an_adapter_is_a_problem() -> None:
-    found = list(check_extras(run_of("actor_rollout_ref.rollout.name=trtllm")))
-    assert severities(found) == ["problem", "ok"]
-    assert "replicas of this version run torch, vllm, sglang only" in found[0].what
-
-
 def test_what_the_configuration_switches_on_needs_its_package() -> None:
     examined = run_of(
         "trainer.logger=[console,wandb]",
