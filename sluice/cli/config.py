@@ -224,8 +224,8 @@ def _memory_problems(
     if trainer is None or device_gib is None:
         return
     device = device_kind(f"{device_gib:g}GB")
-    lack = trainer.shortfall(device)
-    if lack is None:
+    shortfall = trainer.shortfall(device)
+    if shortfall is None:
         return
     print_line(Console(stderr=True), "it does not fit; looking for the smallest change that does")
     try:
@@ -233,7 +233,7 @@ def _memory_problems(
     except ConfigError:  # a rule says it too
         change = ()
     remedy = "" if change else "use a smaller model or larger devices, or see sluice plan"
-    message = f"a trainer's device of {device_gib:g} GiB is too small: {lack}"
+    message = f"a trainer's device of {device_gib:g} GiB is too small: {shortfall}"
     yield Problem("", UNSET, message, remedy, overrides=change, rule="trainer-memory")
 
 

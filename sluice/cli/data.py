@@ -94,7 +94,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
     source = data_source or published.data_source or stem
-    order = PrepareJob(
+    job = PrepareJob(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
@@ -104,11 +104,11 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         skip_bad,
     )
     with show_count("preparing", None) as advance:
-        result = prepare(order, lambda _num_read: advance(1))
+        result = prepare(job, lambda _num_read: advance(1))
     if as_json:
-        print_json({"output": str(order.output), **asdict(result)})
+        print_json({"output": str(job.output), **asdict(result)})
     else:
-        print_prepared(output_console(), str(order.output), result)
+        print_prepared(output_console(), str(job.output), result)
 
 
 @data_commands.command("inspect")

@@ -62,6 +62,9 @@ def merge(  # noqa: PLR0913 - one parameter per option
     """
     if target is None and compare is None:
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
+    for folder in filter(None, (checkpoint, compare)):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; give a folder global_step_N")
     _require_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions

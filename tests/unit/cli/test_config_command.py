@@ -177,8 +177,8 @@ def test_what_does_not_fit_is_named_with_the_smallest_change_that_does(
     assert "Smallest tensor parallel size" in text
     assert f"set {ROLLOUT}.tensor_model_parallel_size=2" in text
     recompute = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
-    lack = "backward takes 50.00 GiB of the 36.0 that a plan fills"
-    assert f"device of 40 GiB is too small: {lack}; set {recompute}\n" in text
+    shortfall = "backward takes 50.00 GiB of the 36.0 that a plan fills"
+    assert f"device of 40 GiB is too small: {shortfall}; set {recompute}\n" in text
     code, found = check_json(*small, recompute)
     assert [one["rule"] for one in found["violations"]] == ["engine-memory"]
 
