@@ -149,7 +149,9 @@ def requirement_findings(requirements: Iterable[tuple[str, str, Requirement]]) -
             fit[requirement.name] = f"{requirement.name} {requirement.installed}"
         elif requirement.name not in unmet:
             unmet.add(requirement.name)
-            without = f"set {_ENGINE}=torch" if extra in VENDOR_ENGINES else "take the key out"
+            without = f"take {key.partition(' = ')[2] or 'the key'} out"
+            if extra in VENDOR_ENGINES:
+                without = f"set {_ENGINE}=torch"
             yield problem(
                 f"{key} needs a package: {requirement.defect}",
                 "processes end where they import it",

@@ -97,10 +97,10 @@ def test_a_missing_and_an_old_package_are_each_named_with_the_command() -> None:
         Requirement("wandb", "0.31", "0.30.2"),
         Requirement("mlflow", "3.17", None),
     )
-    old, missing = requirement_findings(("a key", "all", one) for one in needed)
-    assert old.what == "a key needs a package: wandb 0.30.2 is older than 0.31"
-    assert old.remedy == "pip install 'sluice[all]', or take the key out"
-    assert missing.what == "a key needs a package: mlflow is not installed"
+    old, missing = requirement_findings(("a key = wandb", "all", one) for one in needed)
+    assert old.what == "a key = wandb needs a package: wandb 0.30.2 is older than 0.31"
+    assert old.remedy == "pip install 'sluice[all]', or take wandb out"
+    assert missing.what == "a key = wandb needs a package: mlflow is not installed"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
