@@ -103,7 +103,10 @@ def check(
         typer.Option(help="config.json of the model, if model.path is not on this machine."),
     ] = None,
     device_memory: Annotated[
-        float | None, typer.Option(min=0.1, help="Memory of one device, GiB.")
+        float | None,
+        typer.Option(
+            min=0.1, help="Memory of one device, GiB. Models that sluice plan knows need no files."
+        ),
     ] = None,
     rules: Annotated[
         Literal["all", "here"],
