@@ -36,7 +36,7 @@ from sluice.config.addresses import advertised_address, peer_address
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
-from sluice.config.rules.checks import group_capacity_problems, unknown_engine
+from sluice.config.rules.checks import group_capacity_problems
 from sluice.config.run import RunConfig
 from sluice.data.prompt_length import PromptLimit
 from sluice.device.host import prepare_process
@@ -60,8 +60,7 @@ _SERVICES = (
 
 
 async def _serve(config: RunConfig, name: str) -> None:
-    problems = [*unknown_engine(config), *group_capacity_problems(config)]
-    raise_problems(problems, f"start of replica {name}")
+    raise_problems([*group_capacity_problems(config)], f"start of replica {name}")
     configure_logging(name, config.sluice.log_level)
     with trace_process(config, "rollout", name):
         await _run_replica(config, name)

@@ -230,8 +230,8 @@ def signal_of(
     names = [metric] if metric is not None else _accuracy_names(values)
     present = [values[name] for name in names if name in values]
     if not present:
-        lack = "has no accuracy" if metric is None else f"has no metric {metric}"
-        return Signal(step, absence=f"the row of step {step} {lack}")
+        missing = "has no accuracy" if metric is None else f"has no metric {metric}"
+        return Signal(step, absence=f"the row of step {step} {missing}")
     if any(map(math.isnan, present)):
         return Signal(step, absence=f"the value of step {step} is not a number")
     errors = [standard_errors[name] for name in names if name in standard_errors]

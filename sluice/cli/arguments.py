@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sluice.config.loading.keys import all_names, is_section
+from sluice.config.loading.keys import all_names, is_known
 from sluice.config.loading.yaml_files import VERLS_ESTIMATOR, VERLS_OWN
 from sluice.errors import ConfigError
 from sluice.launch.script import (
@@ -29,6 +29,7 @@ RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")
 _ESTIMATOR = "algorithm.adv_estimator"
 _AHEAD = re.compile(r"one_step_off|fully_async")  # verl's recipes that generate ahead
+_AS_AHEAD = ("algorithm.rollout_correction.bypass_mode=true", "sluice.asynchrony.max_staleness=1")
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -101,14 +102,15 @@ def script_settings(
         _print_report_line(f"  exports: {', '.join(sorted(launch.exported))}")
         os.environ.update(launch.exported)
     _print_report_line(f"  launch: {launch.module}, {len(launch.settings)} settings")
-    if _AHEAD.search(launch.module):
-        _print_report_line(
-            "  note: verl's recipe trains on samples of an older policy, with "
-            "algorithm.rollout_correction.bypass_mode=true; for the same here, set this key and "
-            "sluice.asynchrony.max_staleness=1"
-        )
     settings = list(launch.settings)
-    if launch.config is None and not any(_sets_estimator(setting) for setting in settings):
+    set_keys = {_key_of(setting) for setting in settings}
+    missing = [setting for setting in _AS_AHEAD if _key_of(setting) not in set_keys]
+    if _AHEAD.search(launch.module) and missing:
+        _print_report_line(
+            "  note: verl's recipe trains on samples of an older policy; for the same here, add "
+            f"{' '.join(missing)}"
+        )
+    if launch.config is None and _ESTIMATOR not in set_keys:
         settings.insert(0, f"{_ESTIMATOR}={VERLS_ESTIMATOR}")  # what follows it wins
         _print_report_line(
             f"  added: {settings[0]}, verl's default; settings beside the script win"
@@ -116,8 +118,8 @@ def script_settings(
     return launch.config, settings
 
 
-def _sets_estimator(setting: str) -> bool:
-    return setting.partition("=")[0].lstrip("+~") == _ESTIMATOR
+def _key_of(setting: str) -> str:
+    return setting.partition("=")[0].lstrip("+~")
 
 
 def _print_report_line(line: str) -> None:
@@ -231,7 +233,7 @@ def refuse_dashes(words: list[str]) -> None:
             return
         name, equals, value = word.removeprefix("--").partition("=")
         section = name.lstrip("+~").partition(".")[0]
-        if word.startswith("--") and section != name and is_section((section,)):
+        if word.startswith("--") and section != name and is_known((section,)):
             if not equals:
                 following = words[number + 1 : number + 2]
                 value = following[0] if following and following[0][:1] != "-" else "VALUE"

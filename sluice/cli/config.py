@@ -30,6 +30,7 @@ from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.rollout import GIB, in_gib
+from sluice.config.memory.shape import published_name
 from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
@@ -45,6 +46,7 @@ from sluice.plan.launch_plan import (
     PlannedModel,
     is_small,
     local_model,
+    planned_model,
     smallest_change,
     trainer_as_written,
 )
@@ -101,7 +103,10 @@ def check(
         typer.Option(help="config.json of the model, if model.path is not on this machine."),
     ] = None,
     device_memory: Annotated[
-        float | None, typer.Option(min=0.1, help="Memory of one device, GiB.")
+        float | None,
+        typer.Option(
+            min=0.1, help="Memory of one device, GiB. Models that sluice plan knows need no files."
+        ),
     ] = None,
     rules: Annotated[
         Literal["all", "here"],
@@ -130,7 +135,7 @@ def check(
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     run = read_run(file, overrides)
     examined = doctor_context(run) if files else None
-    model = local_model(run.config.actor_rollout_ref.model.path, model_config)
+    model = _described_model(run.config.actor_rollout_ref.model.path, model_config, device_memory)
     report = check_report(
         run.config,
         run.settings,
@@ -187,6 +192,17 @@ def explain(
         print_description(output_console(), entry)
 
 
+def _described_model(
+    path: str, model_config: Path | None, device_memory: float | None
+) -> PlannedModel | None:
+    """Return the model if its files are here, or if its name is known and its memory is asked for;
+    to count takes up to a minute."""
+    model = local_model(path, model_config)
+    if model is None and device_memory is not None and published_name(path) is not None:
+        return planned_model(path)
+    return model
+
+
 def _divide_devices(
     run: ReadRun, examined: DoctorContext | None, overrides: list[str]
 ) -> tuple[ReadRun, list[str]]:
@@ -224,8 +240,8 @@ def _memory_problems(
     if trainer is None or device_gib is None:
         return
     device = device_kind(f"{device_gib:g}GB")
-    lack = trainer.shortfall(device)
-    if lack is None:
+    shortfall = trainer.shortfall(device)
+    if shortfall is None:
         return
     print_line(Console(stderr=True), "it does not fit; looking for the smallest change that does")
     try:
@@ -233,7 +249,7 @@ def _memory_problems(
     except ConfigError:  # a rule says it too
         change = ()
     remedy = "" if change else "use a smaller model or larger devices, or see sluice plan"
-    message = f"a trainer's device of {device_gib:g} GiB is too small: {lack}"
+    message = f"a trainer's device of {device_gib:g} GiB is too small: {shortfall}"
     yield Problem("", UNSET, message, remedy, overrides=change, rule="trainer-memory")
 
 
@@ -367,7 +383,9 @@ def print_report(
     )
     if memory is None:
         print_line(
-            console, "No memory estimate: no config.json of the model; see --model-config FILE.\n"
+            console,
+            "No memory estimate: no config.json of the model; give --model-config FILE, or "
+            "--device-memory for a published model that sluice plan knows.\n",
         )
     else:
         _print_memory(console, memory)

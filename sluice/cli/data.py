@@ -94,7 +94,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
     source = data_source or published.data_source or stem
-    order = PrepareJob(
+    job = PrepareJob(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
@@ -104,11 +104,11 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         skip_bad,
     )
     with show_count("preparing", None) as advance:
-        result = prepare(order, lambda _num_read: advance(1))
+        result = prepare(job, lambda _num_read: advance(1))
     if as_json:
-        print_json({"output": str(order.output), **asdict(result)})
+        print_json({"output": str(job.output), **asdict(result)})
     else:
-        print_prepared(output_console(), str(order.output), result)
+        print_prepared(output_console(), str(job.output), result)
 
 
 @data_commands.command("inspect")
@@ -148,7 +148,9 @@ def inspect(
     """
     if max_prompt_length is not None and tokenizer is None:
         raise ConfigError("--max-prompt-length counts tokens; give a model folder with --tokenizer")
-    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
+    columns = PromptColumns(
+        prompt_key, reward_fn_key, images=image_key, renamed_by=("--prompt-key", "--reward-fn-key")
+    )
     paths = file_list([str(file) for file in files])
     opened = open_prompt_files(paths, columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
@@ -259,7 +261,11 @@ def inspection_as_json(
         "num_overlong": overlong,
         "problems": inspection.problems,
         "data_sources": {
-            source: {"rows": rows, "scorer": scorer_name(source)}
+            source: {
+                "rows": rows,
+                "scorer": scorer_name(source),
+                "unread_truths": inspection.unread_truths[source],
+            }
             for source, rows in inspection.sources.items()
         },
         "characters": _named_quantiles(inspection.characters),
@@ -320,6 +326,13 @@ def _print_remedies(console: Console, inspection: Inspection) -> None:
             console,
             f"note: no built-in scorer for {', '.join(unknown)}; name one with "
             "reward.scorer_routes, or set reward.custom_reward_function.path",
+        )
+    for source, num_rows in sorted(inspection.unread_truths.items()):
+        print_line(
+            console,
+            f"note: {num_rows} rows of {source} have a list or a mapping as ground truth, which "
+            f"its scorer {scorer_name(source)} refuses; write the answers as text, or set "
+            "reward.custom_reward_function.path",
         )
     if inspection.num_duplicates:
         print_line(

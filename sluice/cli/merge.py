@@ -62,7 +62,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
     """
     if target is None and compare is None:
         raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
-    _require_torch()
+    _require_folders_and_torch(checkpoint, compare)
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions
     from sluice.checkpoint.source import find_source
@@ -119,7 +119,10 @@ def _differences(model: Path, compared_model: Path) -> list[str]:
     return list(differences)
 
 
-def _require_torch() -> None:
+def _require_folders_and_torch(*folders: Path | None) -> None:
+    for folder in filter(None, folders):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; give a folder global_step_N")
     try:
         import safetensors  # noqa: F401 - whether it is installed
         import torch  # noqa: F401

@@ -167,7 +167,7 @@ def _verdict(planned: PlannedLaunch) -> str:
     if planned.fits:
         return "It fits."
     names = {"trainer": "a trainer's device", "rollout": "an engine's device"}
-    why = "; ".join(f"{names[pool]}: {lack}" for pool, lack in planned.lacks.items())
+    why = "; ".join(f"{names[pool]}: {shortfall}" for pool, shortfall in planned.lacks.items())
     text = f"It does not fit as written ({why})"
     if planned.fits_with is None:
         text += (

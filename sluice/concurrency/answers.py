@@ -47,9 +47,11 @@ def ask_module(
     if process.returncode > 0 and _ERROR in printed:
         raise ConfigError(printed.rpartition(_ERROR)[2])
     ending = f": {printed.splitlines()[-1]}" if printed else " and printed nothing"
+    is_killed = process.returncode < 0
+    advice = "look whether this machine has the memory for it" if is_killed else "correct the cause"
     raise ConfigError(
-        f"{task}: its process ended with {ending_text(process.returncode)}{ending}; look whether "
-        "this machine has the memory for it, and try again"
+        f"{task}: its process ended with {ending_text(process.returncode)}{ending}; {advice}, and "
+        "try again"
     )
 
 

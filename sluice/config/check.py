@@ -88,7 +88,7 @@ def _correction_notes(config: RunConfig) -> Iterator[Problem]:
         return
     means = f"the behavior logprobs in place of the old ones ({ACTOR}.use_rollout_log_probs)"
     if is_bypassed(config):
-        means = "the ratio to the behavior policy (bypass mode)"
+        means = "the ratios to the behavior policy (bypass mode)"
     if correction.rollout_is is not None:
         means = (
             f"truncated importance weights (algorithm.rollout_correction.rollout_is = "

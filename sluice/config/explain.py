@@ -81,7 +81,8 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | N
     if engines and engine not in engines:
         status = KeyStatus.NOT_APPLICABLE
         is_set = settings.get(_ENGINE) is not UNSET
-        which = f"is {engine}" if is_set else "is left out: replicas run torch, where verl ran vllm"
+        left_out = f"is left out: replicas run torch; where verl ran vllm, set {_ENGINE}=vllm"
+        which = f"is {engine}" if is_set else left_out
         text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} {which}"
     elif status in (KeyStatus.HONOURED, KeyStatus.REFUSED):
         return None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sluice.data.prompt_files import ChunkReader, PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import digest_of
+from sluice.data.scoring import compares_text_alone, scorer_name
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
@@ -35,6 +36,7 @@ class Inspection:
         tokens: of each usable row without images, the chat template included; empty without a
             tokenizer.
         num_duplicates: usable rows that repeat the messages and ground truth of an earlier one.
+        unread_truths: usable rows by data source whose ground truth the built-in scorer refuses.
         num_images: images of usable rows.
         num_bad: rows that cannot be used.
         problems: errors of the first of them, with file and row.
@@ -46,6 +48,7 @@ class Inspection:
     characters: Lengths = field(default_factory=lambda: np.empty(0, np.int64))
     tokens: Lengths = field(default_factory=lambda: np.empty(0, np.int64))
     num_duplicates: int = 0
+    unread_truths: Counter[str] = field(default_factory=Counter)
     num_images: int = 0
     num_bad: int = 0
     problems: list[str] = field(default_factory=list)
@@ -114,6 +117,9 @@ def inspect_files(
 
 def _add_row(inspection: Inspection, columns: _Columns, row: PromptRow) -> None:
     inspection.sources[row.data_source] += 1
+    scorer = scorer_name(row.data_source)
+    if compares_text_alone(scorer, row.ground_truth, is_json=row.truth_is_json):
+        inspection.unread_truths[row.data_source] += 1
     inspection.num_images += len(row.images)
     roles = [message.role for message in row.messages]
     contents = [message.content for message in row.messages]

@@ -96,7 +96,7 @@ def _convert_verl_row(row: Row, place: str, index: int, options: PrepareOptions)
     extra = row.get("extra_info")
     verl_row: VerlRow = {
         "data_source": _text_field(row, "data_source", place),
-        "prompt": [_check_turn(turn, place) for turn in turns],
+        "prompt": [_convert_turn(turn, place) for turn in turns],
         "ability": str(row.get("ability") or "math"),
         "reward_model": {"style": str(style or "rule"), GROUND_TRUTH: _truth_text(truth, place)},
         "extra_info": {
@@ -109,7 +109,7 @@ def _convert_verl_row(row: Row, place: str, index: int, options: PrepareOptions)
     return {**verl_row, "images": _image_list(images, place)} if images is not None else verl_row
 
 
-def _check_turn(turn: object, place: str) -> dict[str, str]:
+def _convert_turn(turn: object, place: str) -> dict[str, str]:
     texts = {key: _text_field(turn, key, place) for key in ("role", "content")}
     assert isinstance(turn, Mapping)
     if unread_keys := [key for key in UNREAD_KEYS if turn.get(key)]:
@@ -309,29 +309,29 @@ class PrepareResult:
     problems: list[str] = field(default_factory=list)  # the first few of the bad ones
 
 
-def prepare(order: PrepareJob, on_rows: Callable[[int], None] | None = None) -> PrepareResult:
+def prepare(job: PrepareJob, on_rows: Callable[[int], None] | None = None) -> PrepareResult:
     """Convert files. The output appears only when it is complete.
 
     Args:
-        order: the conversion.
+        job: the conversion.
         on_rows: called with the number of rows read so far.
 
     Raises:
         DataError: a file or a row cannot be used; names file, row and column. Nothing is written.
     """
-    published = PUBLISHED_SETS[order.name]
-    for path in order.inputs:
-        _check_names(order.name, published, path, check_raw_file(path))
+    published = PUBLISHED_SETS[job.name]
+    for path in job.inputs:
+        _check_names(job.name, published, path, check_raw_file(path))
     result = PrepareResult()
-    rows = islice(_convert_rows(order, published, result, on_rows), order.limit)
-    part = order.output.with_name(f"{order.output.name}.part")
-    order.output.parent.mkdir(parents=True, exist_ok=True)
+    rows = islice(_convert_rows(job, published, result, on_rows), job.limit)
+    part = job.output.with_name(f"{job.output.name}.part")
+    job.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_rows(part, rows, result)
         if not result.num_written:
             why = result.problems[0] if result.problems else "the files are empty"
-            raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {why}")
-        os.replace(part, order.output)
+            raise DataError(f"{', '.join(map(str, job.inputs))}: no usable row; {why}")
+        os.replace(part, job.output)
     finally:
         part.unlink(missing_ok=True)
     return result
@@ -348,7 +348,7 @@ def _check_names(name: str, published: PublishedSet, path: Path, columns: Sequen
 
 
 def _convert_rows(
-    order: PrepareJob,
+    job: PrepareJob,
     published: PublishedSet,
     result: PrepareResult,
     on_rows: Callable[[int], None] | None,
@@ -356,13 +356,13 @@ def _convert_rows(
     """Yield places and rows to write."""
     digests: set[int] = set()
     index = 0
-    for path, row in ((file, row) for file in order.inputs for row in raw_rows(file)):
+    for path, row in ((file, row) for file in job.inputs for row in raw_rows(file)):
         result.num_read += 1
         if on_rows is not None:
             on_rows(result.num_read)
         try:
             values = row.values()
-            converted = published.convert(values, row.place, index, order.options)
+            converted = published.convert(values, row.place, index, job.options)
             for name in UNREAD_MEDIA:
                 if values.get(name):
                     raise media_error(row.place, name)
@@ -371,14 +371,14 @@ def _convert_rows(
                 converted[AGENT_NAME] = (
                     _text_field(values, AGENT_NAME, row.place) if agent_name else None
                 )
-            _move_paths(converted.get("images"), path.parent, order.output.parent)
+            _move_paths(converted.get("images"), path.parent, job.output.parent)
         except DataError as error:
-            if not order.skip_bad:
+            if not job.skip_bad:
                 raise DataError(f"{error}; repair the row or use --skip-bad") from error
             result.num_bad += 1
             result.problems += [str(error)] if len(result.problems) < MAX_PROBLEMS_KEPT else []
             continue
-        if order.deduplicate:
+        if job.deduplicate:
             digest = _digest(converted)
             if digest in digests:
                 result.num_duplicates += 1

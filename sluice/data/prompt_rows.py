@@ -28,7 +28,8 @@ class PromptColumns:
     """Names of columns.
 
     Rows are read with images only if `images` names their column; rows that hold some in the
-    column `refused_images` are refused.
+    column `refused_images` are refused. `renamed_by`: the keys or options that name the first two,
+    for errors.
     """
 
     prompt: str = "prompt"
@@ -38,6 +39,7 @@ class PromptColumns:
     agent_name: str = AGENT_NAME
     images: str | None = None
     refused_images: str | None = None
+    renamed_by: tuple[str, str] = ("data.prompt_key", "data.reward_fn_key")
 
     @classmethod
     def of(cls, prompt: str, data_source: str, images: str, *, with_images: bool) -> PromptColumns:
@@ -98,7 +100,7 @@ def check_column_names(path: str, names: list[str], columns: PromptColumns) -> t
 
 
 def _renaming_hint(name: str, columns: PromptColumns) -> str:
-    keys = {columns.prompt: "data.prompt_key", columns.data_source: "data.reward_fn_key"}
+    keys = dict(zip((columns.prompt, columns.data_source), columns.renamed_by, strict=True))
     return f", or name yours with {keys[name]}" if name in keys else ""
 
 

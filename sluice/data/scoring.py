@@ -40,6 +40,15 @@ ROUTED_SCORERS = ("gsm8k_flexible", "math_dapo_0_6", "math_dapo_strict_box", "mu
 """The scorers that no data source has without a route of the user's."""
 
 
+_READ_LISTS = frozenset({"exact_match", PROGRAM_TESTS})
+
+
+def compares_text_alone(scorer: str | None, ground_truth: str, *, is_json: bool) -> bool:
+    """Return whether a built-in scorer refuses a ground truth since it is a list or a mapping."""
+    is_list = is_json and ground_truth.startswith(("[", "{"))
+    return is_list and scorer is not None and scorer not in _READ_LISTS
+
+
 def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) -> str | None:
     """Return the scorer of a data source; ``None``: none. The longest beginning counts."""
     if data_source in routes:

@@ -135,7 +135,7 @@ def check_disk(context: DoctorContext) -> Iterator[Finding]:
             )
 
 
-def nearest_folder(folder: str) -> Path:
+def nearest_folder(folder: str | Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     absolute = Path(folder).absolute()
     return next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())

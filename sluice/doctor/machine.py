@@ -160,8 +160,8 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
 def check_gpus(context: DoctorContext) -> Iterator[Finding]:
     """Say how the launch divides this host's devices, or that they do not suffice."""
     plan, replicas = context.devices, context.config.sluice.rollout.replicas
-    if plan.lack:
-        yield problem_of_text(plan.lack, "a process would find no device of its own")
+    if plan.shortage:
+        yield problem_of_text(plan.shortage, "a process would find no device of its own")
         return
     if plan.line:
         yield fine(plan.line)

@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 
 from sluice import installed_version
-from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import VENDOR_ENGINES
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers, is_cpu_torch, wants_gpu
-from sluice.doctor.finding import DoctorContext, Finding, fine, problem, problem_of_text
+from sluice.doctor.finding import DoctorContext, Finding, fine, problem
 
 _OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -95,8 +94,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_extras(context: DoctorContext) -> Iterator[Finding]:
     """Check the optional packages that the configuration needs, its engine among them."""
-    for package in unknown_engine(context.config):
-        yield problem_of_text(package.text, "replicas refuse to start")
     yield from requirement_findings(
         (key, extra, package)
         for key, extra in needed_extras(context.config)
@@ -152,7 +149,9 @@ def requirement_findings(requirements: Iterable[tuple[str, str, Requirement]]) -
             fit[requirement.name] = f"{requirement.name} {requirement.installed}"
         elif requirement.name not in unmet:
             unmet.add(requirement.name)
-            without = f"set {_ENGINE}=torch" if extra in VENDOR_ENGINES else "take the key out"
+            without = f"take {key.partition(' = ')[2] or 'the key'} out"
+            if extra in VENDOR_ENGINES:
+                without = f"set {_ENGINE}=torch"
             yield problem(
                 f"{key} needs a package: {requirement.defect}",
                 "processes end where they import it",

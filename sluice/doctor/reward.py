@@ -30,6 +30,9 @@ _REFUSED = "the run refuses to start"
 _WRONG_RESPONSE = "I do not know."
 _LEFT_OUT = "such a sample is left out of its group, and never counts as wrong"
 _ALWAYS_A_NUMBER = "let it return a number for every response"
+_REPAIR = "repair it; a response that is wrong or has another form deserves a number, such as 0.0"
+_OTHER_TRUTH = "correct the ground truth, or choose another scorer in reward.scorer_routes"
+BUILT_IN = "the built-in scorer"
 _OVERLONG_METRICS = ("overlong", "overlong_reward")  # the reward manager adds them
 
 
@@ -49,7 +52,7 @@ def check_reward(context: DoctorContext) -> Iterator[Finding]:
     except SluiceError as error:
         yield problem_of_text(str(error), _REFUSED)
         return
-    scorer = f"{function.path}: {function.name}" if function.path else "the built-in scorer"
+    scorer = f"{function.path}: {function.name}" if function.path else BUILT_IN
     yield trial_finding(scorer, [row.place for row in rows], answers[: len(rows)])
     yield from wrong_response_findings(scorer, answers[:1], answers[len(rows) :])
     if function.path is not None and not may_grade_itself(context.config):
@@ -68,20 +71,21 @@ def trial_finding(scorer: str, places: Sequence[str], answers: Sequence[TrialAns
             f"{scorer} can be loaded" + (f"; scores {len(answers)} rows" if answers else "")
         )
     place, failed_answer = failed[0]
+    is_partial = len(failed) < len(answers)
+    number = f"{len(failed)} of" if is_partial else "any of"
     frames = "".join(f"\n    {frame}" for frame in failed_answer.frames)
-    if len(failed) < len(answers):
-        return warning(
-            f"{scorer} has no score for {len(failed)} of {len(answers)} rows and a made-up "
-            f"response; {place}: {failed_answer.failure}{frames}",
-            _LEFT_OUT,
-            _ALWAYS_A_NUMBER,
-        )
-    return problem(
-        f"{scorer} has no score for any of {len(answers)} rows and a made-up response; {place}: "
-        f"{failed_answer.failure}{frames}",
-        "every group would fail, and nothing would be trained",
-        "repair it; a response that is wrong or has another form deserves a number, such as 0.0",
+    what = (
+        f"{scorer} has no score for {number} {len(answers)} rows and a made-up response; {place}: "
+        f"{failed_answer.failure}{frames}"
     )
+    remedy = _ALWAYS_A_NUMBER if is_partial else _REPAIR
+    if scorer == BUILT_IN:
+        refusal, _, advice = failed_answer.failure.partition("; ")
+        remedy = advice or _OTHER_TRUTH
+        what = what.replace(failed_answer.failure, refusal)
+    if is_partial:
+        return warning(what, _LEFT_OUT, remedy)
+    return problem(what, "every group would fail, and nothing would be trained", remedy)
 
 
 def wrong_response_findings(

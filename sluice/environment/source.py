@@ -44,4 +44,4 @@ def _names(source: EnvironmentSource) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("environment", lambda: serve_answer(EnvironmentSource, _names)))
+    sys.exit(exit_status("sluice", lambda: serve_answer(EnvironmentSource, _names)))

@@ -139,10 +139,10 @@ def _shared_environment(
 def _refuse_too_few(config_file: Path, environment: Mapping[str, str]) -> None:
     """Refuse devices that do not suffice for the trainer and a replica, with those that would."""
     run = read_run(config_file, ["sluice.rollout.replicas=1"])  # containers count the replicas
-    lack = local_devices(run.config, run.keys, environment).lack
-    if lack:
+    shortage = local_devices(run.config, run.keys, environment).shortage
+    if shortage:
         raise ConfigError(
-            f"{SHARED_DEVICES_VARIABLE}={environment[SHARED_DEVICES_VARIABLE]}: {lack}"
+            f"{SHARED_DEVICES_VARIABLE}={environment[SHARED_DEVICES_VARIABLE]}: {shortage}"
         )
 
 

@@ -89,15 +89,15 @@ class DevicePlan:
     Args:
         config: the configuration with the split.
         line: text for the user; empty if the launch does not train and generate on devices.
-        lack: why its devices do not suffice, with the remedy; empty if they do. Without a line no
-            number of devices would.
+        shortage: why its devices do not suffice, with the remedy; empty if they do. Without a line
+            no number of devices would.
         remedy: overrides that make them suffice; empty if there are none or none are needed.
         is_shared: trainer and replica share one GPU.
     """
 
     config: RunConfig
     line: str = ""
-    lack: str = ""
+    shortage: str = ""
     remedy: tuple[str, ...] = ()
     is_shared: bool = False
 
@@ -126,9 +126,10 @@ def local_devices(
         is_pool = is_colocated(config, settings)
         return DevicePlan(config, line=_SEVERAL_HOSTS if is_pool else "")
     plan = device_plan(config, settings, devices)
-    if not (plan.lack and plan.line):
+    if not (plan.shortage and plan.line):
         return plan
-    return replace(plan, lack=f"{plan.lack}, or make more visible ({_VISIBLE[devices.kind]})")
+    shortage = f"{plan.shortage}, or make more visible ({_VISIBLE[devices.kind]})"
+    return replace(plan, shortage=shortage)
 
 
 def device_plan(config: RunConfig, settings: KeySettings, devices: LaunchDevices) -> DevicePlan:
@@ -167,10 +168,10 @@ def _plan_beside_pool(config: RunConfig, devices: LaunchDevices, error: str) -> 
     """Return a launch that cannot be divided, with replicas beside its pool if they fit."""
     replicas = (devices.count - world_size(config)) // replica_devices(config)
     if replicas < 1:
-        return DevicePlan(config, lack=error)
+        return DevicePlan(config, shortage=error)
     remedy = f"sluice.rollout.replicas={replicas}"
-    lack = f"{error}, or set {remedy}, whose devices are beside the trainer's"
-    return DevicePlan(config, lack=lack, remedy=(remedy,))
+    shortage = f"{error}, or set {remedy}, whose devices are beside the trainer's"
+    return DevicePlan(config, shortage=shortage, remedy=(remedy,))
 
 
 def _one_gpu_plan(

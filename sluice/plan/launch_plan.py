@@ -270,7 +270,7 @@ def _plan_as_written(
         trainer,
         engine,
         fits=not any(lacks.values()),
-        lacks={pool: lack for pool, lack in lacks.items() if lack is not None},
+        lacks={pool: shortfall for pool, shortfall in lacks.items() if shortfall is not None},
         fits_with=None,
         seconds=0.0,
     )

@@ -10,7 +10,7 @@ import pytest
 from tests.support.threaded_launch import threaded_launch
 from tools import launched_run
 from tools.fuzz import __main__ as fuzz
-from tools.fuzz import front_traffic, traffic
+from tools.fuzz import openai_traffic, traffic
 
 REQUESTS = 700
 # The long run makes few of these; here each has to come.
@@ -32,7 +32,7 @@ def test_hostile_requests_neither_crash_the_services_nor_leave_anything_behind(
     assert report["requests"] >= REQUESTS
     assert report["leased"] > 0
     called = set(report["by_method"])
-    assert called >= {front_traffic.CHAT, front_traffic.END}
+    assert called >= {openai_traffic.CHAT, openai_traffic.END}
     assert called >= {method.name for method in traffic.all_methods()} - {
         "TrainerService/SaveCheckpoint"
     }

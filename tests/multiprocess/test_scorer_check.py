@@ -12,6 +12,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import (
+    BUILT_IN,
     made_up_response,
     metric_findings,
     trial_finding,
@@ -89,10 +90,13 @@ def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names
     one = PromptRow(ROWS[0].messages, "openai/gsm8k", '["4"]', {}, "row 0", truth_is_json=True)
     pair = (one, made_up_response(one))
     answers, _ = try_responses(load_config(None, [PATIENTLY]), [pair], ENOUGH_S)
-    found = trial_finding("gsm8k", ["row 0"], answers)
+    found = trial_finding(BUILT_IN, ["row 0"], answers)
     assert found.severity == "problem"
-    assert "row 0: unscorable: DataError: data_source 'openai/gsm8k': ground_truth is" in found.what
-    assert "reward.custom_reward_function.path" in found.what
+    assert found.what.endswith(
+        "row 0: unscorable: data_source 'openai/gsm8k': ground_truth is [\"4\"], and the scorer "
+        "gsm8k compares with text alone"
+    )
+    assert found.remedy.startswith("write the answer as text, or set reward.custom_reward_function")
 
 
 def test_an_exception_in_some_rows_is_a_warning(tmp_path: Path) -> None:

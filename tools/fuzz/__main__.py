@@ -25,8 +25,8 @@ from sluice.client.run_address import locate_run
 from sluice.openai_server.web_app import OpenAIServer, OpenAIServerSettings, listening
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
-from tools.fuzz.front_traffic import FrontTraffic
 from tools.fuzz.honest_agents import HonestAgents
+from tools.fuzz.openai_traffic import OpenAITraffic
 from tools.fuzz.traffic import Traffic
 from tools.launched_run import LOOPBACK, LaunchedRun, settings_file, training_run
 from tools.phases import say, tool_parser
@@ -87,8 +87,8 @@ async def _attacked(
         }
         client = await stack.enter_async_context(AsyncClient.connect(run.run_dir))
         caller = HonestCaller(client, channels)
-        front = await stack.enter_async_context(_front(client, options.seed))
-        traffic = Traffic(channels, random.Random(options.seed), front)
+        openai = await stack.enter_async_context(_openai(client, options.seed))
+        traffic = Traffic(channels, random.Random(options.seed), openai)
         # As long as nobody else works, the run has samples for the attack.
         agents.may_work.clear()
         await run.until("a sample to lease", traffic.lease, _START_S)
@@ -133,14 +133,14 @@ async def _attacked(
 
 
 @asynccontextmanager
-async def _front(client: AsyncClient, seed: int) -> AsyncIterator[FrontTraffic]:
-    """Serve the OpenAI front in this process, and send it requests."""
-    front = OpenAIServer(client, OpenAIServerSettings())
+async def _openai(client: AsyncClient, seed: int) -> AsyncIterator[OpenAITraffic]:
+    """Serve OpenAI's dialect in this process, and send it requests."""
+    server = OpenAIServer(client, OpenAIServerSettings())
     async with (
-        listening(front, LOOPBACK, 0) as port,
+        listening(server, LOOPBACK, 0) as port,
         aiohttp.ClientSession(f"http://{LOOPBACK}:{port}", timeout=_WITHIN) as session,
     ):
-        yield FrontTraffic(session, random.Random(seed))
+        yield OpenAITraffic(session, random.Random(seed))
 
 
 async def _pids(run: LaunchedRun) -> dict[str, int]:

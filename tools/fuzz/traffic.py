@@ -19,8 +19,8 @@ from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
 from sluice.rpc.client import reward_stub
-from tools.fuzz.front_traffic import FrontTraffic
 from tools.fuzz.messages import corrupted, mutated, plausible, random_bytes
+from tools.fuzz.openai_traffic import OpenAITraffic
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
@@ -42,7 +42,7 @@ _DEFECTS = (
 _MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.06, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
-_FRONT_SHARE = 0.1  # of all requests
+_OPENAI_SHARE = 0.1  # of all requests
 _LEASE_SHARE = 0.8  # of the requests with a lease: one that the attack has taken
 _MAX_LEASES = 64
 _WAITING = (
@@ -107,7 +107,7 @@ class Traffic:
     Args:
         channels: by process.
         rng: the only source of randomness.
-        front: sends requests over HTTP.
+        openai: sends requests over HTTP.
 
     Attributes:
         codes: answers by code.
@@ -121,10 +121,10 @@ class Traffic:
         self,
         channels: Mapping[str, grpc.aio.Channel],
         rng: random.Random,
-        front: FrontTraffic,
+        openai: OpenAITraffic,
     ) -> None:
         self._channels, self._rng, self._methods = channels, rng, all_methods()
-        self._front = front
+        self._openai = openai
         self._leases: deque[str] = deque(maxlen=_MAX_LEASES)
         self.num_leased = 0
         self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in self._methods]
@@ -152,8 +152,8 @@ class Traffic:
 
         async def caller() -> None:
             for _ in left:
-                if self._rng.random() < _FRONT_SHARE:
-                    self._note(*await self._front.send(self._leases))
+                if self._rng.random() < _OPENAI_SHARE:
+                    self._note(*await self._openai.send(self._leases))
                 else:
                     await self._make(self._choose())
 

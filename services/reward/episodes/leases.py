@@ -118,9 +118,9 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseManager, store: StoredLeases, record: LeaseRecord | None = None
+        self, manager: LeaseManager, store: StoredLeases, record: LeaseRecord | None = None
     ) -> None:
-        self._desk, self._store = desk, store
+        self._manager, self._store = manager, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
         self._task: EpisodeTask | None = None
         self._expires_s = record.expires_s if record else 0.0
@@ -139,7 +139,7 @@ class LeasedEpisode:
             self._restore(record)
 
     def _restore(self, record: LeaseRecord) -> None:
-        self._holder = self._desk.holder(record.holder, record.keep_alive_s)
+        self._holder = self._manager.holder(record.holder, record.keep_alive_s)
         self._is_taken.set()
         self.posted_end, self.limit = record.end, record.limit
         self._recalled = tuple(record.turns.values())
@@ -181,7 +181,7 @@ class LeasedEpisode:
         """Wait until a program has leased the sample."""
         if self._is_taken.is_set():
             return
-        self._desk.offer(self)
+        self._manager.offer(self)
         with waiting_for(_AGENT, "leasing a sample"):
             await self._is_taken.wait()
 
@@ -220,7 +220,7 @@ class LeasedEpisode:
     def take_recalled(self) -> tuple[CommittedTurn, ...]:
         """Return, once, the turns of an earlier service."""
         recalled, self._recalled = self._recalled, ()
-        self._desk.num_recalled_tokens += sum(
+        self._manager.num_recalled_tokens += sum(
             committed.turn.token_ids.size for committed in recalled
         )
         return recalled
@@ -260,7 +260,7 @@ class LeasedEpisode:
             while self.posted_end is None:
                 await self._wait_for_change()
         end = self.posted_end
-        self._desk.forget(self)
+        self._manager.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
 
     def suspend(self) -> bool:
@@ -269,13 +269,13 @@ class LeasedEpisode:
         The loop has cancelled its episode: the service ends, or the ledger revokes the lease next.
         """
         if self._is_kept:
-            self._desk.suspend(self, self.task.prompt.prompt_id, self.task.sample_index)
+            self._manager.suspend(self, self.task.prompt.prompt_id, self.task.sample_index)
             self._task = None
         return self._is_kept
 
     async def abandon(self) -> None:
         """Revoke the lease."""
-        self._desk.forget(self)
+        self._manager.forget(self)
         self.refuse(_gone_error())
 
     async def chat(

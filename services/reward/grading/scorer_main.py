@@ -247,7 +247,12 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
 
 
 def _refusal_of(error: Exception) -> ScorerRefusal:
-    """Return the exception and its place, cutting the message rather than the place."""
+    """Return the exception and its place, cutting the message rather than the place.
+
+    A refusal of a built-in scorer ends with the remedy, and its place helps nobody.
+    """
+    if isinstance(error, SluiceError):
+        return ScorerRefusal(encodable(str(error)[:MAX_DETAIL_CHARS]))
     place = place_of(error)
     text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
     frames = tuple(map(encodable, frame_texts(error)))

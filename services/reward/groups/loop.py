@@ -178,7 +178,7 @@ class GroupLoop:
         """Return what the loop waits for, by the kind of wait, the most direct cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         outside_waits = self._dispatcher.awaited_outside
-        facts = LoopStatus(
+        status = LoopStatus(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
@@ -196,7 +196,11 @@ class GroupLoop:
             outside=outside_waits.peer if outside_waits else "",
             is_untaken=outside_waits is not None and outside_waits.are_untaken,
         )
-        now_s, previous_since, reasons = time.monotonic(), self._awaited_since, waits_by_kind(facts)
+        now_s, previous_since, reasons = (
+            time.monotonic(),
+            self._awaited_since,
+            waits_by_kind(status),
+        )
         self._awaited_since = {kind: previous_since.get(kind, now_s) for kind in reasons}
         return {
             kind: Waiting(peer, phase, now_s - self._awaited_since[kind])
@@ -518,38 +522,38 @@ class LoopStatus:
     is_untaken: bool = False
 
 
-def waits_by_kind(facts: LoopStatus) -> dict[str, tuple[str, str]]:
+def waits_by_kind(status: LoopStatus) -> dict[str, tuple[str, str]]:
     """Return everything that the loop waits for, the most direct cause first: by the kind of wait,
     the process that must act and what it must do."""
-    if not facts.is_announced:
+    if not status.is_announced:
         return {"announce": ("trainer", "announcing a policy")}
     reasons: dict[str, tuple[str, str]] = {}
-    if facts.num_replicas == 0:
+    if status.num_replicas == 0:
         reasons["replica"] = ("rollout fleet", "registering a replica: none is announced")
-    if facts.outside:
-        phase = "taking samples" if facts.is_untaken else "working on samples"
-        reasons[facts.outside] = (facts.outside, phase)
-    elif facts.num_generating:
-        progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
-        phase = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
+    if status.outside:
+        phase = "taking samples" if status.is_untaken else "working on samples"
+        reasons[status.outside] = (status.outside, phase)
+    elif status.num_generating:
+        progress = f"{status.num_kept} of {status.batch_size} groups kept"
+        phase = f"generating {status.num_generating} groups ({progress}{status.lacking})"
         reasons["generating"] = ("rollout fleet", phase)
-    if facts.num_grading:
-        reasons["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
-    is_idle = not facts.num_generating and not facts.num_grading
-    if (step := facts.leased_step) is not None:
+    if status.num_grading:
+        reasons["grading"] = ("scorer pool", f"grading {status.num_grading} groups")
+    is_idle = not status.num_generating and not status.num_grading
+    if (step := status.leased_step) is not None:
         reasons[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
-    elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
-        reasons |= _idle_reason(facts)
-    elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:
+    elif is_idle and status.num_kept < status.batch_size and status.num_replicas:
+        reasons |= _idle_reason(status)
+    elif is_idle and status.num_kept >= status.batch_size and not status.batch_asked:
         reasons["take"] = ("trainer", "taking the batch that is ready")
     return reasons
 
 
-def _idle_reason(facts: LoopStatus) -> dict[str, tuple[str, str]]:
-    if facts.num_batches_in_training:
+def _idle_reason(status: LoopStatus) -> dict[str, tuple[str, str]]:
+    if status.num_batches_in_training:
         return {"publish": ("trainer", "announcing the next policy version")}
-    if facts.is_exhausted:
+    if status.is_exhausted:
         return {"prompts": ("clients", "submitting prompts: the data set is exhausted")}
-    if not facts.has_dataset:
+    if not status.has_dataset:
         return {"prompts": ("clients", "submitting prompts: there is no data set")}
-    return {"data": ("data set", f"reading prompts{facts.lacking}")}
+    return {"data": ("data set", f"reading prompts{status.lacking}")}

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 
 from services.rollout.engines.protocol import Engine
-from sluice.config.problems import raise_problems
-from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.errors import MissingPackageError
 
@@ -29,10 +27,8 @@ def create_engine(config: RunConfig) -> Engine:
     """Create the engine that the configuration names.
 
     Raises:
-        ConfigError: no engine has that name.
         MissingPackageError: a package that it needs is not installed.
     """
-    raise_problems([*unknown_engine(config)], "its engine")
     name = config.actor_rollout_ref.rollout.name
     try:
         module = importlib.import_module(ENGINES[name])

@@ -50,31 +50,33 @@ class EngineProgress:
     """An engine's last progress.
 
     Args:
-        sign: the last heartbeat that showed progress.
+        activity: the last heartbeat that showed progress.
         since_s: its time.
         is_stalled: whether the engine is out of use until it progresses again.
     """
 
-    sign: EngineActivity
+    activity: EngineActivity
     since_s: float
     is_stalled: bool = False
 
-    def after_heartbeat(self, sign: EngineActivity, now_s: float, stall_s: float) -> EngineProgress:
+    def after_heartbeat(
+        self, activity: EngineActivity, now_s: float, stall_s: float
+    ) -> EngineProgress:
         """Return the progress after a heartbeat.
 
         An engine with work progresses when it samples tokens; one without work has nothing to
         sample. A stalled engine whose work was taken away progresses by answering: its last known
         load may be outdated.
         """
-        has_progress = sign.tokens > self.sign.tokens
+        has_progress = activity.tokens > self.activity.tokens
         if not self.is_stalled:
-            if has_progress or not sign.has_work:
-                return EngineProgress(sign, now_s)
+            if has_progress or not activity.has_work:
+                return EngineProgress(activity, now_s)
             # Tokens and turns keep their values from the beginning of the stall.
             return replace(self, is_stalled=now_s - self.since_s > stall_s)
-        answers = sign.turns > self.sign.turns or sign.turns == 0
-        if has_progress or (answers and not sign.has_work):
-            return EngineProgress(sign, now_s)
+        answers = activity.turns > self.activity.turns or activity.turns == 0
+        if has_progress or (answers and not activity.has_work):
+            return EngineProgress(activity, now_s)
         return self
 
     def mark_stalled(self) -> EngineProgress:
@@ -82,7 +84,7 @@ class EngineProgress:
 
         An engine that counts no turns could not prove the opposite, so it is not suspected.
         """
-        return replace(self, is_stalled=self.sign.turns > 0)
+        return replace(self, is_stalled=self.activity.turns > 0)
 
 
 class MemberState(StrEnum):
@@ -214,8 +216,8 @@ class Fleet:
         elapsed_s = max(now_s - member.last_seen_s, 1e-6)
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
-        sign = EngineActivity(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
-        progress = self._note_progress(instance_id, sign, now_s)
+        activity = EngineActivity(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
+        progress = self._note_progress(instance_id, activity, now_s)
         state = MemberState.DRAINING if draining else _next_state(member.state, progress)
         self._note(instance_id, load)
         self._members[name] = replace(
@@ -360,10 +362,10 @@ class Fleet:
         self.changed.set()
 
     def _note_progress(
-        self, instance_id: str, sign: EngineActivity, now_s: float
+        self, instance_id: str, activity: EngineActivity, now_s: float
     ) -> EngineProgress:
-        progress = self._progress.get(instance_id) or EngineProgress(sign, now_s)
-        self._progress[instance_id] = progress.after_heartbeat(sign, now_s, self._stall_s)
+        progress = self._progress.get(instance_id) or EngineProgress(activity, now_s)
+        self._progress[instance_id] = progress.after_heartbeat(activity, now_s, self._stall_s)
         return self._progress[instance_id]
 
     def _note(self, instance_id: str, load: ReplicaCounters) -> None:

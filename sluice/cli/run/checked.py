@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import UNSET
 from rich.console import Console
 
 from sluice.cli.running_run import folder_setting, is_copied, last_seen_notice, newest_step
@@ -14,7 +15,7 @@ from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, known_keys
 from sluice.doctor.configuration import without_wrong_keys
 from sluice.doctor.examination import preflight
 from sluice.doctor.files import is_writable, nearest_folder
@@ -55,8 +56,9 @@ def check_run(
         spoils = "if they still run there, end this start: two runs spoil one folder"
         print_line(console, f"notice: {notice}; {spoils}")
     notes = without_wrong_keys(launch_notes(run.config, run.settings), run.problems)
-    if file is not None and file.absolute() == run_dir / CONFIG_NAME:
-        # A run's own file names every key; its notes were shown at the first start.
+    names_every_key = all(run.settings.get(key) is not UNSET for key in known_keys())
+    if file is not None and (names_every_key or file.absolute() == run_dir / CONFIG_NAME):
+        # sluice wrote it for a run, whose first start showed the notes.
         set_keys = read_settings(None, overrides).by_key()
         notes = [note for note in notes if note.key in set_keys]
     return check_before_start(run, console, notes, is_local=is_local)
@@ -144,16 +146,24 @@ async def refuse_beside_another(run_dir: Path) -> None:
 
 def refuse_unwritable(config: RunConfig) -> None:
     """Raise ConfigError if this user cannot write the folders of a run, which need not exist."""
-    folders = {"sluice.run_dir": config.sluice.run_dir}
+    require_writable(config.sluice.run_dir, "sluice.run_dir =")
     if config.trainer.save_freq > 0 and config.trainer.default_local_dir:
-        folders["trainer.default_local_dir"] = config.trainer.default_local_dir
-    for key, folder in folders.items():
-        existing = nearest_folder(folder)
-        if not is_writable(existing):
-            raise ConfigError(
-                f"{key} = {folder} cannot be written by this user; give the right to {existing}, "
-                f"or set {key} to another folder"
-            )
+        require_writable(config.trainer.default_local_dir, "trainer.default_local_dir =")
+
+
+def require_writable(folder: str | Path, name: str) -> None:
+    """Raise ConfigError if this user cannot write a folder, which need not exist.
+
+    Args:
+        folder: to write.
+        name: what the message calls it.
+    """
+    existing = nearest_folder(folder)
+    if not is_writable(existing):
+        raise ConfigError(
+            f"{name} {folder}: cannot be written by this user; give the right to {existing}, or "
+            "give another folder"
+        )
 
 
 def refuse_other_ledger(config: RunConfig) -> None:

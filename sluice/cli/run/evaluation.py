@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from sluice.cli.run.checked import check_before_start, refuse_beside_another
+from sluice.cli.run.checked import check_before_start, refuse_beside_another, require_writable
 from sluice.cli.run.ending import print_failures
 from sluice.cli.run.evaluation_origin import claim_folder
 from sluice.cli.run.up import Display, show_launcher_messages, start_processes
@@ -94,6 +94,7 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> Results:
     config = check_before_start(run, display.console).config
     folder = Path(config.sluice.run_dir)
     asyncio.run(refuse_beside_another(folder))
+    require_writable(folder, "--output")
     claim_folder(folder, requested)
     (folder / RESULTS_NAME).unlink(missing_ok=True)
     show_launcher_messages(display.console)

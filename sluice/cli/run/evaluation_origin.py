@@ -153,11 +153,14 @@ def _has_responses(folder: Path) -> bool:
 def _refuse_changes(folder: Path, noted: EvaluationOrigin, present: EvaluationOrigin) -> None:
     settings = _changes(noted.settings, present.settings)
     changes = [f"{key} = {before!r} is now {value!r}" for key, before, value in settings]
-    changes += [f"{file} has changed" for file, _, _ in _changes(noted.files, present.files)]
+    for file, before, mark in _changes(noted.files, present.files):
+        state = "is new" if before is None else "is gone" if mark is None else "was written again"
+        changes.append(f"{file} {state}")
     if changes:
+        remedy = ", or the settings of that one" if settings else ""
         raise ConfigError(
             f"--output {folder}: holds responses of another evaluation ({'; '.join(changes[:3])}); "
-            "give another --output, or the settings of that one"
+            f"give another --output{remedy}"
         )
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, Overrides
-from sluice.cli.run.checked import check_run, refuse_beside_another
+from sluice.cli.run.checked import check_run, refuse_beside_another, require_writable
 from sluice.cli.run.up import Display, Quiet, ShowLogs, display_from_options, start_run
 from sluice.cli.running_run import folder_setting
 from sluice.cli.terminal import progress_bars
@@ -168,12 +168,13 @@ def mark_run_folder(folder: Path) -> None:
     """Mark a missing, empty or marked folder as one whose results may be replaced.
 
     Raises:
-        ConfigError: it holds files that sluice did not put there, is not a folder, or a run is
-            active in it.
+        ConfigError: it holds files that sluice did not put there, is not a folder, cannot be
+            written, or a run is active in it.
     """
     asyncio.run(refuse_beside_another(folder.absolute()))
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run folder {folder}: is a file; give another folder")
+    require_writable(folder, "run folder")
     if not (folder / MARKER).is_file():
         if folder.is_dir() and (name := min((file.name for file in folder.iterdir()), default="")):
             raise ConfigError(

@@ -308,9 +308,13 @@ class LiveView:
                 continue
             self._check_yield(snapshot)
             trains = self._has_stepped and snapshot.step < snapshot.total_steps
-            is_new = not self._has_stepped and snapshot.phase != shown_phase
+            is_said = self._has_stepped and not snapshot.hold_reason
+            is_new = not is_said and snapshot.phase != shown_phase
             if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else LINE_EVERY_S):
-                self._print(self._state_line(snapshot))
+                line = self._state_line(snapshot)
+                if snapshot.hold_reason:
+                    line += f"; {guard_lines(snapshot)[0]}"
+                self._print(line)
                 shown_phase = snapshot.phase
 
     async def _print_steps(self, monitor: RunMonitor) -> None:

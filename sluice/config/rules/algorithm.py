@@ -230,8 +230,7 @@ def _turns_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.sluice.trainer.turn_rewards:
         return
     algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
-    # Of those that credit turns, only grpo and grpo_vectorized divide by the std.
-    divides = estimator.startswith("grpo") and algorithm.norm_adv_by_std_in_grpo
+    divides = estimator in ("grpo", "grpo_vectorized") and algorithm.norm_adv_by_std_in_grpo
     crediting = sorted(name for name, one in BATCH_ESTIMATORS.items() if one.credits_turns)
     if estimator not in crediting:
         yield Problem(

@@ -43,7 +43,6 @@ from sluice.config.rules.sampling import straggler_problems, strategy_problems, 
 from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
-from sluice.config.schema.actor_rollout_ref import ENGINES
 from sluice.config.schema.service import EndpointConfig, RolloutServiceConfig
 from sluice.config.verl_sizes import ACTOR, ROLLOUT, largest_divisor, verl_sizes
 from sluice.errors import ConfigError
@@ -67,18 +66,7 @@ def check_config(config: RunConfig) -> None:
     Raises:
         ConfigError: lists every problem, each with its remedy.
     """
-    problems = [*relation_problems(config), *unknown_engine(config)]
-    raise_problems(problems, "checks before the start")
-
-
-def unknown_engine(config: RunConfig) -> Iterator[Problem]:
-    """Yield an engine that sluice has no adapter for."""
-    # `all_problems` leaves this rule out: the launch of a cluster with another engine is still
-    # worth checking against the others.
-    name = config.actor_rollout_ref.rollout.name
-    if name not in ENGINES:
-        message = f": replicas of this version run {', '.join(ENGINES)} only"
-        yield Problem(f"{ROLLOUT}.name", name, message, f"set {ROLLOUT}.name=torch")
+    raise_problems(relation_problems(config), "checks before the start")
 
 
 def relation_problems(config: RunConfig) -> list[Problem]:

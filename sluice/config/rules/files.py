@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 
 MODEL_KEY = "actor_rollout_ref.model.path"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -34,6 +36,8 @@ def model_problems(path: str, key: str = MODEL_KEY) -> Iterator[Problem]:
         yield Problem(key, UNSET, "is empty", remedy)
     elif not folder.is_dir():
         remedy = "give a local one (nothing is downloaded while a run starts)"
+        if _HUB_NAME.fullmatch(path):
+            remedy += f", as from `hf download {path} --local-dir DIR`"
         yield Problem(key, path, "is no folder", remedy)
     elif not (folder / "config.json").is_file():
         remedy = "give the folder of a Hugging Face model"

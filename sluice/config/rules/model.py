@@ -146,7 +146,7 @@ def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
         engine.data_parallel_size,
         engine.expert_parallel_size,
     )
-    if ep > 1 and ep != tp * dp and engine.name != "trtllm":
+    if ep > 1 and ep != tp * dp:
         yield verl_problem(
             "engine-experts",
             f"{ROLLOUT}.expert_parallel_size",

@@ -88,7 +88,7 @@ class AgentConfig(Section, frozen=True):
 class RolloutConfig(Section, frozen=True):
     """The inference engine and how training responses are sampled."""
 
-    name: str = "torch"
+    name: EngineName = "torch"
     """Inference engine of the replicas: torch, vllm or sglang."""
 
     n: PositiveInt = 1

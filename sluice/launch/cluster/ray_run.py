@@ -102,7 +102,7 @@ async def placed_run(
 
     services = PlacedServices(cluster, plan_of_added, options.patience_s)
     try:
-        await services.place(plans(config, total, extra), devices.lack)
+        await services.place(plans(config, total, extra), devices.shortage)
         reward = await services.node_of(REWARD, 1)
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
@@ -130,11 +130,11 @@ def divide_devices(
     by_node = tuple(int(node.total.get(kind, 0)) for node in nodes if node.total.get(kind, 0) >= 1)
     devices = LaunchDevices(kind, int(total.get(kind, 0)), are_elsewhere=True, by_node=by_node)
     plan = device_plan(config, options.keys, devices)
-    if plan.lack and not plan.line:
-        raise ConfigError(plan.lack)
+    if plan.shortage and not plan.line:
+        raise ConfigError(plan.shortage)
     logger.info(plan.line)
-    if plan.lack:  # the cluster may grow
-        logger.warning("%s", plan.lack)
+    if plan.shortage:  # the cluster may grow
+        logger.warning("%s", plan.shortage)
     if not plan.is_shared:
         return plan, options.extra
     halves: dict[Kind, Resources] = {

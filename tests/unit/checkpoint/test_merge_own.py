@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_the_command_merges_and_compares(checkpoint: Path, tmp_path: Path) -> No
     assert "dtype bfloat16 instead of float32" in differs.output
     nowhere = RUNNER.invoke(commands, ["merge", str(checkpoint)])
     assert isinstance(nowhere.exception, ConfigError)
+
+
+@pytest.mark.parametrize("words", [["none", "out"], [".", "--compare", "none"]])
+def test_a_missing_folder_is_named_before_torch_is_looked_for(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    refused = RUNNER.invoke(commands, ["merge", *words])
+    assert str(refused.exception) == "none: no such folder; give a folder global_step_N"
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,13 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--trainer.save_freq=5"], ["--trainer.save_freq", "5"], ["--trainer.x=5"]]
+    "words",
+    [
+        ["--trainer.save_freq=5"],
+        ["--trainer.save_freq", "5"],
+        ["--trainer.x=5"],
+        ["--custom_reward_function.path=5"],
+    ],
 )
 def test_a_key_that_is_written_as_an_option_is_refused_with_its_spelling(words: list[str]) -> None:
     code, text = invoke("up", "run.yaml", *words)

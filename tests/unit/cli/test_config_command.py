@@ -166,6 +166,18 @@ def test_a_trainer_is_counted_as_it_is_written_and_an_engine_estimated(
     assert found["memory"]["rollout"][0]["layout"] == "as configured"
 
 
+def test_a_published_model_is_counted_without_its_files_where_devices_are_named(
+    counting: list[RunConfig],
+) -> None:
+    named = (*SOUND, "actor_rollout_ref.model.path=Qwen/Qwen3-8B", "trainer.n_gpus_per_node=4")
+    _, text = check(*named)
+    assert "or --device-memory for a published model" in text
+    assert counting == []
+    _, text = check(*named, "--device-memory", "80")
+    assert "8.19 billion parameters, devices of 80 GiB" in text
+    assert len(counting) == 1
+
+
 def test_what_does_not_fit_is_named_with_the_smallest_change_that_does(
     qwen: tuple[str, ...], counting: list[RunConfig]
 ) -> None:
@@ -177,8 +189,8 @@ def test_what_does_not_fit_is_named_with_the_smallest_change_that_does(
     assert "Smallest tensor parallel size" in text
     assert f"set {ROLLOUT}.tensor_model_parallel_size=2" in text
     recompute = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
-    lack = "backward takes 50.00 GiB of the 36.0 that a plan fills"
-    assert f"device of 40 GiB is too small: {lack}; set {recompute}\n" in text
+    shortfall = "backward takes 50.00 GiB of the 36.0 that a plan fills"
+    assert f"device of 40 GiB is too small: {shortfall}; set {recompute}\n" in text
     code, found = check_json(*small, recompute)
     assert [one["rule"] for one in found["violations"]] == ["engine-memory"]
 

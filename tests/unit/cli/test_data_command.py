@@ -61,7 +61,7 @@ def test_inspect_as_json_says_the_same(rows_file: Path) -> None:
     found = json.loads(invoke("inspect", rows_file, "--json").output)
     assert found["num_rows"] == 5
     assert found["num_duplicates"] == 1
-    assert found["data_sources"]["poetry"] == {"rows": 1, "scorer": None}
+    assert found["data_sources"]["poetry"] == {"rows": 1, "scorer": None, "unread_truths": 0}
     assert found["characters"]["most"] == 30
     assert found["tokens"] == {}
 
@@ -110,7 +110,27 @@ def test_a_broken_line_does_not_hide_the_other_rows(tmp_path: Path) -> None:
 def test_a_column_that_is_missing_ends_it_with_the_column(rows_file: Path) -> None:
     result = invoke("inspect", rows_file, "--prompt-key", "turns")
     assert isinstance(result.exception, DataError)
-    assert "no column 'turns' (found: data_source, prompt" in str(result.exception)
+    text = str(result.exception)
+    assert "no column 'turns' (found: data_source, prompt" in text
+    assert "or name yours with --prompt-key; 'sluice data prepare'" in text
+
+
+def test_ground_truths_that_the_scorer_refuses_are_a_note(tmp_path: Path) -> None:
+    rows = [*prompt_rows(["a"]), *prompt_rows(["b", "c"], "searchR1_nq")]
+    for row, truth in zip(rows, (["0"], ["0"], {"target": "0"}), strict=True):
+        row["reward_model"] = {"ground_truth": truth}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    result = invoke("inspect", path)
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "note: 1 rows of math_dapo have a list or a mapping as ground truth, which its" in text
+    assert "rows of searchR1_nq" not in text
+    sources = json.loads(invoke("inspect", path, "--json").output)["data_sources"]
+    assert {name: found["unread_truths"] for name, found in sources.items()} == {
+        "math_dapo": 1,
+        "searchR1_nq": 0,
+    }
 
 
 def test_head_shows_prompts_without_obeying_what_they_hold(tmp_path: Path) -> None:
@@ -184,7 +204,8 @@ def test_prepare_writes_a_file_that_inspect_finds_whole(tmp_path: Path) -> None:
     output = tmp_path / "data" / "gsm8k-test.parquet"
     assert made.output == f"{output}: 3 rows of 9 read, left out 6 duplicates\n"
     found = json.loads(invoke("inspect", output, "--json").output)
-    assert found["data_sources"] == {"openai/gsm8k": {"rows": 3, "scorer": "gsm8k"}}
+    source = {"rows": 3, "scorer": "gsm8k", "unread_truths": 0}
+    assert found["data_sources"] == {"openai/gsm8k": source}
     assert (found["num_bad"], found["num_duplicates"]) == (0, 0)
 
 

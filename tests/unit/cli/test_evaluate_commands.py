@@ -115,7 +115,7 @@ def test_an_evaluation_whose_scorer_failed_continues_once_it_is_graded_again(
     order: EvaluationOrder,
 ) -> None:
     (order.output.parent / "grade.py").write_text("def compute_score(**_):\n    return 0.25\n")
-    with pytest.raises(ConfigError, match=r"grade\.py has changed"):
+    with pytest.raises(ConfigError, match=r"grade\.py was written again"):
         claim_folder(order.output, evaluation_config(order))
     code, text = invoke("regrade", str(order.output))
     assert code == 0, text

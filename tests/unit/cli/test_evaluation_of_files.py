@@ -20,6 +20,7 @@ from sluice.cli.run.evaluation import (
 from sluice.cli.run.evaluation_origin import ORIGIN_NAME, claim_folder
 from sluice.cli.run.up import Display
 from sluice.config.rules.checks import relation_problems
+from sluice.doctor import files
 from sluice.errors import ConfigError
 from sluice.evaluation.results import RESULTS_NAME
 from sluice.launch.service_spec import local_services, with_ports
@@ -149,6 +150,16 @@ def test_a_second_command_leaves_the_results_of_an_active_one(
     assert not (order.output / ORIGIN_NAME).exists()
 
 
+def test_an_output_that_cannot_be_written_is_named(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.cli.run.evaluation.check_before_start", lambda run, _: run)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"^--output .*/out: cannot be written by this user; "):
+        evaluate_model(order, Display(Console(quiet=True)))
+    assert not order.output.exists()
+
+
 def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
     claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
@@ -168,7 +179,7 @@ def test_a_folder_of_tools_that_have_changed_since_is_refused(
     claim_folder(order.output, config)
     store(order.output, [graded(0, 1.0)])
     os.utime(tools, ns=(1, 1))
-    with pytest.raises(ConfigError, match=r"tools\.py has changed"):
+    with pytest.raises(ConfigError, match=r"tools\.py was written again\); give another --output$"):
         claim_folder(order.output, config)
 
 
@@ -186,8 +197,14 @@ def test_of_the_scorer_pool_only_what_decides_grades_is_kept(order: EvaluationOr
 def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
     claim_folder(order.output, evaluation_config(order))
     store(order.output, [graded(0, 1.0)])
+    other = evaluation_config(replace(order, samples_per_prompt=8))
     os.utime(order.model / "model.safetensors", ns=(1, 1))
-    with pytest.raises(ConfigError, match=r"model\.safetensors has changed"):
+    with pytest.raises(ConfigError, match=r"safetensors was written again\); .*, or the settings"):
+        claim_folder(order.output, other)
+    with pytest.raises(ConfigError, match=r"model\.safetensors was written again\); give an"):
+        claim_folder(order.output, evaluation_config(order))
+    (order.model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model\.safetensors is gone\); give another --output$"):
         claim_folder(order.output, evaluation_config(order))
 
 

@@ -218,6 +218,19 @@ async def test_a_log_of_a_long_step_shows_what_it_waits_for(tmp_path: Path) -> N
     assert view.total_steps == 9
 
 
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_log_of_a_run_that_a_guard_holds_says_why_and_what_ends_it(tmp_path: Path) -> None:
+    screen = Screen()
+    view = view_on(screen, run_folder(tmp_path))
+    trainer = ScriptedTrainer(total_steps=9, never_ends=True)
+    async with monitored(trainer) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor))
+        await screen.until("step 2/9")
+        trainer.phase, trainer.hold_reason = trainer_pb2.RUN_PHASE_PAUSED, "accuracy fell"
+        await screen.until("s); held by a guard: accuracy fell; `sluice resume` ends the hold\n")
+        following.cancel()
+
+
 class Watched:
     """A monitor that notes when a call of it has failed."""
 

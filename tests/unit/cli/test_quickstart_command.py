@@ -12,6 +12,7 @@ from sluice.cli.run import quickstart as quickstart_module
 from sluice.cli.run.quickstart import quickstart, show_preparation
 from sluice.cli.running_run import folder_setting
 from sluice.config.loading.loader import load_config
+from sluice.doctor import files
 from sluice.errors import ConfigError
 from sluice.quickstart.settings import PrepareProgress
 
@@ -29,6 +30,19 @@ def test_a_quickstart_refuses_a_folder_that_sluice_did_not_make(
         quickstart(None, task="quickstart", seed=0, run_dir=tmp_path)
     assert made == []
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError) as refused:
+        quickstart(None, task="quickstart", seed=0, run_dir=tmp_path / "mine")
+    assert str(refused.value) == (
+        f"run folder {tmp_path}/mine: cannot be written by this user; give the right to "
+        f"{tmp_path}, or give another folder"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

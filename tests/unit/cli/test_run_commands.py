@@ -314,6 +314,20 @@ def test_a_run_that_went_back_and_has_saved_nothing_since_begins_again_where_it_
         assert read_to_start(run / "config.yaml", []).config.trainer.resume_mode == mode
 
 
+def test_notes_on_keys_come_for_those_that_a_user_has_set() -> None:
+    file, chosen = past("a") / "config.yaml", "critic.optim.betas=[0.9,0.99]"
+    for own, settings, noted in (
+        (True, ["sluice.run_dir=other"], False),
+        (True, ["sluice.run_dir=other", chosen], True),
+        (False, [f"sluice.run_dir={Path('other').absolute()}", chosen], True),
+    ):
+        screen = StringIO()
+        with pytest.raises(ConfigError, match="gone"):
+            check_run(file if own else None, [*settings, "gone"], RunConsole(file=screen))
+        assert ("has no effect" in screen.getvalue()) is noted
+        assert "rollout.gpu_memory_utilization" not in screen.getvalue()
+
+
 def test_the_file_of_a_copied_run_starts_the_other_one_no_more() -> None:
     run, copy = past("a").absolute(), Path("runs/copied").absolute()
     settings = [*NOWHERE, f"sluice.run_dir={run}", "trainer.total_training_steps=9"]

@@ -13,7 +13,6 @@ from sluice.config.explain import explain_key
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
-from sluice.config.schema.actor_rollout_ref import ENGINES
 from sluice.errors import ConfigError
 from tools import generate_config_docs
 
@@ -24,13 +23,6 @@ BESIDE = [entry for entry in catalogue().values() if not entry.in_schema]
 def test_every_key_of_the_schema_is_in_the_catalogue_and_the_other_way_round() -> None:
     in_schema = {path for path, entry in catalogue().items() if entry.in_schema}
     assert in_schema == set(LEAVES)
-
-
-def test_the_caveat_about_engines_names_those_that_replicas_run() -> None:
-    caveat = catalogue()["actor_rollout_ref.rollout.name"].caveat
-    assert caveat is not None
-    assert caveat.unless == list(ENGINES)
-    assert ", ".join(ENGINES) in caveat.reason
 
 
 def test_every_description_shows_the_default_of_the_schema() -> None:

@@ -122,7 +122,7 @@ def test_a_correction_of_logprobs_that_are_the_same_is_refused_and_its_remedy_me
     [
         ((), "truncated importance weights (algorithm.rollout_correction.rollout_is = token"),
         ((loss("adpo"),), "the behavior logprobs in place of the old ones"),
-        ((BYPASS,), "the ratio to the behavior policy"),
+        ((BYPASS,), "the ratios to the behavior policy (bypass mode) correct for it"),
     ],
 )
 def test_how_stale_samples_are_corrected_for_is_reported_at_the_start(

@@ -114,18 +114,6 @@ def test_a_key_of_an_older_version_is_accepted_and_noticed(setting: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 0), ("trtllm", 1)]
-)
-def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
-    found = notices(settings_of({}, [f"{ROLLOUT}.name={engine}"]))
-    assert len(found) == expected
-    for one in found:
-        assert one.rule == KeyStatus.NOT_APPLICABLE
-        assert "run only torch, vllm, sglang" in one.text
-        assert one.text.endswith(f"set {ROLLOUT}.name=torch")
-
-
-@pytest.mark.parametrize(
     ("setting", "text"),
     [
         ("rollout.n=4", "actor_rollout_ref.rollout.n decides, as in verl"),
@@ -142,7 +130,17 @@ def test_a_notice_says_what_decides(setting: str, text: str) -> None:
 
 def test_an_engine_that_is_left_out_is_named_where_its_keys_are_set() -> None:
     (one,) = notices(settings_of({}, [f"{ROLLOUT}.gpu_memory_utilization=0.8"]))
-    assert one.text.endswith(f"{ROLLOUT}.name is left out: replicas run torch, where verl ran vllm")
+    assert one.text.endswith(
+        f"is left out: replicas run torch; where verl ran vllm, set {ROLLOUT}.name=vllm"
+    )
+
+
+def test_only_the_staleness_of_the_asynchronous_recipe_has_a_counterpart() -> None:
+    threshold, other = notices(
+        settings_of({"async_training": {"staleness_threshold": 0.5, "require_batches": 4}}, [])
+    )
+    assert "sluice.asynchrony.ahead_share=s" in threshold.text
+    assert other.text.endswith("has no effect: sluice.asynchrony decides")
 
 
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from services.rollout.engines.registry import ENGINES
 from sluice.cli.main import commands
 from sluice.config.catalogue.table import KeyStatus
-from sluice.config.explain import explain_key, notices
-from sluice.config.loading.loader import load_config, settings_of
+from sluice.config.explain import explain_key
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from tests.support.documents import blocks, table_rows
 from tests.support.source_tree import ROOT
@@ -70,11 +70,10 @@ def test_every_key_of_the_list_of_what_does_not_work_has_the_status_it_says() ->
     rows = table_rows(PAGE, "## What does not work")
     assert len(rows) > 10
     for setting, named, _ in rows:
-        key, _, value = setting.strip("`").partition("=")
-        if value:
-            assert OUTSIDE[named] is KeyStatus.NOT_APPLICABLE
-            found = notices(settings_of({}, [f"{key}={value}"]))
-            assert any(notice.key == key for notice in found), setting
+        key = setting.strip("`")
+        if "=" in key:
+            assert OUTSIDE[named] is KeyStatus.REFUSED
+            assert refused(key), setting
         else:
             assert explain_key(key).status is OUTSIDE[named], setting
 

@@ -52,6 +52,7 @@ TYPES = (
     (f"{R}.temperature=0", "temperature = 0: expected a number > 0"),
     (f"{A}.clip_ratio_c=1.0", "clip_ratio_c = 1: expected a number > 1"),
     (f"{A}.loss_agg_mode=mean", "loss_agg_mode = mean: expected one of token-mean, token-sum"),
+    (f"{R}.name=trtllm", "rollout.name = trtllm: expected one of torch, vllm, sglang"),
     (f"{R}.mode=sometimes", "expected one of async, sync"),
     ("algorithm.kl_penalty=k9", "expected one of kl, k1"),
     ("trainer.v1.trainer_mode=later", "expected one of sync, colocate_async, separate_async"),

@@ -93,6 +93,9 @@ def test_a_folder_without_safetensors_or_tokenizer_is_no_model(tmp_path: Path) -
     (tmp_path / "tokenizer.json").unlink()
     assert "holds no tokenizer" in reported(tmp_path)
     assert "is no folder" in reported(tmp_path / "none")
+    for name, is_of_a_hub in (("Qwen/Qwen3-8B", True), ("models/a/b", False), ("/a/b", False)):
+        remedy = only(model_findings(KEY, name), "problem").remedy
+        assert remedy.endswith(f"as from `hf download {name} --local-dir DIR`") is is_of_a_hub
     assert severities(model_findings(KEY, "")) == ["problem"]
 
 

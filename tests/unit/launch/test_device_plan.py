@@ -73,7 +73,7 @@ def test_a_run_on_cpus_stays_as_it_is() -> None:
         run = read_run(None, overrides)
         plan = planned_run(run, 0)
         assert plan.config is run.config
-        assert (plan.line, plan.lack, plan.remedy) == ("", "", ())
+        assert (plan.line, plan.shortage, plan.remedy) == ("", "", ())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_no_key_changes_where_processes_compute_on_cpus(
     run = read_run(None, overrides)
     plan = local_devices(run.config, run.keys, {GPUS: visible, NPUS: ""})
     assert plan.config is run.config
-    assert (plan.line, plan.lack) == ("", "")
+    assert (plan.line, plan.shortage) == ("", "")
 
 
 @pytest.mark.parametrize("name", [name for name, row in DEVICES.items() if row["devices"] <= 16])
@@ -107,7 +107,7 @@ def test_a_published_launch_has_its_devices_on_one_machine(
     monkeypatch.setenv(variable, numbers(count))
     plan = local_devices(run.config, run.keys, {variable: numbers(count)})
     ranks, replicas = sizes(plan.config)
-    assert not plan.lack
+    assert not plan.shortage
     assert plan.line.startswith(f"devices: {ranks} train")
     specs = local_services(with_ports(plan.config), Path("run.yaml"))
     seen = [spec.environment[variable].split(",") for spec in specs if variable in spec.environment]
@@ -146,7 +146,7 @@ def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
     free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
     plan, extra = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
     config = plan.config
-    assert not plan.lack
+    assert not plan.shortage
     ranks, replicas = sizes(config)
     assert ranks + replicas * replica_devices(config) == count
     bundles_on_nodes(plans(config, total, extra), free)
@@ -223,10 +223,10 @@ def test_a_resumed_run_keeps_its_split(
 def test_too_few_devices_are_an_error_with_what_would_do() -> None:
     tp = f"{ROLLOUT}.tensor_model_parallel_size=2"
     plan = planned(4, POOL, VLLM, tp)
-    assert "takes 8 GPUs (4 train, 4 generate in 2 replicas of 2), 4 are there" in plan.lack
-    assert "; 4 would do with trainer.nnodes=1 trainer.n_gpus_per_node=2" in plan.lack
-    assert plan.lack.endswith(f"or make more visible ({GPUS})")
-    assert not planned(4, POOL, VLLM, tp, *plan.remedy).lack
+    assert "takes 8 GPUs (4 train, 4 generate in 2 replicas of 2), 4 are there" in plan.shortage
+    assert "; 4 would do with trainer.nnodes=1 trainer.n_gpus_per_node=2" in plan.shortage
+    assert plan.shortage.endswith(f"or make more visible ({GPUS})")
+    assert not planned(4, POOL, VLLM, tp, *plan.remedy).shortage
 
 
 STAGED = "dapo-qwen3-235b-megatron"  # four tensor ranks in each of eight stages
@@ -245,12 +245,12 @@ def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
     free = [{"CPU": 64.0, kind: 16.0} for _ in range(nodes)]
     total = {"CPU": 64.0 * nodes, kind: 16.0 * nodes}
     plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
-    assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.lack
+    assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.shortage
     again = read_run(file, plan.remedy)
     mended, extra = divide_devices(
         again.config, RayOptions(keys=again.keys), total, capacities(free)
     )
-    assert not mended.lack
+    assert not mended.shortage
     bundles_on_nodes(plans(mended.config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
 
@@ -260,7 +260,7 @@ def test_a_cluster_that_is_smaller_than_one_model_is_named_its_ranks() -> None:
     free = [{"CPU": 64.0, "GPU": 16.0} for _ in range(2)]
     total = {"CPU": 128.0, "GPU": 32.0}
     plan, _ = divide_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
-    assert "; a trainer of 32 and a replica of 8 take at least 40" in plan.lack
+    assert "; a trainer of 32 and a replica of 8 take at least 40" in plan.shortage
 
 
 @pytest.mark.parametrize(("kind", "variable"), [("cuda", GPUS), ("npu", NPUS)])
@@ -290,25 +290,25 @@ def test_too_few_devices_of_this_machine_are_one_error(
 )
 def test_one_gpu_that_cannot_be_shared_is_an_error(overrides: Sequence[str], said: str) -> None:
     plan = planned(1, *overrides)
-    assert said in plan.lack
+    assert said in plan.shortage
     assert not plan.is_shared
 
 
 def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> None:
     plan = planned(2, "trainer.n_gpus_per_node=2", VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2")
-    assert "2 device(s)" in plan.lack
-    assert "too few for a trainer and a replica of 2" in plan.lack
-    assert "give at least 3, or a smaller" in plan.lack
+    assert "2 device(s)" in plan.shortage
+    assert "too few for a trainer and a replica of 2" in plan.shortage
+    assert "give at least 3, or a smaller" in plan.shortage
     assert not plan.line
 
 
 def test_a_pool_that_the_trainer_needs_whole_may_have_replicas_beside_it() -> None:
     pool = ("trainer.n_gpus_per_node=2", VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2")
     plan = planned(8, *pool)
-    assert "or set sluice.rollout.replicas=3" in plan.lack
+    assert "or set sluice.rollout.replicas=3" in plan.shortage
     assert plan.remedy == ("sluice.rollout.replicas=3",)
     beside = planned(8, *pool, *plan.remedy)
-    assert not beside.lack
+    assert not beside.shortage
     assert sizes(beside.config) == (2, 3)
 
 
@@ -376,7 +376,7 @@ def test_a_gpu_that_is_shared_by_hand_stays_as_it_was_set() -> None:
 def test_one_npu_is_not_shared() -> None:
     run = read_run(None, [])
     plan = device_plan(run.config, run.keys, LaunchDevices("NPU", 1))
-    assert "takes 2 NPUs" in plan.lack
+    assert "takes 2 NPUs" in plan.shortage
 
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
@@ -396,7 +396,7 @@ def test_the_quickstart_fits_any_number_of_gpus(
         plan = planned_run(read_run(base, settings), count)
         asked = with_fitting_replicas(base, ["sluice.rollout.replicas=1"])
         assert sizes(load_config(base, asked))[1] == 1
-    assert not plan.lack
+    assert not plan.shortage
     assert sizes(plan.config) == (1, replicas)
     assert (settings == []) == (count != 2)
 

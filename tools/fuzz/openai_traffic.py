@@ -50,11 +50,11 @@ _OTHERS: tuple[object, ...] = (
 )
 
 
-class FrontTraffic:
+class OpenAITraffic:
     """Makes one request at a time.
 
     Args:
-        session: its requests; its base is the front.
+        session: its requests; its base is the server.
         rng: the only source of randomness.
     """
 
