@@ -61,6 +61,24 @@ def test_a_sliding_window_over_every_sequence_is_accepted(tmp_path: Path) -> Non
     load(save_model(tmp_path, "mistral", sliding_window=28))
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rotation_that_the_longest_row_of_a_pass_changes_is_refused_at_start(
+    kind: str, tmp_path: Path
+) -> None:
+    rope: dict[str, object] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    for limit in (28, 27):
+        changes: dict[str, object] = {"max_position_embeddings": limit}
+        if kind == "longrope":
+            rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            rope["original_max_position_embeddings"] = limit
+            changes = {}
+        folder = save_model(tmp_path / str(limit), "llama", rope_parameters=rope, **changes)
+        if limit == 28:
+            load(folder)
+    with pytest.raises(ConfigError, match=rf"rope_type={kind}, .*max_position_emb.*=27, .* = 28, "):
+        load(folder)
+
+
 def test_computing_more_precisely_than_the_weights_is_refused(tmp_path: Path) -> None:
     precision = FsdpConfig(model_dtype="bfloat16", dtype="float32")
     with pytest.raises(ConfigError, match="set model_dtype=float32 or dtype=bfloat16"):

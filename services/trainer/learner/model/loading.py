@@ -49,6 +49,11 @@ if TYPE_CHECKING:
 
 
 _LANGUAGE_HEAD = ("lm_head.weight",)
+_ROTATIONS_BY_LENGTH = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+}
+"""Rotations that change beyond a number of tokens, and the setting with that number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +235,8 @@ def _freeze_vision_tower(model: PreTrainedModel) -> None:
 def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
     """Refuse attention that is not plainly causal over `max_tokens` tokens.
 
-    A sliding window of at least that length hides nothing and is accepted.
+    A sliding window of at least that length hides nothing and is accepted. So is a rotation of
+    positions that changes only beyond it: else a pass would rotate each row by its longest one.
 
     Raises:
         ConfigError: names the unsupported settings of the model's configuration.
@@ -248,6 +254,15 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
             f"sliding_window={window}, shorter than data.max_prompt_length + "
             f"data.max_response_length = {max_tokens}"
         )
+    rotation = settings.get("rope_parameters") or {}
+    limit_key = _ROTATIONS_BY_LENGTH.get(rotation.get("rope_type", ""), "")
+    limit = rotation.get(limit_key) or settings.get(limit_key)
+    if limit is not None and limit < max_tokens:
+        problems.append(
+            f"rope_type={rotation['rope_type']}, which rotates all rows of a pass in another way "
+            f"if one is longer than {limit_key}={limit}, while data.max_prompt_length + "
+            f"data.max_response_length = {max_tokens}"
+        )
     problems += [
         f"{key}={settings[key]}"
         for key in ("attn_logit_softcapping", "final_logit_softcapping")
@@ -257,8 +272,8 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         raise ConfigError(
             f"actor_rollout_ref.model.path: the {text.model_type} model uses "
             f"{', '.join(problems)}, which sluice's trainer does not compute; choose a "
-            "model with plain causal attention (or, for a sliding window, shorten prompts and "
-            "responses)"
+            "model with plain causal attention (or, for a sliding window or such a rotation, "
+            "shorten prompts and responses)"
         )
 
 
