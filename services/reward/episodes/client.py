@@ -42,7 +42,8 @@ from sluice.types import Answer, FinishReason, Scored
 _TOGETHER_S = 0.005
 """A call that follows another to the same server within this time waits to share a Play."""
 _SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
-"""After these failures of a Play, its steps are sent again one by one, which may succeed."""
+"""After these failures of a Play, its steps are sent again one by one, which may succeed; and so is
+an Open."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 _METHOD_OF = {
@@ -263,7 +264,7 @@ class _DownError(EpisodeFailedError):
     """No server takes the episode now; one may soon.
 
     Args:
-        is_full: it answers, and has as many episodes as it may; otherwise it does not answer.
+        is_full: it has as many episodes as it may, and has not begun this one.
     """
 
     def __init__(self, detail: str, *, is_full: bool = False) -> None:
@@ -376,6 +377,8 @@ class ServedEpisode:
                 longest_s = self._task.timeout_s if error.is_full else call_s
                 if loop.time() + backoff_s >= began_s + longest_s:
                     raise EpisodeFailedError(str(error)) from error
+                if error.is_full:  # it has not begun the episode, and needs no further calls
+                    await self._release()
             await self.abandon()
             with waiting_for("environment", "taking an episode"):
                 await asyncio.sleep(backoff_s)
@@ -404,8 +407,8 @@ class ServedEpisode:
         except EpisodeFailedError as error:
             cause = error.__cause__
             code = cause.detail.partition(":")[0] if isinstance(cause, PeerError) else ""
-            is_full = isinstance(cause, ExhaustedError) or code == "RESOURCE_EXHAUSTED"
-            if is_full or code == "UNAVAILABLE":
+            is_full = isinstance(cause, ExhaustedError)
+            if is_full or code in _SENT_AGAIN:
                 raise _DownError(str(error), is_full=is_full) from error
             raise
         return self._decode_observation(response.observation, phase)

@@ -555,3 +555,4 @@ async def test_an_episode_waits_for_a_server_that_has_as_many_as_it_may(
             assert await ended(first) == Scored(0.5, 0.5, {"acc": 0.5})
             await opening
         assert await ended(second) == Scored(0.5, 0.5, {"acc": 0.5})
+        assert "Close" not in seen
