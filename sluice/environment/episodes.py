@@ -22,6 +22,7 @@ from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.concurrency.threads import MethodThreads
 from sluice.environment.schemas import ArgumentsError
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
+from sluice.safe_text import encodable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ def defect(method_name: str, error: BaseException) -> EnvironmentDefectError:
 
 def raised(error: BaseException) -> str:
     """Return an exception's class and text."""
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    return encodable(f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
 def _place(error: BaseException) -> str:
@@ -259,7 +260,7 @@ def text_of(method_name: str, value: object) -> str:
             )
         _CUT_BEFORE.add(method_name)
         text = text[:MAX_RESULT_CHARS] + _CUT
-    return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+    return encodable(text)
 
 
 def _json(value: object) -> str:
@@ -319,7 +320,7 @@ def grade_of(method_name: str, returned: object) -> Scored | None:
     if returned is None:
         return None
     values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
-    by_name = {str(key): number_of(value) for key, value in values.items()}
+    by_name = {encodable(str(key)): number_of(value) for key, value in values.items()}
     numbers = {key: value for key, value in by_name.items() if value is not None}
     if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
         raise EnvironmentDefectError(
@@ -329,7 +330,8 @@ def grade_of(method_name: str, returned: object) -> Scored | None:
     prediction = values.get("pred")
     score = numbers.pop("score")
     numbers.pop("pred", None)
-    return Scored(score, score, numbers, None if prediction is None else str(prediction)[:1000])
+    text = None if prediction is None else encodable(str(prediction)[:1000])
+    return Scored(score, score, numbers, text)
 
 
 def messages_of(method_name: str, returned: object) -> tuple[ChatMessage, ...]:

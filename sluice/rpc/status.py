@@ -13,6 +13,7 @@ from typing import NamedTuple
 import grpc
 
 from sluice import errors
+from sluice.safe_text import encodable
 from sluice.telemetry.metrics import EventCounts
 
 RPC_ERRORS = EventCounts()
@@ -137,7 +138,7 @@ class CallStatus(NamedTuple):
 
 def status_of(error: errors.SluiceError) -> CallStatus:
     """Return the status for `error`; INTERNAL if the table does not know it."""
-    details = _cut(str(error))
+    details = _cut(encodable(str(error)))  # with another text gRPC would send no status at all
     for kind, code in _CODE_BY_ERROR:
         if isinstance(error, kind):
             return CallStatus(code, details, ((CLASS_KEY, kind.__name__),))
@@ -194,7 +195,7 @@ def _cut(details: str) -> str:
     num_bytes = 0
     for index, character in enumerate(details):
         is_plain = " " <= character <= "~" and character != "%"
-        num_bytes += 1 if is_plain else 3 * len(character.encode(errors="surrogatepass"))
+        num_bytes += 1 if is_plain else 3 * len(character.encode())
         if num_bytes > _LONGEST_DETAILS_BYTES:
             return details[:index]
     return details

@@ -27,7 +27,7 @@ from sluice.codec.environment import (
 )
 from sluice.codec.messages import bundles
 from sluice.concurrency.waits import waiting_for
-from sluice.errors import InvalidRequestError, PeerError, SluiceError
+from sluice.errors import ExhaustedError, InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.client import (
     ChannelPool,
     environment_stub,
@@ -42,7 +42,8 @@ from sluice.types import Answer, FinishReason, Scored
 _TOGETHER_S = 0.005
 """A call that follows another to the same server within this time waits to share a Play."""
 _SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
-"""After these failures of a Play, its steps are sent again one by one, which may succeed."""
+"""After these failures of a Play, its steps are sent again one by one, which may succeed; and so is
+an Open."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 _METHOD_OF = {
@@ -260,7 +261,15 @@ async def give_up(server: EnvironmentServer, episode_id: str) -> None:
 
 
 class _DownError(EpisodeFailedError):
-    """No server answers now; one may soon."""
+    """No server takes the episode now; one may soon.
+
+    Args:
+        is_full: it has as many episodes as it may, and has not begun this one.
+    """
+
+    def __init__(self, detail: str, *, is_full: bool = False) -> None:
+        super().__init__(detail)
+        self.is_full = is_full
 
 
 def spread_over_servers(addresses: Sequence[str]) -> AddressFor:
@@ -353,21 +362,25 @@ class ServedEpisode:
         self._end: environment.CloseResponse | None = None  # how a step ended the episode
 
     async def open(self) -> Observation:
-        """Choose a server and begin; while none answers, try again within the time of a call.
+        """Choose a server and begin; while none answers, try again within the time of a call, and
+        while it is full, within the time of the episode.
 
         Without the wait, groups would fail as fast as they start while a server restarts, and use
         up the data set.
         """
         loop, backoff_s = asyncio.get_running_loop(), _FIRST_BACKOFF_S
-        ends_at = loop.time() + self._environments.call_timeout_s
+        began_s, call_s = loop.time(), self._environments.call_timeout_s
         while True:
             try:
                 return await self._open()
             except _DownError as error:
-                if loop.time() + backoff_s >= ends_at:
+                longest_s = self._task.timeout_s if error.is_full else call_s
+                if loop.time() + backoff_s >= began_s + longest_s:
                     raise EpisodeFailedError(str(error)) from error
+                if error.is_full:  # it has not begun the episode, and needs no further calls
+                    await self._release()
             await self.abandon()
-            with waiting_for("environment", "being up"):
+            with waiting_for("environment", "taking an episode"):
                 await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             # The server may have begun the episode before its answer was lost.
@@ -393,8 +406,10 @@ class ServedEpisode:
             response = await self._call(request, phase, environment.OpenResponse)
         except EpisodeFailedError as error:
             cause = error.__cause__
-            if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
-                raise _DownError(str(error)) from error
+            code = cause.detail.partition(":")[0] if isinstance(cause, PeerError) else ""
+            is_full = isinstance(cause, ExhaustedError)
+            if is_full or code in _SENT_AGAIN:
+                raise _DownError(str(error), is_full=is_full) from error
             raise
         return self._decode_observation(response.observation, phase)
 

@@ -59,13 +59,14 @@ class ReplicaQueue:
         return bool(self._waiters) or self.fleet.has_sequences
 
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
-        """Return how many more sequences could start now, beyond those that already wait.
+        """Return how many more sequences could start now, beyond those that already wait; 0 or less
+        for none.
 
         A validation on held replicas takes no capacity from training. An idle replica has capacity
         for at least one group of `group_size` sequences.
         """
         free = self.fleet.num_free(lowest_version, time.monotonic(), group_size)
-        if not self._waiters:
+        if free <= 0 or not self._waiters:
             return free
         training = ReplicaRequirement(1, lowest_version)
         return free - sum(
@@ -163,8 +164,13 @@ class ReplicaQueue:
         now_s, offers = time.monotonic(), self.fleet.offers
         still_waiting: list[_QueuedGroup] = []
         taken_offers: set[ReplicaOffer] = set()
-        for waiter in self._waiters:
+        for place, waiter in enumerate(self._waiters):
             requirement = waiter.requirement
+            if len(taken_offers) == len(offers) and requirement.highest_version is None:
+                # All that follow are for training, too. Thousands may wait, and each end of a
+                # sequence comes here.
+                still_waiting += self._waiters[place:]
+                break
             is_served = len(taken_offers) < len(offers) and not waiter.reserved.done()
             member = self.fleet.choose(requirement, now_s, taken_offers) if is_served else None
             if member is not None:

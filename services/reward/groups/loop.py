@@ -301,7 +301,7 @@ class GroupLoop:
         source.prompts.has_one_in_hand = True
         try:
             attempt = await self._decide_attempt(source, prompt)
-        except SluiceError:
+        except (SluiceError, asyncio.CancelledError):
             source.prompts.put(prompt)
             raise
         finally:

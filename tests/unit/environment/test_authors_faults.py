@@ -14,7 +14,7 @@ from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.environment.servicer import served_environment
-from sluice.types import Answer, FinishReason
+from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, calls, episode, served
 from tests.support.scripted_environment import eventually
 
@@ -58,6 +58,10 @@ class Tools:
         task = asyncio.ensure_future(asyncio.sleep(9))
         task.cancel()
         await task
+
+    def spell(self) -> str:
+        '''Quote half a surrogate pair, such as of an answer read as JSON.'''
+        raise ValueError("no word: \\ud83d")
 """
 
 
@@ -72,6 +76,7 @@ class Tools:
         ("leave", {}, "Error: RuntimeError: it called sys.exit(3)"),
         ("interrupt", {}, "Error: RuntimeError: it raised KeyboardInterrupt: now"),
         ("cancel", {}, "Error: RuntimeError: it raised CancelledError"),
+        ("spell", {}, "Error: ValueError: no word: ?"),
     ],
 )
 async def test_what_a_call_of_the_policy_causes_is_read_by_the_policy(
@@ -84,6 +89,44 @@ async def test_what_a_call_of_the_policy_causes_is_read_by_the_policy(
         assert seen.messages[0].content.startswith(said)
         assert seen.reward is None
         await played.abandon()
+
+
+JUDGE = """
+import json
+
+class Judge:
+    def turn(self, text: str) -> None:
+        if text == "null":
+            raise ValueError("not an answer: \\ud83d")
+
+    def score(self, answer: str) -> dict:
+        read = json.loads(answer)
+        return {"score": 1.0, "pred": read, read: 2.0}
+"""
+
+
+async def test_half_a_surrogate_pair_of_an_answer_costs_no_grade_and_no_other_episode(
+    tmp_path: Path,
+) -> None:
+    async with served(author_file(tmp_path, JUDGE), tmp_path) as servers:
+        others = [episode(servers) for _ in range(3)]
+        failing = episode(servers)
+        for played in (*others, failing):
+            await played.open()
+
+        async def fail() -> None:
+            with pytest.raises(EpisodeFailedError, match=r"not an answer: \?"):
+                await failing.step(0, Answer("null"), STOP)
+            await failing.abandon()
+
+        async with asyncio.TaskGroup() as tasks:  # they travel in one Play
+            tasks.create_task(fail())
+            steps = [
+                tasks.create_task(played.step(0, Answer(r'"\ud83d"'), STOP)) for played in others
+            ]
+        assert all(step.result().done for step in steps)
+        for played in others:
+            assert await played.close() == Scored(1.0, 1.0, {"?": 2.0}, "?")
 
 
 SLOW = """

@@ -23,6 +23,7 @@ from sluice.concurrency.threads import MethodThreads
 from sluice.environment.episodes import AuthorCalls
 from sluice.environment.servicer import EnvironmentServicer, served_environment
 from sluice.errors import NotFoundError
+from sluice.rpc.server import ErrorInterceptor
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row
 from tests.support.scripted_environment import eventually
@@ -539,3 +540,19 @@ async def test_a_cancelled_method_that_waits_is_not_made(tmp_path: Path) -> None
         go.set()
     assert made == ["first"]
     threads.close()
+
+
+async def test_an_episode_waits_for_a_server_that_has_as_many_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.MAX_EPISODES", 1)
+    async with counting(tmp_path, further=[ErrorInterceptor()]) as (servers, seen):
+        first, second = episode(servers), episode(servers)
+        await first.open()
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(second.open())
+            await eventually(lambda: seen["Open"] > 2)
+            assert await ended(first) == Scored(0.5, 0.5, {"acc": 0.5})
+            await opening
+        assert await ended(second) == Scored(0.5, 0.5, {"acc": 0.5})
+        assert "Close" not in seen

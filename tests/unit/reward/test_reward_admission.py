@@ -236,3 +236,27 @@ def test_a_prompt_that_is_passed_by_says_whether_it_was_dear_or_left_out_for_the
     attempt = Attempt("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)
     assert why_skipped(attempt).startswith("not worth its tokens: 8.0 of 16.0")
     assert why_skipped(replace(attempt, side=Side.PLAIN)).startswith("left out to keep the share")
+
+
+async def test_a_service_that_ends_while_the_memory_is_read_loses_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
+    settings = config("memory", data={"train_files": str(rows)})
+    begun, released = threading.Event(), threading.Event()
+
+    def read(_key: str) -> None:
+        begun.set()
+        released.wait(60)
+
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        monkeypatch.setattr(memory, "read", read)
+        files, sets = RunFiles(memory), open_prompt_sets(settings)
+        try:
+            async with running_app(settings, ScriptedClient(), sets, files) as app:
+                await app.loop.announce("trainer", 0, [replica("a")], None)
+                await settled(begun.is_set)
+            assert app.statistics()["reward/prompts_lost"] == 0
+            assert app.ledger.num_pending == app.sources.num_waiting > 0
+        finally:  # else nothing ends the thread
+            released.set()

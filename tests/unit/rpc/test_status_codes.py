@@ -140,7 +140,24 @@ def test_details_are_cut_to_what_metadata_can_carry() -> None:
     assert status_of(errors.DataError("é" * 333)).details == "é" * 333
 
 
+async def test_an_error_with_text_that_cannot_be_sent_arrives_at_once() -> None:
+    lost = errors.DataError("train-\udcff.parquet: \ud83d")  # a file name, half a surrogate pair
+    async with connected(reward=Reward([lost])) as channel:
+        with pytest.raises(errors.DataError) as raised:
+            await ask(channel)
+    assert str(raised.value) == "train-?.parquet: ?"
+
+
 NAME = "RewardService/GetStatus"
+
+
+async def ask(channel: grpc.aio.Channel) -> None:
+    await unary_call(
+        reward_stub(channel).GetStatus,
+        reward_pb2.GetStatusRequest(),
+        peer="reward",
+        phase="asking",
+    )
 
 
 class Reward(reward_pb2_grpc.RewardServiceServicer):
@@ -160,12 +177,7 @@ async def counted(*errors: Exception) -> dict[tuple[str, ...], int]:
     before = Counter(RPC_ERRORS.counts())
     async with connected(reward=Reward(list(errors))) as channel:
         with suppress(PeerError):
-            await unary_call(
-                reward_stub(channel).GetStatus,
-                reward_pb2.GetStatusRequest(),
-                peer="reward",
-                phase="asking",
-            )
+            await ask(channel)
     return dict(Counter(RPC_ERRORS.counts()) - before)
 
 
