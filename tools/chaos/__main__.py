@@ -326,8 +326,8 @@ def _report(
     batches = [*verdict.read_leases(injector.ledgers), *verdict.read_dumps(folder / "dumps")]
     surviving = verdict.surviving_steps(batches, observer.restarts, last_step)
     ledger = verdict.read_ledger(run_dir / "reward" / "ledger.sqlite")
-    batched = {prompt_id for batch in batches for prompt_id in batch.samples}
-    lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step, lines, batched)
+    returned = verdict.returned_rows(batches, surviving, lines, observer.restarts)
+    lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step, lines, returned)
     doubled = verdict.doubled_prompts(surviving, ledger)
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
     late = verdict.late_waits(observer.waits, config, injector.stopped)

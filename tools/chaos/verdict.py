@@ -136,13 +136,29 @@ def surviving_steps(
     }
 
 
+def returned_rows(
+    batches: Iterable[Dump],
+    surviving: Mapping[int, Mapping[str, int]],
+    lines: Iterable[Mapping[str, Any]],
+    restarts: Sequence[TrainerRestart],
+) -> set[str]:
+    """Return rows that a restarted trainer may have returned to the data set: those of batches that
+    died with it, and those that were filtered. They are issued again after all that are pending.
+    """
+    if not restarts:
+        return set()
+    filtered = {line["prompt_id"] for line in lines if line["end"] != TRAINED}
+    died = [batch.samples for batch in batches if surviving.get(batch.step) is not batch.samples]
+    return filtered.union(*died)
+
+
 def lost_prompts(
     surviving: Mapping[int, Collection[str]],
     ledger: LedgerView,
     accepted: Collection[str],
     last_step: int,
-    lines: Sequence[Mapping[str, Any]] = (),
-    batched: Collection[str] = (),
+    lines: Iterable[Mapping[str, Any]] = (),
+    returned: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the ids of lost prompts, each with what is wrong.
 
@@ -152,15 +168,13 @@ def lost_prompts(
         accepted: prompts that a client holds a receipt of.
         last_step: of the run.
         lines: of the group log.
-        batched: prompts of all batches, including those whose weights did not survive.
+        returned: rows that a restarted trainer returned to the data set: `returned_rows`.
     """
     lost = {
         prompt_id: "accepted, and neither ended nor pending"
         for prompt_id in accepted
         if prompt_id not in ledger.ended and prompt_id not in ledger.pending
     }
-    # A trainer that starts again returns rows to the data set: they come after the pending ones.
-    returned = {*batched, *(line["prompt_id"] for line in lines)}
     for name in _skipped_rows(ledger, returned):
         lost[name] = "neither ended nor pending, and a later row is pending"
     clients = [(name, step) for name, (how, step) in ledger.ended.items() if how == TRAINED]

@@ -191,7 +191,7 @@ class CallBatches:
         self, server: EnvironmentServer, calls: Iterable[_QueuedCall], error: SluiceError
     ) -> None:
         """Have calls without a result made alone, or fail them."""
-        code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
+        code = _code_of(error)
         may_pass = code in _SENT_AGAIN or isinstance(error, InvalidRequestError)
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
             self._without_play.add(server.address)
@@ -241,6 +241,11 @@ def _answer(due: _QueuedCall, result: environment.PlayResult) -> bool:
         return False
     due.answered.set_result(result)
     return True
+
+
+def _code_of(error: BaseException | None) -> str:
+    """Return the name of the gRPC code with which a call failed; empty for other errors."""
+    return error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
 
 
 async def give_up(server: EnvironmentServer, episode_id: str) -> None:
@@ -369,13 +374,15 @@ class ServedEpisode:
         up the data set.
         """
         loop, backoff_s = asyncio.get_running_loop(), _FIRST_BACKOFF_S
-        began_s, call_s = loop.time(), self._environments.call_timeout_s
+        began_s = answered_s = loop.time()
         while True:
             try:
                 return await self._open()
             except _DownError as error:
-                longest_s = self._task.timeout_s if error.is_full else call_s
-                if loop.time() + backoff_s >= began_s + longest_s:
+                up_to_s = answered_s + self._environments.call_timeout_s
+                if error.is_full:
+                    answered_s, up_to_s = loop.time(), began_s + self._task.timeout_s
+                if loop.time() + backoff_s >= up_to_s:
                     raise EpisodeFailedError(str(error)) from error
                 if error.is_full:  # it has not begun the episode, and needs no further calls
                     await self._release()
@@ -405,10 +412,8 @@ class ServedEpisode:
         try:
             response = await self._call(request, phase, environment.OpenResponse)
         except EpisodeFailedError as error:
-            cause = error.__cause__
-            code = cause.detail.partition(":")[0] if isinstance(cause, PeerError) else ""
-            is_full = isinstance(cause, ExhaustedError)
-            if is_full or code in _SENT_AGAIN:
+            is_full = isinstance(error.__cause__, ExhaustedError)
+            if is_full or _code_of(error.__cause__) in _SENT_AGAIN:
                 raise _DownError(str(error), is_full=is_full) from error
             raise
         return self._decode_observation(response.observation, phase)

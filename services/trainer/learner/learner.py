@@ -19,7 +19,11 @@ from services.trainer.learner.model.experts import (
     without_load_counts,
 )
 from services.trainer.learner.model.forward import DTYPES, check_packing
-from services.trainer.learner.model.loading import load_policy, prepare_policy
+from services.trainer.learner.model.loading import (
+    check_engine_length,
+    load_policy,
+    prepare_policy,
+)
 from services.trainer.learner.model.lora import scaled_for_sending
 from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
@@ -40,7 +44,7 @@ from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import AdapterReference, Reference, ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
-from sluice.config.derived import max_row_tokens, uses_adapters, uses_critic
+from sluice.config.derived import max_model_len, max_row_tokens, uses_adapters, uses_critic
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
@@ -167,6 +171,7 @@ class Learner:
         precision, parallel = actor.fsdp_config, self._parallel
         max_tokens = max_row_tokens(self._config.data)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        check_engine_length(policy.model.config, max_model_len(self._config))
         check_cuttable(policy.model, precision.tensor_parallel_size)
         check_shareable(
             precision.ulysses_sequence_parallel_size,

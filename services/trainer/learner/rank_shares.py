@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,11 @@ from torch.autograd.function import FunctionCtx
 from sluice.config.parallel_layout import SEQUENCE_KEY, TENSOR_KEY, sequence_sizes, shares_heads
 from sluice.errors import ConfigError
 
-_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+_LONGEST_BY_ROTATION = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+}
+"""Rotations of positions that change for longer passes, and the setting that says from which."""
 # torch 2.13 has other names for these.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -163,6 +167,31 @@ class TensorShare(_Share):
         return slice(self.rank * part_tokens, (self.rank + 1) * part_tokens)
 
 
+class RotationByLength(NamedTuple):
+    """A rotation of positions that is another one if a pass has a row of more than `limit` tokens.
+
+    `limit_key` is the setting with the limit, which a model may leave out.
+    """
+
+    kind: str
+    limit_key: str
+    limit: int | None
+
+
+def rotation_by_length(config: PreTrainedConfig) -> RotationByLength | None:
+    """Return the model's rotation that depends on the length; ``None`` if it has none."""
+    settings = config.get_text_config().to_dict()
+    rotation = settings.get("rope_parameters") or {}
+    # Some families have one for each type of layer.
+    by_layer_type = [each for each in rotation.values() if isinstance(each, dict)]
+    for each in (rotation, *by_layer_type):
+        kind = each.get("rope_type")
+        if kind in _LONGEST_BY_ROTATION:
+            limit_key = _LONGEST_BY_ROTATION[kind]
+            return RotationByLength(kind, limit_key, each.get(limit_key) or settings.get(limit_key))
+    return None
+
+
 def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> None:
     """Refuse a model whose sequences or attention heads this number of ranks cannot share.
 
@@ -175,10 +204,9 @@ def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> Non
     if size == 1:
         return
     text = config.get_text_config()
-    rotation = getattr(text, "rope_parameters", None) or {}
-    if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH:
+    if (rotation := rotation_by_length(config)) is not None:
         raise ConfigError(
-            f"{SEQUENCE_KEY}={size}: the rotation of positions ({rotation['rope_type']}) depends "
+            f"{SEQUENCE_KEY}={size}: the rotation of positions ({rotation.kind}) depends "
             "on the length of a sequence, and each rank would see a part of it; leave the key at 1"
         )
     heads: int = text.num_attention_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -556,3 +556,35 @@ async def test_an_episode_waits_for_a_server_that_has_as_many_as_it_may(
             await opening
         assert await ended(second) == Scored(0.5, 0.5, {"acc": 0.5})
         assert "Close" not in seen
+
+
+async def test_an_episode_that_waited_for_a_full_server_also_waits_while_none_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip_time: Callable[[float], None]
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.MAX_EPISODES", 1)
+    monkeypatch.setattr("services.reward.episodes.client._LONGEST_BACKOFF_S", 0.05)
+    is_down = False
+
+    def before(method: str) -> bool:
+        return is_down and method == "Open"
+
+    async with counting(tmp_path, before, further=[ErrorInterceptor()]) as (servers, seen):
+        servers.call_timeout_s = 20.0
+        first, second = episode(servers), episode(servers)
+        await first.open()
+
+        async def further_open() -> None:
+            before = seen["Open"]
+            await eventually(lambda: seen["Open"] > before + 1)
+
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(second.open())
+            await further_open()
+            skip_time(30.0)  # more than a call may take, less than an episode
+            await further_open()
+            is_down = True
+            await further_open()
+            is_down = False
+            assert await ended(first) == Scored(0.5, 0.5, {"acc": 0.5})
+            await opening
+        assert await ended(second) == Scored(0.5, 0.5, {"acc": 0.5})

@@ -28,6 +28,7 @@ from tools.chaos.verdict import (
     read_dumps,
     read_leases,
     read_ledger,
+    returned_rows,
     surviving_steps,
 )
 from tools.launched_run import LaunchedRun
@@ -190,8 +191,19 @@ def test_a_row_before_a_pending_one_that_nothing_holds_is_lost() -> None:
     assert set(lost_prompts({}, ledger, (), 1)) == {"data-4"}
 
 
-def test_a_row_that_a_restarted_trainer_returned_to_the_data_set_is_not_lost() -> None:
-    ledger = LedgerView(frozenset({"data-8"}), {}, 4)
-    filtered = [row_line("data-5", None, "filtered_all_right")]
-    lost = lost_prompts({}, ledger, (), 1, filtered, {"data-4", "data-6"})
-    assert set(lost) == {"data-7"}
+@pytest.mark.parametrize(
+    ("restarts", "lost"),
+    [
+        pytest.param([TrainerRestart(20.0, 1)], {"data-2", "data-7"}, id="step 2 died"),
+        pytest.param([], {"data-2", "data-4", "data-5", "data-6", "data-7"}, id="no trainer died"),
+    ],
+)
+def test_a_row_that_a_restarted_trainer_returned_to_the_data_set_is_not_lost(
+    restarts: list[TrainerRestart], lost: set[str]
+) -> None:
+    batches = [Dump(1, 5.0, {"data-2": 4}), Dump(2, 10.0, {"data-4": 4, "data-6": 4})]
+    lines = [row_line("data-2", 1), row_line("data-5", None, "filtered_all_right")]
+    ledger = LedgerView(frozenset({"data-3", "data-8"}), {}, 2)
+    surviving = surviving_steps(batches, restarts, 2)
+    returned = returned_rows(batches, surviving, lines, restarts)
+    assert set(lost_prompts({}, ledger, (), 2, (), returned)) == lost

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import decoder
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import check_engine_length, load_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer
+from services.trainer.learner.rank_shares import rotation_by_length
 from services.trainer.learner.ranks import ParallelContext
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
@@ -77,6 +80,26 @@ def test_a_rotation_that_the_longest_row_of_a_pass_changes_is_refused_at_start(
             load(folder)
     with pytest.raises(ConfigError, match=rf"rope_type={kind}, .*max_position_emb.*=27, .* = 28, "):
         load(folder)
+
+
+def test_an_engine_for_longer_rows_than_the_rotation_allows_is_refused_at_start(
+    tmp_path: Path,
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = save_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=28)
+    config = AutoConfig.from_pretrained(folder)
+    check_engine_length(config, 28)
+    with pytest.raises(ConfigError, match=r"max_model_len=29: .* dynamic, changes beyond .*=28"):
+        check_engine_length(config, 29)
+
+
+def test_a_rotation_that_depends_on_the_length_is_found_in_one_type_of_layers() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    by_type = {"full_attention": dynamic, "sliding_attention": {"rope_type": "default"}}
+    settings = {"rope_parameters": by_type, "max_position_embeddings": 27}
+    text = SimpleNamespace(to_dict=lambda: settings)
+    rotation = rotation_by_length(SimpleNamespace(get_text_config=lambda: text))
+    assert rotation == ("dynamic", "max_position_embeddings", 27)
 
 
 def test_computing_more_precisely_than_the_weights_is_refused(tmp_path: Path) -> None:

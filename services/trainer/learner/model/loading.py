@@ -33,6 +33,7 @@ from services.trainer.learner.model.recompute import (
     recompute_layers,
 )
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.rank_shares import rotation_by_length
 from services.trainer.learner.ranks import StageRanks
 from sluice.checkpoint.pretrained import read_pretrained
 from sluice.config.derived import uses_adapters
@@ -49,11 +50,6 @@ if TYPE_CHECKING:
 
 
 _LANGUAGE_HEAD = ("lm_head.weight",)
-_ROTATIONS_BY_LENGTH = {
-    "longrope": "original_max_position_embeddings",
-    "dynamic": "max_position_embeddings",
-}
-"""Rotations that change beyond a number of tokens, and the setting with that number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +232,7 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
     """Refuse attention that is not plainly causal over `max_tokens` tokens.
 
     A sliding window of at least that length hides nothing and is accepted. So is a rotation of
-    positions that changes only beyond it: else a pass would rotate each row by its longest one.
+    positions that changes only beyond it: a pass rotates all its rows by the longest one.
 
     Raises:
         ConfigError: names the unsupported settings of the model's configuration.
@@ -254,14 +250,12 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
             f"sliding_window={window}, shorter than data.max_prompt_length + "
             f"data.max_response_length = {max_tokens}"
         )
-    rotation = settings.get("rope_parameters") or {}
-    limit_key = _ROTATIONS_BY_LENGTH.get(rotation.get("rope_type", ""), "")
-    limit = rotation.get(limit_key) or settings.get(limit_key)
-    if limit is not None and limit < max_tokens:
+    rotation = rotation_by_length(config)
+    if rotation is not None and rotation.limit is not None and rotation.limit < max_tokens:
         problems.append(
-            f"rope_type={rotation['rope_type']}, which rotates all rows of a pass in another way "
-            f"if one is longer than {limit_key}={limit}, while data.max_prompt_length + "
-            f"data.max_response_length = {max_tokens}"
+            f"rope_type={rotation.kind}, which rotates all rows of a pass in another way "
+            f"if one is longer than {rotation.limit_key}={rotation.limit}, while "
+            f"data.max_prompt_length + data.max_response_length = {max_tokens}"
         )
     problems += [
         f"{key}={settings[key]}"
@@ -274,6 +268,24 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
             f"{', '.join(problems)}, which sluice's trainer does not compute; choose a "
             "model with plain causal attention (or, for a sliding window or such a rotation, "
             "shorten prompts and responses)"
+        )
+
+
+def check_engine_length(config: PreTrainedConfig, max_model_len: int) -> None:
+    """Refuse an engine's length for which it may rotate positions in another way than the trainer.
+
+    vLLM rotates every row as a longest one of `max_model_len` tokens.
+
+    Raises:
+        ConfigError: names the largest possible value.
+    """
+    rotation = rotation_by_length(config)
+    if rotation is not None and rotation.limit is not None and rotation.limit < max_model_len:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={max_model_len}: the model's rotation of "
+            f"positions, {rotation.kind}, changes beyond {rotation.limit_key}={rotation.limit}, "
+            "and the engine would rotate the trainer's shorter rows in another way; set the key to "
+            "at most this number"
         )
 
 
