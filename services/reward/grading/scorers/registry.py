@@ -99,7 +99,7 @@ def scorer_for(
         symbolic_math.check_installed(f"data_source '{data_source}'")
     if name == PROGRAM_TESTS:
         if programs is None:
-            raise DataError(f"data_source '{data_source}': {NO_SANDBOX}; or {_REMEDY}")
+            raise DataError(f"data_source '{data_source}': {NO_SANDBOX}, or {_REMEDY}")
         return partial(_apply, programs)
     return partial(_apply, _rule(name))
 
