@@ -81,7 +81,7 @@ def test_a_missing_package_is_reported_with_how_to_install_it(
 
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_programs_are_refused_without_a_sandbox_and_graded_with_one(source: str) -> None:
-    with pytest.raises(DataError, match=rf"'{source}'.*sluice\.sandbox\.backend=bubblewrap"):
+    with pytest.raises(DataError, match=rf"'{source}'.*backend=bubblewrap [^;]*, or set reward"):
         scorer_for(source)
     scorer = scorer_for(source, programs=lambda response, truth: len(response + truth))
     assert scorer(data_source=source, solution_str="ab", ground_truth="c", extra_info={}) == 3
