@@ -29,7 +29,10 @@ RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")
 _ESTIMATOR = "algorithm.adv_estimator"
 _AHEAD = re.compile(r"one_step_off|fully_async")  # verl's recipes that generate ahead
-_AS_AHEAD = ("algorithm.rollout_correction.bypass_mode=true", "sluice.asynchrony.max_staleness=1")
+_AHEAD_SETTINGS = (
+    "algorithm.rollout_correction.bypass_mode=true",
+    "sluice.asynchrony.max_staleness=1",
+)
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -104,7 +107,7 @@ def script_settings(
     _print_report_line(f"  launch: {launch.module}, {len(launch.settings)} settings")
     settings = list(launch.settings)
     set_keys = {_key_of(setting) for setting in settings}
-    missing = [setting for setting in _AS_AHEAD if _key_of(setting) not in set_keys]
+    missing = [setting for setting in _AHEAD_SETTINGS if _key_of(setting) not in set_keys]
     if _AHEAD.search(launch.module) and missing:
         _print_report_line(
             "  note: verl's recipe trains on samples of an older policy; for the same here, add "

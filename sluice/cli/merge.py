@@ -119,10 +119,13 @@ def _differences(model: Path, compared_model: Path) -> list[str]:
     return list(differences)
 
 
-def _require_folders_and_torch(*folders: Path | None) -> None:
-    for folder in filter(None, folders):
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder; give a folder global_step_N")
+def _require_folders_and_torch(checkpoint: Path, compared: Path | None) -> None:
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such folder; give a folder global_step_N")
+    if compared is not None and not compared.is_dir():
+        raise CheckpointError(
+            f"--compare {compared}: no such folder; give the folder of a model or of a checkpoint"
+        )
     try:
         import safetensors  # noqa: F401 - whether it is installed
         import torch  # noqa: F401

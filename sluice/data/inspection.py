@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sluice.data.prompt_files import ChunkReader, PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import digest_of
-from sluice.data.scoring import compares_text_alone, scorer_name
+from sluice.data.scoring import refuses_truth, scorer_name
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
@@ -118,7 +118,7 @@ def inspect_files(
 def _add_row(inspection: Inspection, columns: _Columns, row: PromptRow) -> None:
     inspection.sources[row.data_source] += 1
     scorer = scorer_name(row.data_source)
-    if compares_text_alone(scorer, row.ground_truth, is_json=row.truth_is_json):
+    if refuses_truth(scorer, row.ground_truth, is_json=row.truth_is_json):
         inspection.unread_truths[row.data_source] += 1
     inspection.num_images += len(row.images)
     roles = [message.role for message in row.messages]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 ANY_ENDING = "*"
+EXACT_MATCH = "exact_match"
 PROGRAM_TESTS = "program_tests"
 """The scorer that runs programs, which needs a sandbox."""
 
@@ -30,7 +31,7 @@ DEFAULT_ROUTES: Mapping[str, str] = {
             *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
             *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
         ),
-        "exact_match",
+        EXACT_MATCH,
     ),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), PROGRAM_TESTS),
 }
@@ -40,13 +41,28 @@ ROUTED_SCORERS = ("gsm8k_flexible", "math_dapo_0_6", "math_dapo_strict_box", "mu
 """The scorers that no data source has without a route of the user's."""
 
 
-_READ_LISTS = frozenset({"exact_match", PROGRAM_TESTS})
+def accepted_answers(ground_truth: str) -> Sequence[str]:
+    """Return all answers that exact_match accepts. Text that is not such JSON is the answer."""
+    try:
+        value = msgspec.json.decode(ground_truth, type=dict[str, object] | list[str])
+    except msgspec.DecodeError:
+        return [ground_truth]
+    if isinstance(value, list):
+        return value
+    target = value.get("target")
+    if isinstance(target, str):
+        return [target]
+    if isinstance(target, list) and all(isinstance(answer, str) for answer in target):
+        return target
+    return [ground_truth]
 
 
-def compares_text_alone(scorer: str | None, ground_truth: str, *, is_json: bool) -> bool:
-    """Return whether a built-in scorer refuses a ground truth since it is a list or a mapping."""
+def refuses_truth(scorer: str | None, ground_truth: str, *, is_json: bool) -> bool:
+    """Return whether a built-in scorer cannot compare with a ground truth: a list or a mapping."""
     is_list = is_json and ground_truth.startswith(("[", "{"))
-    return is_list and scorer is not None and scorer not in _READ_LISTS
+    if not is_list or scorer is None or scorer == PROGRAM_TESTS:
+        return False
+    return scorer != EXACT_MATCH or accepted_answers(ground_truth) in ([], [ground_truth])
 
 
 def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) -> str | None:

@@ -80,9 +80,10 @@ def trial_finding(scorer: str, places: Sequence[str], answers: Sequence[TrialAns
     )
     remedy = _ALWAYS_A_NUMBER if is_partial else _REPAIR
     if scorer == BUILT_IN:
-        refusal, _, advice = failed_answer.failure.partition("; ")
-        remedy = advice or _OTHER_TRUTH
-        what = what.replace(failed_answer.failure, refusal)
+        # The last "; ", since a refusal may quote a ground truth with another.
+        refusal, _, advice = failed_answer.failure.rpartition("; ")
+        remedy = advice if refusal else _OTHER_TRUTH
+        what = what.replace(failed_answer.failure, refusal or advice)
     if is_partial:
         return warning(what, _LEFT_OUT, remedy)
     return problem(what, "every group would fail, and nothing would be trained", remedy)

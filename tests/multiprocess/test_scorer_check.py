@@ -86,14 +86,17 @@ def test_results_without_a_usable_score_are_a_problem(tmp_path: Path) -> None:
     assert only([trial_finding("score", ["a", "b", "c"], answers)], "problem")
 
 
-def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names_the_row() -> None:
-    one = PromptRow(ROWS[0].messages, "openai/gsm8k", '["4"]', {}, "row 0", truth_is_json=True)
+@pytest.mark.parametrize("truth", ['["4"]', '["x; y"]'])
+def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names_the_row(
+    truth: str,
+) -> None:
+    one = PromptRow(ROWS[0].messages, "openai/gsm8k", truth, {}, "row 0", truth_is_json=True)
     pair = (one, made_up_response(one))
     answers, _ = try_responses(load_config(None, [PATIENTLY]), [pair], ENOUGH_S)
     found = trial_finding(BUILT_IN, ["row 0"], answers)
     assert found.severity == "problem"
     assert found.what.endswith(
-        "row 0: unscorable: data_source 'openai/gsm8k': ground_truth is [\"4\"], and the scorer "
+        f"row 0: unscorable: data_source 'openai/gsm8k': ground_truth is {truth}, and the scorer "
         "gsm8k compares with text alone"
     )
     assert found.remedy.startswith("write the answer as text, or set reward.custom_reward_function")

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from services.reward.grading.scorers.exact_match import compute_score, targets
+from services.reward.grading.scorers.exact_match import compute_score
+from sluice.data.scoring import accepted_answers
 
 VERDICTS = [
     ("<answer>Paris</answer>", ["Paris"], 1.0),
@@ -50,4 +51,4 @@ def test_exact_match_verdicts_equal_verls(response: str, accepted: list[str], sc
 def test_a_reference_is_text_or_says_in_json_what_it_accepts(
     ground_truth: str, accepted: list[str]
 ) -> None:
-    assert list(targets(ground_truth)) == accepted
+    assert list(accepted_answers(ground_truth)) == accepted

@@ -87,8 +87,8 @@ async def _attacked(
         }
         client = await stack.enter_async_context(AsyncClient.connect(run.run_dir))
         caller = HonestCaller(client, channels)
-        openai = await stack.enter_async_context(_openai(client, options.seed))
-        traffic = Traffic(channels, random.Random(options.seed), openai)
+        openai_traffic = await stack.enter_async_context(_openai(client, options.seed))
+        traffic = Traffic(channels, random.Random(options.seed), openai_traffic)
         # As long as nobody else works, the run has samples for the attack.
         agents.may_work.clear()
         await run.until("a sample to lease", traffic.lease, _START_S)

@@ -107,7 +107,7 @@ class Traffic:
     Args:
         channels: by process.
         rng: the only source of randomness.
-        openai: sends requests over HTTP.
+        openai_traffic: sends requests over HTTP.
 
     Attributes:
         codes: answers by code.
@@ -121,10 +121,10 @@ class Traffic:
         self,
         channels: Mapping[str, grpc.aio.Channel],
         rng: random.Random,
-        openai: OpenAITraffic,
+        openai_traffic: OpenAITraffic,
     ) -> None:
         self._channels, self._rng, self._methods = channels, rng, all_methods()
-        self._openai = openai
+        self._openai_traffic = openai_traffic
         self._leases: deque[str] = deque(maxlen=_MAX_LEASES)
         self.num_leased = 0
         self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in self._methods]
@@ -153,7 +153,7 @@ class Traffic:
         async def caller() -> None:
             for _ in left:
                 if self._rng.random() < _OPENAI_SHARE:
-                    self._note(*await self._openai.send(self._leases))
+                    self._note(*await self._openai_traffic.send(self._leases))
                 else:
                     await self._make(self._choose())
 

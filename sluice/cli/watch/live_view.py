@@ -295,7 +295,7 @@ class LiveView:
 
     async def _print_states(self, monitor: RunMonitor) -> None:
         """Print what the run is doing, so that its log is never silent for long."""
-        shown_phase = ""
+        shown_state: tuple[str, str] | None = None
         while True:
             await asyncio.sleep(REFRESH_S)
             self._print_new_accuracy()
@@ -308,14 +308,15 @@ class LiveView:
                 continue
             self._check_yield(snapshot)
             trains = self._has_stepped and snapshot.step < snapshot.total_steps
-            is_said = self._has_stepped and not snapshot.hold_reason
-            is_new = not is_said and snapshot.phase != shown_phase
+            steps_show_it = self._has_stepped and not snapshot.hold_reason
+            state = None if steps_show_it else (snapshot.phase, snapshot.hold_reason)
+            is_new = state not in (None, shown_state)
             if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else LINE_EVERY_S):
                 line = self._state_line(snapshot)
                 if snapshot.hold_reason:
                     line += f"; {guard_lines(snapshot)[0]}"
                 self._print(line)
-                shown_phase = snapshot.phase
+            shown_state = state
 
     async def _print_steps(self, monitor: RunMonitor) -> None:
         following, time_left = 1, TimeLeft()

@@ -137,13 +137,22 @@ def test_the_command_merges_and_compares(checkpoint: Path, tmp_path: Path) -> No
     assert isinstance(nowhere.exception, ConfigError)
 
 
-@pytest.mark.parametrize("words", [["none", "out"], [".", "--compare", "none"]])
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["none", "out"], "none: no such folder; give a folder global_step_N"),
+        (
+            [".", "--compare", "none"],
+            "--compare none: no such folder; give the folder of a model or of a checkpoint",
+        ),
+    ],
+)
 def test_a_missing_folder_is_named_before_torch_is_looked_for(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     refused = RUNNER.invoke(commands, ["merge", *words])
-    assert str(refused.exception) == "none: no such folder; give a folder global_step_N"
+    assert str(refused.exception) == error
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,9 @@ def test_a_column_that_is_missing_ends_it_with_the_column(rows_file: Path) -> No
 
 
 def test_ground_truths_that_the_scorer_refuses_are_a_note(tmp_path: Path) -> None:
-    rows = [*prompt_rows(["a"]), *prompt_rows(["b", "c"], "searchR1_nq")]
-    for row, truth in zip(rows, (["0"], ["0"], {"target": "0"}), strict=True):
+    nq = prompt_rows(["b", "c"], "searchR1_nq")
+    rows = [*prompt_rows(["a"]), *nq, *prompt_rows(["d", "e"], "searchR1_musique")]
+    for row, truth in zip(rows, (["0"], ["0"], {"target": "0"}, {"a": 1}, []), strict=True):
         row["reward_model"] = {"ground_truth": truth}
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
@@ -130,6 +131,7 @@ def test_ground_truths_that_the_scorer_refuses_are_a_note(tmp_path: Path) -> Non
     assert {name: found["unread_truths"] for name, found in sources.items()} == {
         "math_dapo": 1,
         "searchR1_nq": 0,
+        "searchR1_musique": 2,
     }
 
 

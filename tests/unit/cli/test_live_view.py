@@ -219,7 +219,10 @@ async def test_a_log_of_a_long_step_shows_what_it_waits_for(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("_lines_at_once")
-async def test_a_log_of_a_run_that_a_guard_holds_says_why_and_what_ends_it(tmp_path: Path) -> None:
+async def test_a_log_of_a_run_that_a_guard_holds_says_why_and_what_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_LINE_EVERY_S_IN_STEPS", 9999.0)
     screen = Screen()
     view = view_on(screen, run_folder(tmp_path))
     trainer = ScriptedTrainer(total_steps=9, never_ends=True)
@@ -228,6 +231,8 @@ async def test_a_log_of_a_run_that_a_guard_holds_says_why_and_what_ends_it(tmp_p
         await screen.until("step 2/9")
         trainer.phase, trainer.hold_reason = trainer_pb2.RUN_PHASE_PAUSED, "accuracy fell"
         await screen.until("s); held by a guard: accuracy fell; `sluice resume` ends the hold\n")
+        trainer.hold_reason = "reward fell"
+        await screen.until("s); held by a guard: reward fell; `sluice resume` ends the hold\n")
         following.cancel()
 
 

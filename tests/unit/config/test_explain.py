@@ -141,6 +141,7 @@ def test_only_the_staleness_of_the_asynchronous_recipe_has_a_counterpart() -> No
     )
     assert "sluice.asynchrony.ahead_share=s" in threshold.text
     assert other.text.endswith("has no effect: sluice.asynchrony decides")
+    load_config(None, ["++async_training.staleness_threshold=null"])
 
 
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:

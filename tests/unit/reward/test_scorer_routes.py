@@ -20,7 +20,7 @@ from services.reward.grading.scorers.registry import (
     scored_characters,
     scorer_for,
 )
-from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, compares_text_alone
+from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, refuses_truth
 from sluice.errors import ConfigError, DataError
 
 RIGHT = {
@@ -81,7 +81,7 @@ def test_a_missing_package_is_reported_with_how_to_install_it(
 
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_programs_are_refused_without_a_sandbox_and_graded_with_one(source: str) -> None:
-    with pytest.raises(DataError, match=rf"'{source}'.*sluice\.sandbox\.backend=bubblewrap"):
+    with pytest.raises(DataError, match=rf"'{source}'.*backend=bubblewrap [^;]*, or set reward"):
         scorer_for(source)
     scorer = scorer_for(source, programs=lambda response, truth: len(response + truth))
     assert scorer(data_source=source, solution_str="ab", ground_truth="c", extra_info={}) == 3
@@ -99,15 +99,16 @@ def test_a_list_or_mapping_is_refused_by_scorers_that_compare_with_one_text(trut
             scorer_for("searchR1_nq", json_truth=unread)
 
 
+@pytest.mark.parametrize("truth", ['["7"]', '{"a": 1}', "[]"])
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {MATH_VERIFY}))
-def test_an_inspection_knows_which_scorers_refuse_a_list(name: str) -> None:
-    truth, refused = '["7"]', False
+def test_an_inspection_knows_which_scorers_refuse_a_list(name: str, truth: str) -> None:
+    refused = False
     try:
         scorer_for("any", truth, routes={"any": name}, programs=lambda response, truth: 1.0)
     except DataError:
         refused = True
-    assert compares_text_alone(name, truth, is_json=True) is refused
-    assert not compares_text_alone(name, truth, is_json=False)
+    assert refuses_truth(name, truth, is_json=True) is refused
+    assert not refuses_truth(name, truth, is_json=False)
 
 
 def test_an_unknown_source_is_reported_with_remedy_and_the_known_ones() -> None:

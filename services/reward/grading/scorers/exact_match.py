@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 
-import msgspec
+from sluice.data.scoring import accepted_answers
 
-TARGET = "target"
 MAX_TAGS = 10
 SPAM_SHARE = 0.25
 
@@ -31,7 +29,7 @@ def compute_score(solution: str, ground_truth: str) -> float:
     if tagged is None:
         return 0.0
     answer = normalize(tagged)
-    if all(answer != normalize(target) for target in targets(ground_truth)):
+    if all(answer != normalize(target) for target in accepted_answers(ground_truth)):
         return 0.0
     num_tags = max(solution.count(_OPENING), solution.count(_CLOSING))
     return SPAM_SHARE if num_tags > MAX_TAGS else 1.0
@@ -56,19 +54,3 @@ def normalize(text: str) -> str:
     """Return `text` in lower case without punctuation, articles and surplus spaces."""
     without_punctuation = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", without_punctuation).split())
-
-
-def targets(ground_truth: str) -> Sequence[str]:
-    """Return all accepted answers. Text that is not such JSON is the answer itself."""
-    try:
-        value = msgspec.json.decode(ground_truth, type=dict[str, object] | list[str])
-    except msgspec.DecodeError:
-        return [ground_truth]
-    if isinstance(value, list):
-        return value
-    target = value.get(TARGET)
-    if isinstance(target, str):
-        return [target]
-    if isinstance(target, list) and all(isinstance(answer, str) for answer in target):
-        return target
-    return [ground_truth]

@@ -15,7 +15,13 @@ from services.reward.grading.scorers import (
     program_tests,
     symbolic_math,
 )
-from sluice.data.scoring import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
+from sluice.data.scoring import (
+    DEFAULT_ROUTES,
+    EXACT_MATCH,
+    PROGRAM_TESTS,
+    refuses_truth,
+    scorer_name,
+)
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX
 
@@ -38,7 +44,7 @@ class Scorer(Protocol):
         ...
 
 
-MATH_VERIFY, EXACT_MATCH = "math_verify", "exact_match"
+MATH_VERIFY = "math_verify"
 RULES: Mapping[str, Rule] = {
     "math_dapo": math_dapo.compute_score,
     "math_dapo_0_6": partial(math_dapo.compute_score, boxed_fallback=False),
@@ -90,7 +96,7 @@ def scorer_for(
     name = _name(data_source, routes or {})
     if name is None:
         raise DataError(f"data_source '{data_source}': {_no_route(data_source)}")
-    if json_truth.startswith(("[", "{")) and not _reads(name, json_truth):
+    if refuses_truth(name, json_truth, is_json=bool(json_truth)):
         raise DataError(
             f"data_source '{data_source}': ground_truth is {json_truth:.80}, and the scorer "
             f"{name} compares with text alone; write the answer as text, or {_REMEDY}"
@@ -99,7 +105,7 @@ def scorer_for(
         symbolic_math.check_installed(f"data_source '{data_source}'")
     if name == PROGRAM_TESTS:
         if programs is None:
-            raise DataError(f"data_source '{data_source}': {NO_SANDBOX}; or {_REMEDY}")
+            raise DataError(f"data_source '{data_source}': {NO_SANDBOX}, or {_REMEDY}")
         return partial(_apply, programs)
     return partial(_apply, _rule(name))
 
@@ -129,13 +135,6 @@ def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
 
 def _no_route(data_source: str) -> str:
     return f"no built-in scorer knows it (known: {', '.join(sorted(DEFAULT_ROUTES))}); {_REMEDY}"
-
-
-def _reads(name: str, json_truth: str) -> bool:
-    """Return whether a scorer accepts a list or a mapping as ground truth."""
-    if name == EXACT_MATCH:
-        return exact_match.targets(json_truth) not in ([], [json_truth])
-    return name == PROGRAM_TESTS
 
 
 def _apply(rule: Rule, *, solution_str: str, ground_truth: str, **_call: object) -> object:
