@@ -104,9 +104,7 @@ def check(
     ] = None,
     device_memory: Annotated[
         float | None,
-        typer.Option(
-            min=0.1, help="Memory of one device, GiB. Models that sluice plan knows need no files."
-        ),
+        typer.Option(min=0.1, help="Memory of one device, GiB; published models need no files."),
     ] = None,
     rules: Annotated[
         Literal["all", "here"],
