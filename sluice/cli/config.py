@@ -113,7 +113,6 @@ def check(
     files: Annotated[
         bool,
         typer.Option(
-            "--files/--no-files",
             help="Whether to check files, the reward function, packages and devices here too.",
         ),
     ] = True,
